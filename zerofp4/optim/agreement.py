@@ -196,22 +196,20 @@ class Agreement:
         return words, event
 
     def read(
-        self,
-        param_groups: Sequence[dict] | None = None,
-        error: OwnError | None = None,
-        earlier: bool = True,
+        self, param_groups: Sequence[dict] | None = None, error: OwnError | None = None
     ) -> list[bool] | None:
         """Wait for the agreements that were not read. Returns, of the last one, by trainable parameter of
         this rank whether any rank that shares it has a gradient; None without one, or in buckets. Local,
         unless options differ.
 
         param_groups: the agreements count as read, and ranks are asked which option differs; None is to look.
-        error: what this rank raises where no rank takes the step; None is for a new RuntimeError.
-        earlier: whether they are of an earlier step, as messages say then.
+        error: of this rank in the present step, which it raises where no rank takes the step. None where the
+            agreements are of an earlier step, as messages say then.
 
-        Raises RuntimeError, the same on every rank, where no rank takes the step.
+        Raises RuntimeError where no rank takes the step, the same on every rank without an error.
         """
         present, unread, self.taken = None, self._unread, 0
+        earlier = error is None
         if param_groups is not None:
             self._unread = []
         for words, event in unread:

@@ -290,7 +290,7 @@ class EarlyUpdates:
                 self._take_rest()
                 error = self._step.failure or self._error
                 if not self._agreement.defers:
-                    self._read_agreements(self._inners.param_groups, error, earlier=False)
+                    self._read_agreements(self._inners.param_groups, error)
                 error.raise_if_any()
         finally:
             if self._sound.is_between or (self._agreement.defers and not self._is_refused):
@@ -342,10 +342,10 @@ class EarlyUpdates:
 
     # Behind an error
 
-    def _read_agreements(self, *how: Any, **more: Any) -> None:
+    def _read_agreements(self, *how: Any) -> None:
         """Agreement.read() of buckets. Breaks the optimizer where ranks took some of them and not all."""
         try:
-            self._agreement.read(*how, **more)
+            self._agreement.read(*how)
         except Exception as error:
             self._sound.is_between = False
             if self._agreement.taken:

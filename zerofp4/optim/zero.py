@@ -592,7 +592,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 in_phase("vote", agreement.begin)(*ballot)
                 if self._agreement.defers or self._is_capturing():
                     return None
-                present = agreement.read(self.param_groups, error, earlier=False)
+                present = agreement.read(self.param_groups, error)
         except Exception:
             error.take()
             if schedule is not None:
