@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases.optim import assert_all_equal, keywords, make_gradients, make_parameters, set_gradients
-from cases.updates import OPTIONS, SMALL, TINY, loss_of, make, make_pair, step_of
+from cases.updates import OPTIONS, TINY, loss_of, make, make_pair, step_of
 from distributed.engine.overlap_cases import assert_same, nothing_changes
 from helpers import needs_gpu
 from torch import nn
@@ -26,18 +26,6 @@ def world(device):
 
 
 # The bytes of a plain step
-
-
-@pytest.mark.parametrize("state", ["full", "compact"])
-@pytest.mark.parametrize("bucket_mb", [TINY, SMALL, None])
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_the_bytes_of_a_plain_step(world, state, bucket_mb, reentrant):
-    """Of a tied weight, one that is used twice, one that is read without a gradient, recomputed ones."""
-    models = make_pair(world, state=state, bucket_mb=bucket_mb)
-    how = {"reentrant": reentrant, "shared": not reentrant}
-    for step in range(4):
-        step_of(world, models, step, rare=step != 2, **how)
-        assert_same(models, f"step {step}")
 
 
 def test_gradients_that_somebody_assigned(device):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from distributed.cases import raised_everywhere
-from distributed.optim.cases import SPECIFICATIONS, assert_same_on_all_ranks, model_bytes
+from distributed.optim.cases import SPECIFICATIONS, assert_same_on_all_ranks, model_bytes, take_exact_steps
 from distributed.optim.group_cases import OPTIONS, expert_group, in_dtypes
 from distributed.run import on_ranks
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
@@ -58,7 +58,6 @@ def test_means_within_the_error_of_the_dtype(world, wire):
     ],
 )
 def test_exact_sums_give_the_bytes_of_ordered_ones(world, options):
-    """With gradients that some ranks lack, a step that clips, and a NaN that skips a step."""
     options, sides = dict(options), []
     cls = options.pop("cls", FusedAdamW)
     for reduction in ("ordered", "reduce_scatter"):
@@ -67,22 +66,7 @@ def test_exact_sums_give_the_bytes_of_ordered_ones(world, options):
         optimizer = ZeroFP4Optimizer(parameters, cls, communication=way, **OPTIONS)
         described = optimizer.describe()
         assert [described[k] for k in ("transport", "reduction")] == ["collective", reduction]
-        for step in range(4):
-            gradients = [g.clamp(-8, 8).round() for g in make_gradients(parameters, 100 * world.rank + step)]
-            gradients[step % 3] = None if world.rank % 2 else gradients[step % 3]
-            if step == 2 and world.rank == 1:
-                gradients[3].view(-1)[1] = torch.nan
-            # As a backward pass does, so that what overlaps it begins.
-            pairs = zip(parameters, gradients, strict=True)
-            sum((p.float() * g).sum() for p, g in pairs if g is not None).backward()
-            if step == 3:
-                optimizer.clip_grad_norm_(0.5)
-            optimizer.step()
-            assert optimizer.found_inf.item() == (step == 2)
-            optimizer.zero_grad()
-        optimizer.check()
-        assert optimizer.skipped_steps == 1
-        assert_same_on_all_ranks(model_bytes(parameters))
+        take_exact_steps(world, parameters, optimizer)
         sides.append([*optimizer.gathered_masters(), *model_bytes(parameters)])
     assert_all_equal(*sides, "tensor")
 

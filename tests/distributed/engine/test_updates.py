@@ -334,37 +334,25 @@ def test_an_error_behind_the_first_update_of_ranks_that_share_memory(world):
     with_peers(world, check, True, bucket_mb=TINY)
 
 
-@on_ranks(2)
-def test_a_checkpoint_between_a_backward_pass_and_its_step(world):
-    """What has begun to travel ends, and zero_grad() drops what has not."""
+@on_ranks(2, time_limit=120)
+@pytest.mark.parametrize("way", ["behind the load", "before it", "no backward pass"])
+def test_a_load_between_a_backward_pass_and_its_step(world, way):
+    """What has begun to travel ends, also of a pass that one rank alone has begun with. zero_grad() drops
+    what has not, behind the load or before it.
+    """
     models = make_pair(world, bucket_mb=TINY, transport="collective")
     step_of(world, models, 0)
     net, optimizer = models[1]
-    good = models[0][1].state_dict()
-    loss_of(net, world, 1, rare=world.rank == 0).backward()
-    optimizer.load_state_dict(good)
+    if way != "no backward pass":  # rank 1 has no bucket that is complete
+        loss_of(net, world, 1, rare=world.rank == 0).backward()
+    elif world.rank == 0:
+        loss_of(net, world, 1).backward()
+    if way == "before it":
+        optimizer.zero_grad()
+    optimizer.load_state_dict(models[0][1].state_dict())
     optimizer.zero_grad()
     assert optimizer.broken is None
     assert_same(models, "loaded")
-    step_of(world, models, 2)
-    assert_same(models, "after")
-
-
-@on_ranks(2, time_limit=120)
-@pytest.mark.parametrize("way", ["zero_grad", "no backward pass"])
-def test_a_load_while_one_rank_alone_has_an_open_pass(world, way):
-    models = make_pair(world, bucket_mb=TINY, transport="collective")
-    step_of(world, models, 0)
-    net, optimizer = models[1]
-    if way == "zero_grad":  # rank 1 has no bucket that is complete, and forgets what it has
-        loss_of(net, world, 1, rare=world.rank == 0).backward()
-        optimizer.zero_grad()
-    elif world.rank == 0:
-        loss_of(net, world, 1).backward()
-    optimizer.load_state_dict(models[0][1].state_dict())
-    assert optimizer.broken is None
-    for p in net.parameters():
-        p.grad = None
     whole_steps(world, models)
 
 

@@ -99,9 +99,10 @@ def test_a_copy_of_a_model_keeps_its_amax_group(world):
     assert_bytes_equal(first.rowwise.amax, third.rowwise.amax, "amax")
 
 
-@on_ranks(1, 4)
-def test_collectives_of_a_step_and_bytes_of_a_gather(world):
-    run = start(world)
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("kind", [{}, ROWS], ids=["tiles", "rows"])
+def test_collectives_of_a_step_and_bytes_of_a_gather(world, kind):
+    run = start(world, kind=kind)
     with Collectives() as backward:
         run.backward(0)
     with Collectives() as step:
@@ -113,10 +114,11 @@ def test_collectives_of_a_step_and_bytes_of_a_gather(world):
     assert all(name == "allreduce" and dtype == torch.float32 for name, _, dtype in step.calls)
     with Collectives() as gather, unsharded(run.model):
         pass
-    if world.world_size > 1:  # half a byte an element, and rows that fill up the last shards
-        rows = [-(-n // world.world_size) for n in (130, 2)]
+    if world.world_size > 1:  # half a byte an element, scales, and rows that fill up the last shards
+        rows, scales = [-(-n // world.world_size) for n in (130, 2)], (2, 9) if kind else (0, 0)
         sizes = [n for name, n, dtype in gather.named("allgather_base") if dtype == torch.uint8]
-        assert sizes[1:3] == [rows[0] * 22 // 2, rows[1] * 130 // 2], gather.calls
+        expected = [rows[0] * (22 // 2 + scales[0]), rows[1] * (130 // 2 + scales[1])]
+        assert sizes[1:3] == expected, gather.calls
 
 
 class Mlp(nn.Module):
