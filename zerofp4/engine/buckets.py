@@ -388,12 +388,9 @@ class GradientMemory:
         missing = [view for view, gradient in zip(self.views, mine, strict=True) if gradient is None]
         if self._gaps or missing:
             torch._foreach_zero_(self._gaps + missing)
-        views = self.views
-        if self.aliased or missing:
-            away = self._elsewhere(mine) if self.aliased else [k for k, g in enumerate(mine) if g is not None]
-            views, mine = [views[k] for k in away], [mine[k] for k in away]
-        if mine:
-            torch._foreach_copy_(views, mine)
+        away = self._elsewhere(mine) if self.aliased else [k for k, g in enumerate(mine) if g is not None]
+        if away:
+            torch._foreach_copy_([self.views[k] for k in away], [mine[k] for k in away])
 
     def _elsewhere(self, mine: Sequence[torch.Tensor | None]) -> list[int]:
         """The positions of gradients that do not lie in their views; usually there are none."""

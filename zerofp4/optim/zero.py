@@ -704,18 +704,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._schedule is not None:
             self._schedule.is_reduced = False
 
-    # Behind an error
-
-    def _check_sound(self, waits: bool = True) -> None:
-        """Raise RuntimeError where masters may be of two steps: also between a pass and its step(). waits:
-        whether the host may wait to find out.
-        """
-        if waits and self._early is not None:
-            self._early.find_if_sound()
-        self._sound.raise_if_broken()
-        if self._sound.obstacle is not None:
-            raise RuntimeError(self._sound.obstacle)
-
     # In a CUDA graph
 
     def _is_capturing(self) -> bool:
@@ -756,6 +744,16 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         for hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         return state_dict
+
+    def _check_sound(self, waits: bool = True) -> None:
+        """Raise RuntimeError where masters may be of two steps: also between a pass and its step(). waits:
+        whether the host may wait to find out.
+        """
+        if waits and self._early is not None:
+            self._early.find_if_sound()
+        self._sound.raise_if_broken()
+        if self._sound.obstacle is not None:
+            raise RuntimeError(self._sound.obstacle)
 
     @torch.no_grad()
     def consolidate_state_dict(self, to: int = 0) -> None:
