@@ -147,8 +147,10 @@ class FusedAdamW(torch.optim.Optimizer):
         for group in state["param_groups"]:
             for p in group["params"]:
                 entries = _received(state["state"].get(p, {}), p.device)
+                if entries and p not in slices:  # that of slices comes as it is kept
+                    entries = converted(p, entries, self._is_compact(p, group))
                 if entries:
-                    state["state"][p] = converted(p, entries, self._is_compact(p, group), slices.get(p))
+                    state["state"][p] = entries
         super().__setstate__(state)
         if not hasattr(self, "_parts"):  # this is a copy, or was unpickled
             self._take_parts([Part()])
@@ -246,13 +248,13 @@ class FusedAdamW(torch.optim.Optimizer):
         ids = [[group["state"], *map(id, group["params"])] for group in self.param_groups]
         if ids != self._assigned:
             self._check_choices(self.param_groups)
-            members = [
-                Member(p, g, parameter_name(g, i, group), self._is_compact(p, group), self._slices.get(p))
-                for g, group in enumerate(self.param_groups)
-                for i, p in enumerate(group["params"])
-            ]
-            for k, part in enumerate(self._parts):
-                part.hold([member for member in members if self._part_of.get(member.parameter, 0) == k])
+            held: list[list[Member]] = [[] for _ in self._parts]
+            for g, group in enumerate(self.param_groups):
+                for i, p in enumerate(group["params"]):
+                    is_compact, name = self._is_compact(p, group), parameter_name(g, i, group)
+                    held[self._part_of.get(p, 0)].append(Member(p, g, name, is_compact, self._slices.get(p)))
+            for part, members in zip(self._parts, held, strict=True):
+                part.hold(members)
             self._assigned = ids
         for part in self._parts:
             part.params = locals_of(part.listed)

@@ -103,10 +103,8 @@ def first_state(p: torch.Tensor, compact: bool, of: Slice | None = None) -> dict
     return {"step": step, **codes, "scales": _sharded_like(p, scales, scales_shape(p.shape))}
 
 
-def converted(
-    p: torch.Tensor, entries: Mapping[str, Any], compact: bool, of: Slice | None = None
-) -> dict[str, Any]:
-    """The state of a parameter as full or as compact state, whichever it is. of: as in first_state().
+def converted(p: torch.Tensor, entries: Mapping[str, Any], compact: bool) -> dict[str, Any]:
+    """The state of a parameter as full or as compact state, whichever it is.
 
     Raises ValueError for what is neither, and for another shape or dtype than this parameter's state has.
     """
@@ -119,9 +117,7 @@ def converted(
     values = {name: _local(entries[name]) for name in given if name != "step"}
     shape = _local(p).shape
     for name, value in values.items():
-        wanted = shape
-        if name == "scales":
-            wanted = scales_shape(shape) if of is None else (of.groups, 2)
+        wanted = scales_shape(shape) if name == "scales" else shape
         if (tuple(value.shape), value.dtype) != (tuple(wanted), given[name]):
             raise ValueError(
                 f"{name} in the state of AdamW must have shape {tuple(wanted)} and {given[name]}, got "
