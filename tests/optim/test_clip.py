@@ -64,9 +64,8 @@ def test_gradients_that_change_after_clipping(device):
 
 
 def test_after_a_step_gradients_are_reduced_anew(device):
-    parameters = make_parameters(device)
+    parameters, optimizer = built(device, torch.optim.SGD, lr=0.1)
     plain = Plain(parameters, torch.optim.SGD, lr=0.1)
-    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
     for step in range(2):  # without zero_grad() in between
         set_gradients(parameters, make_gradients(parameters, step))
         optimizer.clip_grad_norm_(1e9)

@@ -10,16 +10,15 @@ from cases.optim import (
     SPECIFICATIONS,
     Plain,
     assert_all_equal,
+    built,
     check,
-    keywords,
     make_gradients,
-    make_parameters,
     set_gradients,
     turn_gradients,
 )
 from helpers import assert_bytes_equal, collect_garbage, needs_gpu
 
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, adamw
+from zerofp4.optim import FusedAdamW, adamw
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
 READ_THERE = [
@@ -37,8 +36,7 @@ class NotPlain(FusedAdamW):
 
 
 def build(device, cls=FusedAdamW, specifications=READ_THERE, **options):
-    parameters = make_parameters(device, specifications=specifications)
-    return parameters, ZeroFP4Optimizer(parameters, cls, **keywords(DEFAULTS, options))
+    return built(device, cls, specifications=specifications, **DEFAULTS | options)
 
 
 def have_slices(optimizer):

@@ -11,12 +11,11 @@ from cases.optim import (
     check,
     everything,
     make_gradients,
-    make_parameters,
     set_gradients,
     turn_gradients,
 )
 
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW
 from zerofp4.optim.agreement import first_nonfinite
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
@@ -88,9 +87,8 @@ def test_what_was_found_is_told_until_the_next_step_looks(device):
 def test_replays_of_a_cuda_graph_skip_steps(device, turned):
     if device.type != "cuda":
         pytest.skip("CUDA graphs are captured on a GPU")
-    parameters = make_parameters(device)
+    parameters, optimizer = built(device, FusedAdamW, capturable=True, **DEFAULTS)
     plain = Plain(parameters, FusedAdamW, **DEFAULTS)
-    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, capturable=True, **DEFAULTS)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -117,10 +115,8 @@ def test_replays_of_a_cuda_graph_skip_steps(device, turned):
 
 
 def test_skipped_gradients_are_not_used_again(device):
-    parameters = make_parameters(device)
+    parameters, optimizer = built(device, torch.optim.SGD, seed=0, lr=0.1)
     plain = Plain(parameters, torch.optim.SGD, lr=0.1)
-    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=0.1)
-    set_gradients(parameters, make_gradients(parameters, 0))
     parameters[4].grad[0, 0] = math.nan
     optimizer.clip_grad_norm_(1.0)
     optimizer.step()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, keywords, make_gradients, make_parameters, set_gradients
+from cases.optim import assert_all_equal, built, keywords, make_gradients, make_parameters, set_gradients
 from cases.updates import OPTIONS, TINY, loss_of, make, make_pair, step_of
 from distributed.engine.overlap_cases import assert_same, nothing_changes
 from helpers import needs_gpu
@@ -30,12 +30,8 @@ def world(device):
 
 def test_gradients_that_somebody_assigned(device):
     """All of a step in step(), fp16 parameters and experts too, in any order of memory; a second one none."""
-    models = []
-    for overlap in (None, "update"):
-        parameters = make_parameters(device)
-        options = keywords(OPTIONS, overlap=overlap, bucket_mb=TINY)
-        optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, **options)
-        models.append((parameters, optimizer))
+    ways = (OPTIONS | {"overlap": overlap, "bucket_mb": TINY} for overlap in (None, "update"))
+    models = [built(device, FusedAdamW, **options) for options in ways]
     for step in range(3):
         for parameters, optimizer in models:
             gradients = make_gradients(parameters, step)

@@ -14,6 +14,7 @@ from helpers import assert_bytes_equal
 
 from distributed import cases
 from distributed.optim.cases import (
+    built,
     check_weights,
     model_bytes,
     parameters_of,
@@ -32,10 +33,7 @@ SMALL = 0.003
 
 
 def build(world, cls=FusedAdamW, **options):
-    parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(parameters, cls, **keywords({"bucket_mb": SMALL, **OPTIONS, **options}))
-    set_gradients(parameters, make_gradients(parameters, world.rank))
-    return parameters, optimizer
+    return built(world, cls, seed=world.rank, **{"bucket_mb": SMALL, **OPTIONS, **options})
 
 
 def on_rank_1(world, owner, name, error, call=1):

@@ -29,9 +29,8 @@ def test_means_within_the_error_of_the_dtype(world, wire):
     with torch.no_grad():
         for parameter in parameters:
             parameter.zero_()
-    optimizer = ZeroFP4Optimizer(
-        parameters, torch.optim.SGD, lr=1.0, communication=Communication(gradient_wire=wire, **BY_LIBRARY)
-    )
+    way = Communication(gradient_wire=wire, **BY_LIBRARY)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=1.0, communication=way)
     by_rank = [in_dtypes(make_gradients(parameters, rank), parameters) for rank in range(world.world_size)]
     set_gradients(parameters, by_rank[world.rank])
     optimizer.step()

@@ -97,15 +97,19 @@ def by_accelerate(world, folder, leg):
     accelerator = accelerate.Accelerator(cpu=True)
     net, optimizer = converted(plain=True)
     accelerator.register_save_state_pre_hook(lambda *_: optimizer.consolidate_state_dict())
-    model, prepared = accelerator.prepare(net, optimizer)
+    prepared = accelerator.prepare(net, optimizer)
+    return leg_of_accelerate(accelerator, folder, leg, *prepared, optimizer.gathered_masters, net.state_dict)
+
+
+def leg_of_accelerate(accelerator, folder, leg, model, optimizer, masters, whole_state):
     if leg:
         accelerator.load_state(str(folder / f"{leg - 1}"))
-    begun = optimizer.gathered_masters()
-    train(accelerator, model, prepared)
+    begun = masters()
+    train(accelerator, model, optimizer)
     accelerator.save_state(str(folder / f"{leg}"))
     accelerator.save_model(model, folder / f"model-{leg}")
-    check_saved_model(folder / f"model-{leg}", net.state_dict())
-    return begun, optimizer.gathered_masters()
+    check_saved_model(folder / f"model-{leg}", whole_state())
+    return begun, masters()
 
 
 def train(accelerator, model, optimizer):
@@ -187,15 +191,12 @@ def by_fsdp2(world, folder, leg):
     fsdp2.prepare(model)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     fsdp2.attach(model, optimizer)
-    if leg:
-        accelerator.load_state(str(folder / f"{leg - 1}"))
-    begun = [p.full_tensor().clone() for p in model.parameters()]
-    train(accelerator, model, optimizer)
-    accelerator.save_state(str(folder / f"{leg}"))
-    accelerator.save_model(model, folder / f"model-{leg}")
-    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    check_saved_model(folder / f"model-{leg}", whole)
-    return begun, [p.full_tensor() for p in model.parameters()]
+
+    def whole_state():
+        return {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+
+    masters = lambda: list(whole_state().values())  # noqa: E731
+    return leg_of_accelerate(accelerator, folder, leg, model, optimizer, masters, whole_state)
 
 
 WAYS = {"Trainer": by_trainer, "accelerate": by_accelerate, "Lightning": by_lightning, "FSDP2": by_fsdp2}

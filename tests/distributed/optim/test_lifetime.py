@@ -12,14 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.fsdp2 import make_model, mesh_of, shard, take_experts
-from cases.optim import keywords, make_gradients, set_gradients
 
 import zerofp4
 from distributed.cases import Model
-from distributed.optim.cases import parameters_of, raise_in_turn
+from distributed.optim.cases import built, parameters_of, raise_in_turn
 from distributed.run import on_ranks
 from zerofp4.integrations import fsdp2
-from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.shard import Shard
 
 
@@ -94,10 +93,8 @@ HEARD_LATER = {"closure", "interrupt", "moved parameter", "behind the vote", "cl
 
 def call_of_optimizer(world, group, name: str) -> Callable:
     options, harm, call = STEPS[name]
-    parameters = parameters_of(world)
     options = {"optimizer_class": FusedAdamW, "process_group": group, **options}
-    optimizer = ZeroFP4Optimizer(parameters, **keywords(options))
-    set_gradients(parameters, make_gradients(parameters, world.rank))
+    parameters, optimizer = built(world, seed=world.rank, **options)
     if harm is not None and (is_last(world) or name == "interrupted update"):
         harm(optimizer, parameters)
     function = functools.partial(call, optimizer, is_last(world))
@@ -110,10 +107,7 @@ def build_optimizer(world, group, _) -> Callable:
 
 
 def step_after_a_gradient_was_sent(world, group, _) -> Callable:
-    parameters = parameters_of(world)
-    optimizer = ZeroFP4Optimizer(
-        parameters, FusedAdamW, process_group=group, communication=Communication(overlap="backward")
-    )
+    parameters, optimizer = built(world, FusedAdamW, process_group=group, overlap="backward")
     values = [p.dequantize() if isinstance(p, zerofp4.NVFP4Tensor) else p for p in parameters]
     sum(value.float().sum() for value in values).backward()
     if is_last(world):
