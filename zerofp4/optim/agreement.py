@@ -237,7 +237,7 @@ class Agreement:
         return Call(*words[-_FLAGS - 2 * _EQUAL :][: len(Call._fields)].tolist())
 
     def drop_unread(self) -> None:
-        """Nobody is to learn of earlier agreements."""
+        """Forget the agreements that were not read."""
         self._unread = []
         self.refused.zero_()
 
@@ -343,8 +343,8 @@ class Agreement:
         self._first.zero_()
 
     def accept_nonfinite(self, own: torch.Tensor | None) -> None:
-        """Take over the word of all ranks, as the gradients of the step or of one more bucket are averaged
-        that it is of. own: that of this rank, which counts in a world of one.
+        """Take over the word of all ranks for the gradients that are averaged now: all of a step, or those of
+        one more bucket. own: the word of this rank, which counts in a world of one.
 
         Raises FloatingPointError for a NaN or Inf with on_nonfinite="raise", which waits for the device. Not
         while a CUDA graph is captured, whose update reads `nonfinite`.

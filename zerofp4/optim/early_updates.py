@@ -47,10 +47,11 @@ class EarlyUpdates:
         update: BucketUpdate,
         peers: Peers | None,
         saved: SavedState,
+        sound: Soundness,
     ):
         self._shards, self._inners, self._agreement = shards, inners, agreement
-        self._step, self._update, self._peers, self._saved = step, update, peers, saved
-        self._sound: Soundness = saved.sound
+        self._step, self._update, self._peers = step, update, peers
+        self._saved, self._sound = saved, sound
         self._buckets, self._device = shards.buckets, shards.found_inf.device
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.indices}
         self._in_order = agreement.world_size > 1
@@ -68,8 +69,8 @@ class EarlyUpdates:
         self._is_refused = False
         """Whether no bucket does, since every rank raises an error of the last step in this one."""
         self._error = OwnError()
-        """What this rank has found that keeps it from an update. step() raises it; until then the agreement
-        on every bucket hears of it, and buckets are cast from masters that no rank updates.
+        """The error of this rank, which step() raises. Until then every agreement on a bucket carries it: no
+        rank updates the bucket, and all cast it from its masters as they are.
         """
         self._waiting: dict[int, tuple[dict[int, bool], torch.Tensor | None]] = {}
         """By bucket that was sent and not updated: which of its parameters have a gradient, and the word of a

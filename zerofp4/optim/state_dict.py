@@ -238,6 +238,7 @@ class SavedState(Mapping):
     classes: by parameter group, what updates its masters.
     announced, rank: the Announcement of each rank, and which is this one.
     token: of the ids of saves, the same on every rank.
+    sound: whether what is saved now may be loaded.
     """
 
     def __init__(
@@ -250,13 +251,14 @@ class SavedState(Mapping):
         announced: Sequence[Any],
         rank: int,
         token: str,
+        sound: Soundness,
     ):
         self.param_groups, self.shards, self.inners, self._classes = param_groups, shards, inners, classes
+        self.sound = sound
         self.token = token
         """Another one after each load."""
         self.steps = 0
         """How many steps the optimizer has taken, skipped ones too."""
-        self.sound = Soundness()
         self.device = shards.parameters[0].device
         self.ids: list[list[ParameterId]] = []
         """By parameter group, the numbers of all parameters, frozen ones too."""

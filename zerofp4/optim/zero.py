@@ -58,6 +58,7 @@ from zerofp4.optim.norm import clip_arguments, global_norm
 from zerofp4.optim.piece import gathered
 from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
 from zerofp4.optim.sharded import ShardedParameters
+from zerofp4.optim.soundness import Soundness
 from zerofp4.optim.state_dict import Masters, SavedState, load_error, read_state_dict
 from zerofp4.tensors import had_master
 
@@ -124,7 +125,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         on_nonfinite: str = "skip",
         **defaults: Any,
     ):
-        self._built = False
+        self._built, self._sound = False, Soundness()
         group = resolve_group(process_group)
         self.process_group = GroupReference(group)
         """All ranks that step together."""
@@ -187,9 +188,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             announced=announced,
             rank=rank,
             token=token,
+            sound=self._sound,
         )
         self.state = self._saved
-        self._sound = self._saved.sound
         # What a step runs
         slots = find_slots(announced, rank)
         wire = communication.gradient_wire
@@ -220,6 +221,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 self._update,
                 self._peers,
                 self._saved,
+                self._sound,
             )
         # From one call to the next
         self._kinds: Any = None
