@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
 from cases.matrices import MATRICES, MUON, OneProcess, make_groups
 from cases.optim import assert_all_equal, check, keywords, make_gradients, make_parameters, set_gradients
-from helpers import assert_bytes_equal
 from torch import nn
 
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
@@ -121,33 +119,6 @@ def test_frozen_parameters_of_any_shape_may_be_in_a_group_of_matrices(device):
 # State
 
 
-def built(device, case, seed=0):
-    if case == "adafactor":
-        parameters = make_parameters(device, seed, MATRICES)
-        options = {"whole_matrices": True, "lr": 0.02}
-        return parameters, ZeroFP4Optimizer(parameters, torch.optim.Adafactor, **keywords(options))
-    parameters, groups = make_groups(device, case, seed)
-    return parameters, ZeroFP4Optimizer(groups, torch.optim.Muon, **MUON)
-
-
-@pytest.mark.parametrize(("case", "stopped_after"), [("adamw", 3), ("fused", 0), ("adafactor", 3)])
-def test_a_resumed_run_is_the_same_run(device, case, stopped_after):
-    through, stopped, resumed = (built(device, case, seed) for seed in (0, 0, 5))
-    take_steps(through[0], through[1:], range(6))
-    take_steps(stopped[0], stopped[1:], range(stopped_after))
-    file = io.BytesIO()
-    torch.save(stopped[1].state_dict(), file)
-    file.seek(0)
-    resumed[1].load_state_dict(torch.load(file, weights_only=True))
-    take_steps(resumed[0], resumed[1:], range(stopped_after, 6))
-    assert_all_equal(resumed[1].gathered_masters(), through[1].gathered_masters(), "master")
-    states = [optimizer.state_dict()["state"] for _, optimizer in (resumed, through)]
-    for i, entries in states[0].items():
-        assert entries.keys() == states[1][i].keys()
-        for name, value in entries.items():
-            assert_bytes_equal(value.present(), states[1][i][name].present(), f"{name} {int(i)}")
-
-
 def test_a_state_dict_of_torchs_muon(device):
     """Its momentum, and what the parameters hold."""
     specifications = [case for case in MATRICES if len(case[0]) == 2 and not case[2]]
@@ -165,12 +136,13 @@ def test_a_state_dict_of_torchs_muon(device):
 
 
 def test_a_state_dict_that_does_not_fit_changes_neither_optimizer(device):
-    parameters, optimizer = built(device, "fused")
+    parameters, groups = make_groups(device, "fused")
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, **MUON)
     take_steps(parameters, [optimizer], range(2))
     states = [(inner.state, inner.param_groups) for inner in optimizer.inners.all]
     masters, bad = optimizer.gathered_masters(), optimizer.state_dict()
     bad["param_groups"][1]["betas"] = (2.0, 0.9)
-    other = built(device, "sgd")[1].state_dict()
+    other = ZeroFP4Optimizer(make_groups(device, "sgd")[1], torch.optim.Muon, **MUON).state_dict()
     for state_dict, message in ((bad, "betas"), (other, r"missing: param_groups\[1\].*exp_avg")):
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(state_dict)
