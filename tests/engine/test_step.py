@@ -140,13 +140,6 @@ def test_masters_are_published_as_they_are():
     assert [entry for entry in done if entry.startswith("start_step")] == ["start_step 0", "start_step 1"]
 
 
-def test_a_group_follows_the_one_before():
-    """Whatever the numbers of their buckets, the order of collectives is that of the groups."""
-    done, _, _ = run(groups=("a", "a", "b"), plans=({}, {}, {}))
-    assert done.index("send 2") > done.index("complete 1")
-    assert done.count("open") == 1
-
-
 def test_late_gathers_are_behind_everything_else():
     """Those of the first parameters first; of a rounded bucket the step waits."""
     done, _, raised = run(late=True)

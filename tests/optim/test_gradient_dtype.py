@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, batch, make_net, make_parameters
+from cases.optim import assert_all_equal, batch, built, keywords, make_net, make_parameters
 from helpers import assert_bytes_equal
 from torch import nn
 
@@ -24,9 +24,8 @@ def test_512_micro_batches_of_1(device, dtype, total):
     """bfloat16 has no 257."""
     weight = nn.Parameter(zerofp4.quantize(torch.ones(16, 16).to(device, torch.bfloat16), columnwise=True))
     bias = nn.Parameter(torch.ones(16, device=device, dtype=torch.bfloat16))
-    optimizer = ZeroFP4Optimizer(
-        [weight, bias], torch.optim.SGD, lr=1 / 512, communication=Communication(gradient_dtype=dtype)
-    )
+    options = keywords(lr=1 / 512, gradient_dtype=dtype)
+    optimizer = ZeroFP4Optimizer([weight, bias], torch.optim.SGD, **options)
     x = torch.ones(1, 16, device=device, dtype=torch.bfloat16)
     for _ in range(512):
         nn.functional.linear(x, weight, bias).sum().backward()
@@ -41,17 +40,10 @@ def test_512_micro_batches_of_1(device, dtype, total):
 def test_a_step_is_that_of_the_sums(device, optimizer_class):
     """The masters of gradients that were added up in float32 by hand."""
     nets = [make_net(device) for _ in range(2)]
-    ours = ZeroFP4Optimizer(
-        nets[0].parameters(),
-        optimizer_class,
-        lr=0.01,
-        communication=Communication(gradient_dtype=torch.float32),
-    )
-    plain = ZeroFP4Optimizer(
-        nets[1].parameters(),
-        optimizer_class,
-        lr=0.01,
-        communication=Communication(gradient_wire=torch.float32),
+    ways = {"gradient_dtype": torch.float32}, {"gradient_wire": torch.float32}
+    ours, plain = (
+        ZeroFP4Optimizer(net.parameters(), optimizer_class, **keywords(way, lr=0.01))
+        for net, way in zip(nets, ways, strict=True)
     )
     for step in range(3):
         sums = [0.0 for _ in nets[1].parameters()]
@@ -70,8 +62,7 @@ def test_a_step_is_that_of_the_sums(device, optimizer_class):
 
 
 def test_a_copy_of_a_weight_has_its_gradient(device):
-    parameters = make_parameters(device)
-    ZeroFP4Optimizer(parameters, lr=0.1, communication=Communication(gradient_dtype=torch.float32))
+    parameters, _ = built(device, lr=0.1, gradient_dtype=torch.float32)
     weight = next(p for p in parameters if isinstance(p, NVFP4Tensor) and p.dtype == torch.bfloat16)
     weight.grad = torch.ones_like(weight, dtype=torch.float32)
     copied = copy.deepcopy(weight)

@@ -195,21 +195,15 @@ def refusals(world):
     """What cannot be is refused on every rank, before anything is allocated."""
     group = dist.new_group(backend="gloo")
     parameters = make_parameters(torch.device("cpu"), 0, SPECIFICATIONS)
+    build = lambda way: ZeroFP4Optimizer(  # noqa: E731
+        parameters, FusedAdamW, process_group=group, communication=Communication(transport=way)
+    )
     with pytest.raises(ValueError, match="only GPUs read each other's memory"):
-        ZeroFP4Optimizer(
-            parameters, FusedAdamW, process_group=group, communication=Communication(transport="peer")
-        )
-    auto = ZeroFP4Optimizer(
-        parameters, FusedAdamW, process_group=group, communication=Communication(transport="auto")
-    ).describe()
+        build("peer")
+    auto = build("auto").describe()
     assert auto["transport"] == "collective" and "only GPUs" in auto["why_collective"]
     with pytest.raises(ValueError, match="transport"):
-        ZeroFP4Optimizer(
-            parameters,
-            FusedAdamW,
-            process_group=group,
-            communication=Communication(transport="peer" if world.rank else "collective"),
-        )
+        build("peer" if world.rank else "collective")
 
 
 if __name__ == "__main__":

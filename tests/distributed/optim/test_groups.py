@@ -91,9 +91,8 @@ def test_a_group_begins_when_the_one_before_is_done(world):
 @pytest.mark.parametrize(("norm_type", "wire"), [(1.0, None), (3.0, torch.float32), (math.inf, None)])
 def test_other_norms_count_every_element_once(world, layout, norm_type, wire):
     for model in LAYOUTS[layout](world):
-        optimizer = ZeroFP4Optimizer(
-            model.param_groups(), torch.optim.SGD, communication=Communication(gradient_wire=wire)
-        )
+        way = Communication(gradient_wire=wire)
+        optimizer = ZeroFP4Optimizer(model.param_groups(), torch.optim.SGD, communication=way)
         model.set_gradients(0)
         whole = torch.cat([mean.flatten().double() for mean in model.all_means(0)])
         total = optimizer.clip_grad_norm_(1.0, norm_type)

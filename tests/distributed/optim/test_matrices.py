@@ -22,7 +22,7 @@ from distributed.optim.cases import (
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
 from zerofp4.engine.assignment import longest_first
-from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.shard import Shard
 
 
@@ -78,9 +78,7 @@ def test_other_classes_beside_it(world, beside):
     others = make_groups(world.device, beside)[0]
     elementwise = ZeroFP4Optimizer(others, torch.optim.SGD)
     plain = OneProcess(groups, **MUON)
-    optimizer = ZeroFP4Optimizer(
-        groups, torch.optim.Muon, communication=Communication(bucket_mb=0.003), **MUON
-    )
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, **keywords(MUON, bucket_mb=0.003))
     muon, other = optimizer.inners.all
     for step in range(4):
         for own in (parameters, others):
@@ -112,9 +110,7 @@ def test_other_classes_beside_it(world, beside):
 def test_every_matrix_lies_whole_with_the_rank_that_the_times_say(world):
     parameters, groups = make_groups(world.device, "adamw")
     groups[2]["ns_steps"] = 9
-    optimizer = ZeroFP4Optimizer(
-        groups, torch.optim.Muon, communication=Communication(bucket_mb=0.01), **MUON
-    )
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, **keywords(MUON, bucket_mb=0.01))
     works, whole = [], [i for i in range(len(parameters)) if not 4 <= i < 4 + len(groups[1]["params"])]
     for i in whole:
         *stack, n, k = parameters[i].shape
@@ -164,14 +160,8 @@ def test_missing_and_nonfinite_gradients(world):
 @on_ranks(1, 2, 3)
 def test_weights_that_share_an_amax_have_different_owners(world):
     parameters = make_parameters(world.device, 0, [((34, 48), torch.bfloat16, True)] * 4)
-    amax_groups = [[parameters[0], parameters[3]]]
-    optimizer = ZeroFP4Optimizer(
-        parameters,
-        torch.optim.Muon,
-        amax_groups=amax_groups,
-        communication=Communication(bucket_mb=0.001),
-        **MUON,
-    )
+    options = keywords(MUON, amax_groups=[parameters[::3]], bucket_mb=0.001)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.Muon, **options)
     set_gradients(parameters, make_gradients(parameters, world.rank))
     optimizer.step()
     largest = max(m.to(torch.bfloat16).float().abs().max() for m in optimizer.gathered_masters()[::3])
