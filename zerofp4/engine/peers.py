@@ -30,7 +30,7 @@ class Peers:
 
     Building it is collective, and so is zeros(). What is queued waits for other ranks on the device only, in
     the same order on every rank, and at most as long as the group's timeout: a rank that has not come by then
-    is named by take_error(), `failed` (float32 [] on the device) becomes 1, and updates that heed it change
+    is named by check(), `failed` (float32 [] on the device) becomes 1, and updates that heed it change
     nothing.
 
     The memory stays where it is, and is freed with the tensors that zeros() gave and their views.
@@ -177,16 +177,15 @@ class Peers:
             self._copies[key] = [(self.at(r, mine), mine) for r in self.others]
         return self._copies[key]
 
-    def take_error(self) -> RuntimeError | None:
-        """What has kept ranks from meeting, as far as the device has come. Waits for nothing."""
+    def check(self) -> None:
+        """Raise RuntimeError where ranks did not meet, as far as the device has come. Waits for nothing."""
         missing = int(self._status[0])
-        if not missing:
-            return None
-        return RuntimeError(
-            f"rank {self._ranks[missing - 1]} did not come to a barrier of the GPUs within the process "
-            "group's timeout: it has died, was stopped or is elsewhere. Weights of this rank may be of two "
-            "steps, and its optimizer is of no more use: build it anew and load a checkpoint"
-        )
+        if missing:
+            raise RuntimeError(
+                f"rank {self._ranks[missing - 1]} did not come to a barrier of the GPUs within the process "
+                "group's timeout: it has died, was stopped or is elsewhere. Weights of this rank may be of "
+                "two steps, and its optimizer is of no more use: build it anew and load a checkpoint"
+            )
 
 
 def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

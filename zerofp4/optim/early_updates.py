@@ -204,7 +204,7 @@ class EarlyUpdates:
         param_groups = self._saved.param_groups()
         with self._error:
             if self._peers is not None:
-                OwnError(self._peers.take_error()).raise_if_any()
+                self._peers.check()
             self._sound.raise_if_broken()
             if ops.is_capturing(self._device):
                 raise RuntimeError("overlap='update': a CUDA graph cannot capture a backward pass or step()")

@@ -451,7 +451,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         calls = self._agreement.calls
         try:
             if self._peers is not None:
-                OwnError(self._peers.take_error()).raise_if_any()
+                self._peers.check()
             self._sound.raise_if_broken()
             return prepare(*arguments), OwnError()
         except BaseException as failure:  # an interrupt, too
@@ -971,7 +971,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._agreement.read()
         self._shards.check()
         if self._peers is not None:
-            OwnError(self._peers.take_error()).raise_if_any()
+            self._peers.check()
 
     @torch.no_grad()
     def refresh(self) -> None:
