@@ -18,6 +18,9 @@ PyObject* configure_layer(PyObject*, PyObject* given);
 PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t count);
 PyObject* scheme(PyObject*, PyObject* given);
 
+// layer_operators.cpp
+PyObject* implement_layer(PyObject*, PyObject* given);
+
 // linear.cpp
 PyObject* configure(PyObject*, PyObject* given);
 PyObject* fits(PyObject*, PyObject* capsule);

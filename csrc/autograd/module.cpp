@@ -16,6 +16,7 @@ PyMethodDef kMethods[] = {
     {"fits", &fits, METH_O, nullptr},
     {"gradients", &gradients, METH_O, nullptr},
     {"implement", &implement, METH_VARARGS, nullptr},
+    {"implement_layer", &implement_layer, METH_VARARGS, nullptr},
     {"increment_versions", &increment_versions, METH_O, nullptr},
     {"layer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&layer)), METH_FASTCALL, nullptr},
     {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&linear)), METH_FASTCALL, nullptr},

@@ -4,11 +4,11 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/DynamicTypes.h>
 #include <torch/library.h>
 
 #include <optional>
 
+#include "autograd/call_python.h"
 #include "autograd/dequantize_call.h"
 #include "autograd/functions.h"
 #include "autograd/plain.h"
@@ -48,13 +48,8 @@ Tensor dequantize_in_python(const Tensor& data, const Tensor& scale, const Tenso
                             at::ScalarType dtype, c10::string_view layout, int64_t e4m3_max,
                             bool columnwise) {
     Gil gil;
-    THPObjectPtr tensors[] = {wrapped(data), wrapped(scale), wrapped(amax)};
-    THPObjectPtr name =
-        checked(PyUnicode_FromStringAndSize(layout.data(), static_cast<Py_ssize_t>(layout.size())));
-    THPObjectPtr result = checked(PyObject_CallFunction(
-        python.dequantize, "OOOLOOLO", tensors[0].get(), tensors[1].get(), tensors[2].get(),
-        static_cast<long long>(block_rows), reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype)),
-        name.get(), static_cast<long long>(e4m3_max), columnwise ? Py_True : Py_False));
+    THPObjectPtr result =
+        call_python(python.dequantize, data, scale, amax, block_rows, dtype, layout, e4m3_max, columnwise);
     return THPVariable_Unpack(result.get());
 }
 

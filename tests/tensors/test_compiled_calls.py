@@ -2,12 +2,11 @@
 the questions that guards ask a weight. Guards of an older torch ask some through __torch_function__.
 """
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
+from cases.frames import TORCH, frames
 from helpers import assert_bytes_equal, poisoned_allocations
 from tensor_helpers import DTYPES, values
 from torch import nn
@@ -19,25 +18,6 @@ from zerofp4.ops.dequantize import _dequantize
 needs_extension = pytest.mark.skipif(
     ops.why_python_autograd() is not None, reason=str(ops.why_python_autograd())
 )
-PACKAGE = str(Path(zerofp4.__file__).parent)
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-
-
-def frames(run) -> Counter:
-    """The functions of this package that run() calls, in this thread."""
-    found = Counter()
-
-    def note(frame, event, argument):
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            found[f"{Path(frame.f_code.co_filename).name}: {frame.f_code.co_name}"] += 1
-
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return found
-
 
 FORMATS = {
     "16x16": {},

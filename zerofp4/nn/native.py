@@ -1,8 +1,10 @@
-"""The node of a layer in C++ (csrc/autograd/layer.cpp): what it asks of Python, and when it is used.
+"""The node of a layer in C++ (csrc/autograd/layer.cpp), and the operators that compiled code calls
+(layer_operators.cpp): what they ask of Python, and when the node is used.
 
-It quantizes, multiplies and saves what LinearFunction does, byte for byte, in one call each way.
+They quantize, multiply and save what LinearFunction does, byte for byte, in one call each way.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +12,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from zerofp4 import ops
-from zerofp4.gemm import keeps_values, kept_rows
 from zerofp4.nn.function import Kept, MainGrad, check_current, gradients
 from zerofp4.nn.operators import record_of_buffers
-from zerofp4.nn.quantizers import Quantizers
+from zerofp4.nn.quantizers import Quantizers, WeightCache, quantizers_of
+from zerofp4.nn.recipe import recipe_of_key
 from zerofp4.storage import BUFFERS, NVFP4Storage
 from zerofp4.tensors import gradient_place
 
@@ -112,12 +114,25 @@ def native_linear(
     if _layer is None or quantizers.scheme is None:
         return None
     context = quantizers, main_grad, is_current
-    options = quantizers.device, quantizers.scheme, context
     if record is None:
-        return _layer(x, weight, bias, None, None, None, None, 0, 0, *options)
-    if record.block != quantizers.recipe.weight_block or not quantizers.reads_rows(record):
-        return None
-    copy = record.rowwise
-    buffers = copy.data, copy.scales.get("compact"), copy.amax
-    values = kept_rows(record, x.dtype) if quantizers.keeps_values and keeps_values(record) else None
-    return _layer(x, weight, bias, *buffers, values, record.block[0], record.e4m3_max, *options)
+        return _layer(x, weight, bias, None, None, None, None, 0, 0, quantizers.scheme, context)
+    rows = quantizers.native_rows(record, x.dtype)
+    return None if rows is None else _layer(x, weight, bias, *rows, quantizers.scheme, context)
+
+
+# What the operators ask for.
+
+
+@functools.cache
+def _quantizers_of(recipe: str, device: torch.device) -> Quantizers:
+    """Those of a recipe by its key. What was asked before takes no frame of Python."""
+    return quantizers_of(recipe_of_key(recipe), device)
+
+
+def _cached_rows(quantizers: Quantizers, weight, cache: int, is_first: bool, x_dtype) -> tuple | None:
+    """native_rows() of the weight that the cache of a layer keeps."""
+    record = WeightCache.of_handle(cache).get(weight, quantizers, is_first).record
+    return quantizers.native_rows(record, x_dtype)
+
+
+ops.implement_layer(_quantizers_of, _cached_rows)

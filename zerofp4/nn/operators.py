@@ -7,6 +7,7 @@ when the backward pass runs.
 
 import torch
 
+from zerofp4 import ops
 from zerofp4.format import BLOCK, E4M3_MAX, FourOverSix
 from zerofp4.nn.function import Kept, LinearCall, gradients
 from zerofp4.nn.quantizers import Quantizers, WeightCache, check_primary, quantizers_of
@@ -65,6 +66,7 @@ def _kept(quantizers: Quantizers, role: str, record: Storage) -> list[torch.Tens
     return Kept.of(record, kept_side(quantizers, role), quantizers.layout)[1]
 
 
+@ops.backend("linear")
 def _linear(
     x, bias, weight, primary, dtype, e4m3_max, recipe, cache, is_first, x_needs, weight_needs
 ) -> list[torch.Tensor]:
@@ -85,7 +87,8 @@ def _linear(
     return [y, *kept_x, *(_kept(quantizers, "weight", own) if own is not None and x_needs else [])]
 
 
-def _fake_linear(x, bias, weight, primary, dtype, e4m3_max, recipe, cache, is_first, x_needs, weight_needs):
+@ops.fake("linear")
+def _(x, bias, weight, primary, dtype, e4m3_max, recipe, cache, is_first, x_needs, weight_needs):
     quantizers = quantizers_of(recipe_of_key(recipe), x.device)
     kept = []
     if weight_needs:
@@ -97,6 +100,7 @@ def _fake_linear(x, bias, weight, primary, dtype, e4m3_max, recipe, cache, is_fi
     return [x.new_empty(x.shape[0], rows), *kept]
 
 
+@ops.backend("linear_gradients")
 def _linear_gradients(
     grad, x, cols, own, weight, primary, dtype, e4m3_max, recipe, cache, x_dtype, x_needs
 ) -> list[torch.Tensor]:
@@ -124,19 +128,12 @@ def _restored(quantizers: Quantizers, role: str, shape: torch.Size, dtype: torch
     return kept.record(tuple(buffers))
 
 
-def _fake_linear_gradients(
+@ops.fake("linear_gradients")
+def _(
     grad, x, cols, own, weight, primary, dtype, e4m3_max, recipe, cache, x_dtype, x_needs
 ) -> list[torch.Tensor]:
     shapes = [((grad.shape[0], cols), x_dtype)] * x_needs + [((grad.shape[1], cols), dtype)] * bool(x)
     return [grad.new_empty(shape, dtype=each) for shape, each in shapes]
-
-
-for _name, _run, _fake in (
-    ("linear", _linear, _fake_linear),
-    ("linear_gradients", _linear_gradients, _fake_linear_gradients),
-):
-    torch.library.impl(f"zerofp4::{_name}", ("cpu", "cuda"))(_run)
-    torch.library.register_fake(f"zerofp4::{_name}")(_fake)
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.format import BLOCK, MXFP8_SCALE_LAYOUTS
-from zerofp4.gemm import chosen_backend, keep_values, refresh_values
+from zerofp4.gemm import chosen_backend, keep_values, keeps_values, kept_rows, refresh_values
 from zerofp4.layout import check_matrix
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe
 from zerofp4.storage import MXFP8Storage, NVFP4Storage, Storage
@@ -60,6 +60,17 @@ class Quantizers:
     def reads_rows(self, weight: Storage) -> bool:
         """Whether the gradient of x reads the rows of a weight, and not its columns."""
         return not self.quantized_backward or (self._is_exact and self.is_nvfp4 and rows_are_enough(weight))
+
+    def native_rows(self, weight: NVFP4Storage, x_dtype: torch.dtype) -> tuple | None:
+        """What the layer in C++ multiplies: data, compact scales and amax of a weight's rows, their values if
+        they are kept, or None, block_rows and e4m3_max. None for a weight whose columns are multiplied, too.
+        """
+        if weight.block != self.recipe.weight_block or not self.reads_rows(weight):
+            return None
+        copy = weight.rowwise
+        values = kept_rows(weight, x_dtype) if self.keeps_values and keeps_values(weight) else None
+        scale = copy.scales.get("compact")
+        return copy.data, scale, copy.amax, values, weight.block[0], weight.e4m3_max
 
     def record(self, role: str, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> Storage:
         """The same without the tensor around it."""

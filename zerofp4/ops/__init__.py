@@ -47,10 +47,10 @@ from zerofp4.ops.gather import (
 from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.grouped_values import grouped_values
 from zerofp4.ops.hardware import check_capability, code_for
-from zerofp4.ops.layer import layer_scheme, use_native_layer
+from zerofp4.ops.layer import implement_layer, layer_scheme, use_native_layer
 from zerofp4.ops.layouts import ScaleChange, change_scales
 from zerofp4.ops.multi_tensor import MultiTensor, add_squares, find_nonfinite
-from zerofp4.ops.operator import is_plain_call
+from zerofp4.ops.operator import backend, fake, is_plain_call
 from zerofp4.ops.padded import padded_scale
 from zerofp4.ops.peers import MAX_PEERS, Barrier, PeerRows, average_rows
 from zerofp4.ops.product import add_scaled_product, product_values, scaled_product, write_scaled_product
@@ -130,6 +130,7 @@ __all__ = [
     "addresses_of",
     "average",
     "average_rows",
+    "backend",
     "buffer_reader",
     "build_info",
     "change_scales",
@@ -142,12 +143,14 @@ __all__ = [
     "current_stream",
     "draw_rng_state",
     "extension_file",
+    "fake",
     "find_nonfinite",
     "flatten_method",
     "gradients_of",
     "grouped_shapes",
     "grouped_values",
     "has_fp4_tensor_cores",
+    "implement_layer",
     "increment_versions",
     "is_capturing",
     "is_plain_call",
