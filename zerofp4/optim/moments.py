@@ -98,8 +98,6 @@ def first_state(p: torch.Tensor, compact: bool, of: Slice | None = None) -> dict
     codes = {name: torch.zeros_like(p, dtype=COMPACT[name]) for name in ("exp_avg_codes", "exp_avg_sq_codes")}
     shape = scales_shape(_local(p).shape) if of is None else (of.groups, 2)
     scales = torch.zeros(shape, dtype=torch.float32, device=p.device)
-    if of is not None:
-        return {"step": step, **codes, "scales": scales}
     return {"step": step, **codes, "scales": _sharded_like(p, scales, scales_shape(p.shape))}
 
 

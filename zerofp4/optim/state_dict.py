@@ -278,7 +278,7 @@ class SavedState(Mapping):
             label, shape = number.name or one.name, one.parameter.shape
             saved = SavedParameter(number, label, g, shape, shard, home, refusal, one.state)
             self.parameters.append(saved)
-        self._indices = {id(p): i for i, p in enumerate(shards.parameters)}
+        self.indices = {id(p): i for i, p in enumerate(shards.parameters)}
         self._templates: dict[Hashable, dict[str, Entry]] = {}
 
     @property
@@ -362,11 +362,11 @@ class SavedState(Mapping):
         }
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Piece]:
-        i = self._indices.get(id(parameter))
+        i = self.indices.get(id(parameter))
         return {} if i is None else self.entries(i)  # frozen: as torch's defaultdict
 
     def __contains__(self, parameter: object) -> bool:
-        return id(parameter) in self._indices
+        return id(parameter) in self.indices
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.shards.parameters)
@@ -381,25 +381,24 @@ class Masters(Mapping):
     """
 
     def __init__(self, saved: SavedState):
-        self._saved = saved
-        self._positions = {id(p): i for i, p in enumerate(saved.shards.parameters)}
+        self._saved, self._indices = saved, saved.indices
 
     def __getitem__(self, key: int) -> Piece:
-        i = self._positions[key]
+        i = self._indices[key]
         return self._saved.piece(i, "master", self._saved.shards.float_master(i))
 
     def __contains__(self, key: object) -> bool:
-        return key in self._positions
+        return key in self._indices
 
     def home(self, key: int) -> Home:
         """Where the pieces of a master are."""
-        return self._saved.parameters[self._positions[key]].home
+        return self._saved.parameters[self._indices[key]].home
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._positions)
+        return iter(self._indices)
 
     def __len__(self) -> int:
-        return len(self._positions)
+        return len(self._indices)
 
 
 def _with_moments(template: Mapping[str, Entry], moments: Mapping[str, Entry]) -> dict[str, Entry]:
