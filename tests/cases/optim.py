@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,6 +90,14 @@ def unchanged(parameters, optimizer, *others: torch.Tensor) -> Iterator[None]:
     before = everything(parameters, optimizer, *others)
     yield
     assert_all_equal(everything(parameters, optimizer, *others), before, "tensor")
+
+
+def through_a_file(saved: Any) -> Any:
+    """What torch.load reads of what torch.save has written."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def turn_gradients(parameters: list[nn.Parameter]) -> None:

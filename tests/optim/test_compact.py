@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from cases.fused import COMPACT_STATE, OPTIONS, Expected, is_compact, set_random_gradients
+from cases.optim import assert_all_equal, through_a_file
 from helpers import assert_bytes_equal
 
 import zerofp4
@@ -51,8 +52,7 @@ def test_groups_choose(device):
             q.grad = p.grad = torch.randn_like(p)
         for each in (optimizer, *alone):
             each.step()
-    for p, q in zip((one, two, three, four), copies, strict=True):
-        assert_bytes_equal(p, q, "parameter")
+    assert_all_equal((one, two, three, four), copies, "parameter")
     kept = [set(optimizer.state[p]) for p in (one, two, three, four)]
     assert kept == [{"step", "exp_avg", "exp_avg_sq"}, {"step", *COMPACT_STATE}] * 2
 
@@ -96,22 +96,16 @@ def step_alike(one, params, other, copies):
         q.grad = p.grad = torch.randn_like(p)
     one.step()
     other.step()
-    for p, q in zip(params, copies, strict=True):
-        assert_bytes_equal(q, p, "parameter")
+    assert_all_equal(copies, params, "parameter")
 
 
-def through_a_file(state_dict, tmp_path):
-    torch.save(state_dict, tmp_path / "state")
-    return torch.load(tmp_path / "state", weights_only=True)
-
-
-def test_a_state_dict_has_what_is_kept(device, tmp_path):
+def test_a_state_dict_has_what_is_kept(device):
     """torch casts what it loads to the dtype of a parameter; codes stay what they are."""
     optimizer, params = trained(device, state="compact")
     twin, copies = trained(device, 1, state="compact")
     calls = []
     twin.register_load_state_dict_pre_hook(lambda _, given: calls.append(given["state"][0]["scales"].dtype))
-    twin.load_state_dict(through_a_file(optimizer.state_dict(), tmp_path))
+    twin.load_state_dict(through_a_file(optimizer.state_dict()))
     assert calls == [torch.float32], "a hook of the user's does not see tensors"
     assert len(twin._optimizer_load_state_dict_pre_hooks) == 1
     for p, q in zip(params, copies, strict=True):
@@ -199,8 +193,7 @@ def test_a_choice_that_is_changed_later(device, steps):
         for call in (each.step, lambda each=each: each.load_state_dict(each.state_dict())):
             with pytest.raises(ValueError, match=r"was 'compact' when the .* was built and is 'full' now"):
                 call()
-        for p, old in zip(copies, before, strict=True):
-            assert_bytes_equal(p, old, "parameter")
+        assert_all_equal(copies, before, "parameter")
     optimizer.param_groups[0]["state"] = "compact"
     optimizer.step()
     assert set(optimizer.state[params[0]]) == {"step", *COMPACT_STATE}
@@ -221,8 +214,7 @@ def test_state_that_does_not_fit(device, name, change, message):
     set_random_gradients(params)
     with pytest.raises(ValueError, match=re.escape("the state of param_groups[0]['params'][0]: ") + message):
         optimizer.step()
-    for p, old in zip(params, before, strict=True):
-        assert_bytes_equal(p, old, "parameter")
+    assert_all_equal(params, before, "parameter")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from cases.compact import HYPERS, Whole, make_sharded
-from cases.optim import keywords, make_gradients, set_gradients
+from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
 from helpers import assert_bytes_equal
 from torch import nn
 
@@ -110,11 +110,9 @@ def test_masters_move_between_optimizers(device):
     optimizer.step()
     masters = optimizer.gathered_masters()
     full = ZeroFP4Optimizer(parameters, FusedAdamW, masters_from=optimizer, **HYPERS)
-    for master, found in zip(masters, full.gathered_masters(), strict=True):
-        assert_bytes_equal(found, master, "full")
+    assert_all_equal(full.gathered_masters(), masters, "full")
     again = build(parameters, masters_from=full)
-    for master, found in zip(masters, again.gathered_masters(), strict=True):
-        assert_bytes_equal(found, master, "compact")
+    assert_all_equal(again.gathered_masters(), masters, "compact")
 
 
 # What is refused
@@ -187,8 +185,7 @@ def test_a_choice_that_is_changed_later(beside):
         group["state"] = chosen
         if chosen is missing:
             del group["state"]
-    for master, found in zip(before[0], optimizer.gathered_masters(), strict=True):
-        assert_bytes_equal(found, master, "master")
+    assert_all_equal(optimizer.gathered_masters(), before[0], "master")
     optimizer.step()
 
 

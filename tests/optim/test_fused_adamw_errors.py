@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from cases.fused import set_gradient, set_random_gradients
+from cases.optim import assert_all_equal
 from helpers import assert_bytes_equal
 
 import zerofp4
@@ -23,8 +24,7 @@ def refused(optimizer, error, message):
         yield
     found = optimizer.state_dict()["state"]
     assert found.keys() == states.keys()
-    for p, old in zip(parameters, values, strict=True):
-        assert_bytes_equal(p, old, "parameter")
+    assert_all_equal(parameters, values, "parameter")
     for i, state in found.items():
         for key, value in state.items():
             assert_bytes_equal(value, states[i][key], key)

@@ -14,6 +14,7 @@ from cases.optim import (
     batch,
     make_net,
     make_parameters,
+    through_a_file,
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
@@ -46,11 +47,8 @@ def test_a_resumed_run_is_the_same_run(device, name):
     run_steps(*through, range(6))
     stopped = build(device, 0, name)
     run_steps(*stopped, range(3))
-    file = io.BytesIO()
-    torch.save([part.state_dict() for part in stopped[1:]], file)
-    file.seek(0)
-    resumed = build(device, 1, name)
-    for part, state in zip(resumed[1:], torch.load(file, weights_only=True), strict=True):
+    resumed, states = build(device, 1, name), through_a_file([part.state_dict() for part in stopped[1:]])
+    for part, state in zip(resumed[1:], states, strict=True):
         part.load_state_dict(state)
     parameters = [p for group in resumed[1].param_groups for p in group["params"]]
     assert_weights_follow(parameters, resumed[1].gathered_masters())

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, built, keywords, make_gradients, make_parameters, set_gradients
+from cases.optim import (
+    assert_all_equal,
+    built,
+    keywords,
+    make_gradients,
+    make_parameters,
+    set_gradients,
+    through_a_file,
+)
 from cases.updates import OPTIONS, TINY, loss_of, make, make_pair, step_of
 from distributed.engine.overlap_cases import assert_same, nothing_changes
 from helpers import needs_gpu
@@ -111,7 +118,7 @@ def test_weights_that_were_written_after_a_checkpoint_was_loaded(world, fails):
     models = make_pair(world, bucket_mb=TINY)
     step_of(world, models, 0)
     for net, optimizer in models:
-        optimizer.load_state_dict(torch.load(_saved(optimizer.state_dict()), weights_only=False))
+        optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
         with torch.no_grad():
             net.rare.weight.zero_()
             net.embedding.weight.add_(1)
@@ -289,23 +296,16 @@ def test_grad_scaler_and_a_found_inf_of_ones_own(world):
 # Checkpoints and errors
 
 
-def _saved(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return file
-
-
 def test_between_a_backward_pass_and_its_step(world):
     """Nothing is saved or handed over; a checkpoint may be loaded, and step() goes on."""
     models = make_pair(world, bucket_mb=TINY)
     step_of(world, models, 0)
     net, optimizer = models[1]
-    good = torch.load(_saved(optimizer.state_dict()), weights_only=False)
+    good = through_a_file(optimizer.state_dict())
     averages = AveragedMasters(optimizer)
     loss_of(net, world, 1).backward()
     with pytest.raises(RuntimeError, match="call step\\(\\) before they are saved"):
-        _saved(optimizer.state_dict())
+        through_a_file(optimizer.state_dict())
     for call in (
         lambda: zerofp4.master_state_dict(net, optimizer),
         lambda: optimizer.consolidate_state_dict(),
@@ -320,7 +320,7 @@ def test_between_a_backward_pass_and_its_step(world):
     assert_same(models, "loaded")
     step_of(world, models, 2)
     assert_same(models, "after")
-    _saved(optimizer.state_dict())
+    through_a_file(optimizer.state_dict())
 
 
 def test_a_pass_that_breaks_off(world):

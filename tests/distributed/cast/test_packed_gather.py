@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases.optim import assert_all_equal
 from helpers import assert_bytes_equal, needs_gpu
 
 from distributed.cases import SPLITS, split
@@ -72,8 +73,7 @@ class Ranks:
         """Every rank has all codes, or [rank][weight] what is expected."""
         for rank, buffers in enumerate(self.buffers):
             wanted = self.whole if expected is None else expected[rank]
-            for i, (buffer, codes) in enumerate(zip(buffers, wanted, strict=True)):
-                assert_bytes_equal(buffer, codes, f"rank {rank}, weight {i}")
+            assert_all_equal(buffers, wanted, f"rank {rank}, weight")
 
     def snapshot(self) -> list[list[torch.Tensor]]:
         return [[buffer.clone() for buffer in buffers] for buffers in self.buffers]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from cases.optim import through_a_file
 from torch import nn
 
 import zerofp4
@@ -65,11 +65,8 @@ def _codes(weights) -> list[torch.Tensor]:
 
 
 def _loaded(net: nn.Module) -> list[torch.Tensor]:
-    file = io.BytesIO()
-    torch.save(net.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    return [value.dequantize() for value in state.values() if isinstance(value, NVFP4Tensor)]
+    values = through_a_file(net.state_dict()).values()
+    return [value.dequantize() for value in values if isinstance(value, NVFP4Tensor)]
 
 
 def _written(net: nn.Module) -> list[torch.Tensor]:

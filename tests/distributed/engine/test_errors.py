@@ -78,10 +78,8 @@ def test_memory_that_a_rank_lacks_ends_the_step_before_it_begins(world):
         with on_rank_1(world, owner, name, error, call=2):
             call = (lambda o=optimizer: o.clip_grad_norm_(1.0)) if clip else optimizer.step
             assert_told(world, raised_in_turn(optimizer, call), error, FOUND)
-        for i, (now, before) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
-            assert_bytes_equal(now, before, f"{name}: master {i}")
-        for i, (now, before) in enumerate(zip(model_bytes(parameters), weights, strict=True)):
-            assert_bytes_equal(now, before, f"{name}: weight {i}")
+        assert_all_equal(optimizer.gathered_masters(), masters, f"{name}: master")
+        assert_all_equal(model_bytes(parameters), weights, f"{name}: weight")
         optimizer.step()
         check_weights(parameters, optimizer)
 
@@ -167,8 +165,7 @@ def test_a_norm_without_the_gradients_of_a_rank_is_used_by_nobody(world):
         raised = raised_by(lambda: optimizer.clip_grad_norm_(1.0))
     assert raised is (error if world.rank == 1 else None)
     assert_told(world, raised_in_turn(optimizer, optimizer.step), error, FOUND)
-    for i, (now, before) in enumerate(zip(optimizer.gathered_masters(), masters, strict=True)):
-        assert_bytes_equal(now, before, f"master {i}")
+    assert_all_equal(optimizer.gathered_masters(), masters, "master")
     optimizer.zero_grad()
     assert_broken(world, optimizer, checkpoint, parameters, False)
 

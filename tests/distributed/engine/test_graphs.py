@@ -7,8 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.optim import keywords, make_parameters, set_gradients
-from helpers import assert_bytes_equal
+from cases.optim import assert_all_equal, keywords, make_parameters, set_gradients
 
 from distributed.optim.cases import SPECIFICATIONS, as_if_captured, model_bytes
 from distributed.run import on_ranks
@@ -69,8 +68,7 @@ class Run:
 
 
 def assert_equal(run, other, step):
-    for i, (mine, theirs) in enumerate(zip(run.bytes(), other.bytes(), strict=True)):
-        assert_bytes_equal(mine, theirs, f"step {step}: tensor {i}")
+    assert_all_equal(run.bytes(), other.bytes(), f"step {step}: tensor")
 
 
 @on_ranks(2, 3, time_limit=60)

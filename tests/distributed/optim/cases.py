@@ -9,8 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from cases import optim
-from cases.optim import assert_weights_follow, make_gradients, make_parameters
-from helpers import assert_bytes_equal
+from cases.optim import assert_all_equal, assert_weights_follow, make_gradients, make_parameters
 from torch import nn
 from torch.nn import functional as F
 
@@ -115,8 +114,7 @@ def assert_same_on_all_ranks(tensors: list[torch.Tensor], group: dist.ProcessGro
     mine = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     theirs = torch.cat(mine)
     dist.broadcast(theirs, group=group, group_src=0)
-    for i, (one, other) in enumerate(zip(mine, theirs.split([t.numel() for t in mine]), strict=True)):
-        assert_bytes_equal(one, other, f"tensor {i} here and on rank 0")
+    assert_all_equal(mine, theirs.split([t.numel() for t in mine]), "tensor here and on rank 0")
 
 
 def check_weights(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases.optim import assert_all_equal, keywords
+from cases.optim import assert_all_equal, keywords, through_a_file
 from torch import nn
 
 import zerofp4
@@ -115,11 +112,8 @@ def test_a_name_that_is_another_parameter_elsewhere_is_refused(world, name):
     message = "another on ranks" if name else "has no name"
     with pytest.raises(dcp.api.CheckpointException, match=message):
         dcp.save({"optimizer": optimizer}, checkpoint_id=shared_folder(world))
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
     _, resumed = make(5)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
     assert_all_equal(resumed.gathered_masters(), optimizer.gathered_masters(), "master")
 
 
