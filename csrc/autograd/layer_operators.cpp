@@ -4,6 +4,7 @@
 // what is wrong.
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -177,6 +178,34 @@ std::vector<Tensor> run_linear(const Tensor& x, const std::optional<Tensor>& bia
     return results;
 }
 
+bool any_requires_grad(const OptionalTensors& tensors) {
+    for (const std::optional<Tensor> tensor : tensors)
+        if (tensor && tensor->requires_grad()) return true;
+    return false;
+}
+
+// What autograd does with zerofp4::linear. torch's kernel for that is Python, also where no gradient is
+// needed, as in compiled code: it is called only where one is.
+std::vector<Tensor> differentiate_linear(c10::DispatchKeySet keys, const Tensor& x,
+                                         const std::optional<Tensor>& bias,
+                                         const std::optional<Tensor>& weight, const OptionalTensors& primary,
+                                         at::ScalarType dtype, int64_t e4m3_max, c10::string_view recipe,
+                                         int64_t cache, bool is_first, bool x_needs, bool weight_needs) {
+    static const auto linear =
+        c10::Dispatcher::singleton().findSchemaOrThrow("zerofp4::linear", "").typed<decltype(run_linear)>();
+    const auto redispatch = [&](c10::DispatchKeySet to) {
+        return linear.redispatch(to, x, bias, weight, primary, dtype, e4m3_max, recipe, cache, is_first,
+                                 x_needs, weight_needs);
+    };
+    const auto below_autograd = keys & c10::after_autograd_keyset;
+    if (at::GradMode::is_enabled() &&
+        (torch::autograd::compute_requires_grad(x, bias, weight) || any_requires_grad(primary)))
+        // This key still has torch's kernel, as all of autograd have but those of a CPU and of CUDA.
+        return redispatch(below_autograd | c10::DispatchKeySet(c10::DispatchKey::AutogradOther));
+    at::AutoDispatchBelowAutograd below;
+    return redispatch(below_autograd);
+}
+
 // zerofp4::linear_gradients
 
 // What linear() has returned of an operand.
@@ -251,6 +280,8 @@ PyObject* implement_layer(PyObject*, PyObject* given) {
         library->impl("linear", torch::dispatch(key, TORCH_FN(run_linear)));
         library->impl("linear_gradients", torch::dispatch(key, TORCH_FN(run_gradients)));
     }
+    for (const auto key : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA})
+        library->impl("linear", torch::dispatch(key, TORCH_FN(differentiate_linear)));
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
 }

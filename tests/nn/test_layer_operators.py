@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,6 +182,37 @@ def test_results_share_no_memory(device):
     made = Call(device).forward(torch.ops.zerofp4.linear)
     assert len({each.untyped_storage().data_ptr() for each in made}) == len(made) == 7
     assert all(each.storage_offset() == 0 for each in made)
+
+
+# Autograd
+
+
+def test_gradients_of_the_operator(device):
+    """By torch's kernel for its formula, in Python."""
+    call, found = Call(device), []
+    leaves = {"x": call.x, "bias": call.layer.bias, "weight": call.layer.weight}
+    call.x.requires_grad_()
+    call.bias, call.weight["weight"] = call.layer.bias, call.layer.weight
+    with autocast(EXACT["nvfp4"]):
+        for run in (lambda: call.forward(torch.ops.zerofp4.linear)[0], lambda: call.layer(call.x)):
+            y = run()
+            torch.manual_seed(7)
+            y.backward(call.grad)
+            found.append({"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items()}})
+            for leaf in leaves.values():
+                leaf.grad = None
+    for name, gradient in found[0].items():
+        assert_bytes_equal(gradient, found[1][name], name)
+
+
+def test_no_formula_where_no_gradient_is_needed(device):
+    """As in compiled code: torch's kernel for it would take as long as the layer on the host."""
+    call, folder = Call(device), str(Path(torch.__file__).parent / "_library")
+    assert frames(lambda: call.forward(torch.ops.zerofp4.linear), folder) == {}
+    call.x.requires_grad_()
+    with torch.no_grad():
+        assert frames(lambda: call.forward(torch.ops.zerofp4.linear), folder) == {}
+    assert frames(lambda: call.forward(torch.ops.zerofp4.linear), folder) != {}
 
 
 # What Python does
