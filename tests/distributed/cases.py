@@ -231,6 +231,11 @@ def raised_by(call: Callable) -> BaseException | None:
     return None
 
 
+def no_space(*_, **__) -> None:
+    """A mock that raised an exception of its own would be in a cycle with its frames."""
+    raise OSError("No space left on device")
+
+
 def raising(error: type, match: str, around: contextlib.AbstractContextManager) -> contextlib.ExitStack:
     """pytest.raises inside `around`. Not a generator, which since Python 3.12 is in a reference cycle with an
     exception that it swallows.

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zerofp4
-from distributed.optim.cases import model_bytes, whole_state
+from distributed.optim.cases import all_bytes
 from zerofp4.engine import CollectiveTransport
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
@@ -61,23 +61,21 @@ def step_of(world, models, seed, **options):
         optimizer.zero_grad()
 
 
-def all_bytes(net, optimizer):
-    """Of weights, masters and moments, whole on every rank."""
-    parameters = list(net.parameters())
-    return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
+def bytes_of(net, optimizer):
+    return all_bytes(list(net.parameters()), optimizer)
 
 
 def assert_same(models, what):
-    expected, *others = [all_bytes(*model) for model in models]
+    expected, *others = [bytes_of(*model) for model in models]
     for found in others:
         assert_all_equal(found, expected, what)
 
 
 @contextlib.contextmanager
 def nothing_changes(*model):
-    before = [tensor.clone() for tensor in all_bytes(*model)]
+    before = [tensor.clone() for tensor in bytes_of(*model)]
     yield
-    assert_all_equal(all_bytes(*model), before, "nothing changes")
+    assert_all_equal(bytes_of(*model), before, "nothing changes")
 
 
 def go_on(world, net, first):

@@ -9,13 +9,7 @@ import torch
 from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
 
 from distributed.engine.peer_checks import OPTIONS, InSequence
-from distributed.optim.cases import (
-    check_weights,
-    gradients_of,
-    model_bytes,
-    parameters_of,
-    whole_state,
-)
+from distributed.optim.cases import all_bytes, check_weights, gradients_of, parameters_of
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
@@ -28,11 +22,6 @@ def build(world, cls, **options):
     parameters = [*parameters[::2], *parameters[1::2]]
     groups = [{"params": parameters[:4], "lr": 0.01}, {"params": parameters[4:]}]
     return parameters, ZeroFP4Optimizer(groups, cls, **keywords(OPTIONS, options))
-
-
-def all_bytes(parameters, optimizer):
-    """Of weights, masters and moments, whole on every rank."""
-    return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
 
 
 def assert_same(models, what):

@@ -110,6 +110,11 @@ def whole_state(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> 
     return [whole.view(entry.dtype).view(entry.shape) for entry, whole in zip(entries, wholes, strict=True)]
 
 
+def all_bytes(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> list[torch.Tensor]:
+    """Of weights, masters and moments, whole on every rank."""
+    return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
+
+
 def assert_same_on_all_ranks(tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
     mine = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     theirs = torch.cat(mine)

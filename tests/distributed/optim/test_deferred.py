@@ -13,13 +13,7 @@ import pytest
 import torch
 from cases.optim import assert_all_equal, set_gradients
 
-from distributed.optim.cases import (
-    built,
-    check_weights,
-    gradients_of,
-    model_bytes,
-    whole_state,
-)
+from distributed.optim.cases import built, check_weights, gradients_of, model_bytes, whole_state
 from distributed.run import on_ranks
 from zerofp4.engine import GradientMemory
 from zerofp4.optim import FusedAdamW

@@ -14,7 +14,7 @@ from torch import nn
 import zerofp4
 from distributed.engine.file_peers import sharing_files
 from distributed.engine.forward_cases import late_gathers
-from distributed.optim.cases import assert_same_on_all_ranks, gradients_of, model_bytes, whole_state
+from distributed.optim.cases import all_bytes, assert_same_on_all_ranks, gradients_of, model_bytes
 from distributed.run import on_ranks
 from zerofp4 import FourOverSix
 from zerofp4.format import SCALE_LAYOUTS
@@ -74,10 +74,6 @@ def check(parameters, optimizer):
         for name, buffer in p.record.buffers():
             assert_bytes_equal(buffer, expected.record.buffer(name), f"parameter {i}: {name}")
     assert_same_on_all_ranks(model_bytes(parameters), optimizer.process_group())
-
-
-def all_bytes(parameters, optimizer):
-    return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
 
 
 @on_ranks(1, 2, 3, nightly=[4])

@@ -16,6 +16,7 @@ from cases.optim import (
     make_gradients,
     make_parameters,
     set_gradients,
+    take_steps,
     through_a_file,
 )
 from helpers import assert_bytes_equal
@@ -78,10 +79,7 @@ def test_same_gradients_same_masters_at_any_world_size(world, name, options):
     plain = Plain(parameters_of(world), optimizer_class, **options)
     optimizer = ZeroFP4Optimizer(plain.parameters, optimizer_class, **keywords(options))
     for step in range(5):
-        set_gradients(plain.parameters, make_gradients(plain.parameters, step))
-        plain.step()
-        optimizer.step()
-        check(optimizer, plain, f"step {step}:")
+        take_steps(plain, optimizer, [step])
         assert_same_on_all_ranks(model_bytes(plain.parameters), optimizer.process_group())
 
 

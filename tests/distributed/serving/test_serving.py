@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import zerofp4
-from distributed.cases import shared_folder
+from distributed.cases import no_space, shared_folder
 from distributed.run import on_ranks
 from zerofp4 import FourOverSix, reference, serving
 from zerofp4.integrations import fsdp2
@@ -158,11 +158,6 @@ def test_what_the_writing_rank_meets_all_ranks_raise(world):
     found = read(folder)
     assert found.keys() == before.keys() and all(found[key].equal(before[key]) for key in before)
     serving.save_pretrained(model, folder)
-
-
-def no_space(*_) -> None:
-    """A mock that raised an exception of its own would be in a cycle with its frames."""
-    raise OSError("No space left on device")
 
 
 # Refit

@@ -13,7 +13,7 @@ from helpers import assert_bytes_equal
 from torch import nn
 
 import zerofp4
-from distributed.cases import shared_folder
+from distributed.cases import no_space, shared_folder
 from distributed.run import on_ranks
 from distributed.state.cases import Model, build, run, trained, whole
 from zerofp4.serving import files
@@ -30,11 +30,6 @@ def test_master_state_dict_is_the_model_in_its_own_keys(world, dtype):
         assert_bytes_equal(found[name], expected.to(dtype), name)
     storages = {tensor.untyped_storage().data_ptr() for tensor in found.values() if tensor.numel()}
     assert len(storages) == sum(p.numel() > 0 for p in model.parameters())
-
-
-def no_space(*_, **__):
-    """A mock that raised an exception of its own would be in a cycle with its frames."""
-    raise OSError("No space left on device")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="safetensors is not installed")
