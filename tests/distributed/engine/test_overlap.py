@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
+from cases.optim import assert_all_equal, keywords
 
 from distributed.engine import overlap_checks as checks
 from distributed.engine.overlap_cases import (
@@ -51,20 +51,6 @@ def test_steps_that_come_to_nothing(world, name):
 @on_ranks(2)
 def test_one_optimizer_goes_on_from_another(world):
     checks.one_after_another(world, bucket_mb=SMALL)
-
-
-@on_ranks(2, nightly=[3])
-@pytest.mark.parametrize("name", CLASSES)
-def test_injected_gradients(world, name):
-    """Those that no backward pass made travel in step()."""
-    models = make_pair(world, name)
-    for step in range(3):
-        for net, optimizer in models:
-            parameters = list(net.parameters())
-            gradients = make_gradients(parameters, 10 * step + world.rank)
-            set_gradients(parameters, [g if (i + step) % 4 else None for i, g in enumerate(gradients)])
-            optimizer.step()
-        assert_same(models, f"step {step}")
 
 
 @on_ranks(2)
