@@ -32,23 +32,19 @@ WAYS = {
 MODES = {
     "eager": "eager",
     "compiled": "each decoder layer by torch.compile",
-    "graph": "a CUDA graph of the whole step",
 }
-BATCHES = {"eager": (1, 4), "compiled": (1, 4), "graph": (1,)}
-"""Sequences of a step."""
+SEQUENCES = (1, 4)
+"""Of a step."""
 
 
 def small_batches(session: Session, options: argparse.Namespace, world: World) -> None:
     """Steps of Llama-3.2-1B's shape, by transformers, with FusedAdamW: forward, backward and optimizer.
 
     NVFP4 weights, and layers of a recipe that have such weights, take turns with bf16 ones in one process:
-    eagerly, with decoder layers that torch.compile has compiled, and replayed from a CUDA graph.
+    eagerly, and with decoder layers that torch.compile has compiled.
     """
     for mode in options.modes:
-        if mode == "graph" and not session.clock.is_cuda:
-            session.say("graph is left out: it needs a GPU")
-            continue
-        for sequences in BATCHES[mode]:
+        for sequences in SEQUENCES:
             measure(session, options, mode, sequences)
             free_memory(session.device)
 
@@ -85,10 +81,7 @@ def make_step(
     if mode == "compiled":
         for layer in model.model.layers:
             layer.compile(fullgraph=True)
-    lr = torch.tensor(1e-5, device=device)
-    optimizer = zerofp4.optim.ZeroFP4Optimizer(
-        model.named_parameters(), zerofp4.optim.FusedAdamW, lr=lr, capturable=mode == "graph"
-    )
+    optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), zerofp4.optim.FusedAdamW, lr=1e-5)
     tokens = torch.randint(model.config.vocab_size, shape, device=device)
     recipe = RECIPES["linear"] if way == "layers" else None
 
@@ -99,7 +92,7 @@ def make_step(
         F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten()).backward()
         optimizer.step()
 
-    return captured(step) if mode == "graph" else step
+    return step
 
 
 def make_model(device: torch.device, scale: int, layers: int | None) -> nn.Module:
@@ -112,17 +105,3 @@ def make_model(device: torch.device, scale: int, layers: int | None) -> nn.Modul
     config.num_hidden_layers = layers or config.num_hidden_layers
     with device:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-def captured(step: Callable[[], None]) -> Callable[[], object]:
-    """The same step, replayed from a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
