@@ -44,7 +44,13 @@ EXTENSION, ITS_ROOM = "_C", "ops"
 
 NOT_FOR_USERS = {
     "nn": {"choose_weights", "primary_parameter"},
-    "optim": {"gather_masters", "named_tensors", "scales_shape", "suits_compact"},
+    "optim": {
+        "check_one_rank_has_all",
+        "gather_masters",
+        "named_tensors",
+        "scales_shape",
+        "suits_compact",
+    },
     "serving": {"register_finder"},
 }
 """What the face of a room has for other rooms, and does not show to users in its __all__."""

@@ -46,6 +46,15 @@ def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ZeroFP4Optimizer, Ma
     return optimizer, (optimizer._saved if source is optimizer else source).masters()
 
 
+def check_one_rank_has_all(optimizer: ZeroFP4Optimizer) -> None:
+    """Raise ValueError, on every rank, where ranks train different parameters, which none can write alone."""
+    if optimizer._agreement.has_other_parameters_elsewhere():
+        raise ValueError(
+            "save_safetensors writes the model of rank 0, and other ranks train other parameters (experts, "
+            "slices, stages): write what master_state_dict gives on a rank of each process group"
+        )
+
+
 @torch.no_grad()
 def _values(
     model: nn.Module, masters: Mapping[int, Piece], dtype: torch.dtype

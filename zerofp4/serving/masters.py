@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 from zerofp4.distributed import OwnError, exchange, rank_and_size
-from zerofp4.optim import AveragedMasters, ZeroFP4Optimizer, master_state_dict, named_tensors
+from zerofp4.optim import (
+    AveragedMasters,
+    ZeroFP4Optimizer,
+    check_one_rank_has_all,
+    master_state_dict,
+    named_tensors,
+)
 from zerofp4.serving.files import Export
 from zerofp4.serving.plan import Served
 
@@ -29,11 +35,7 @@ def save_safetensors(
     """
     tensors, error = master_state_dict(model, optimizer, dtype), OwnError()
     owner = optimizer.optimizer if isinstance(optimizer, AveragedMasters) else optimizer
-    if owner._agreement.has_other_parameters_elsewhere():
-        raise ValueError(
-            "save_safetensors writes the model of rank 0, and other ranks train other parameters (experts, "
-            "slices, stages): write what master_state_dict gives on a rank of each process group"
-        )
+    check_one_rank_has_all(owner)
     group = owner.process_group()
     if rank_and_size(group)[0] == 0:
         with error:

@@ -4,8 +4,8 @@
 // lane has the columns of a tile, and four lanes have a group. Shorter pieces of rows are slower to reach in
 // memory, and longer ones are not faster.
 //
-// There are so few bytes that the number of instructions decides. Roots and reciprocals are short sequences
-// that are correctly rounded in a range; what may lie outside is brought there first. The registers of a row
+// There are so few bytes that instructions count, too. Roots and reciprocals are short sequences that are
+// correctly rounded in a range; what may lie outside is brought there first. The registers of a row
 // leave room for 16 warps on an SM, too few to hide the latency of memory: while a lane updates a row, its
 // next one is copied to shared memory.
 
