@@ -9,6 +9,7 @@ from torch import nn
 
 from zerofp4.launch import World
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
+from zerofp4_bench.peers import flash_adamw
 from zerofp4_bench.ranks import MEGABYTES, Timer, free_memory
 from zerofp4_bench.session import Run, Session
 from zerofp4_bench.step import Passes, with_gradients
@@ -38,14 +39,10 @@ def ours(shapes: Shapes, device: torch.device, *, state: str, overlap: str | Non
 
 
 def in_bf16(shapes: Shapes, device: torch.device, *, flash: bool) -> Made:
-    """torch's, or that of FlashOptim 0.1.4 with masters of 24 bits and moments of 8."""
-    if flash:
-        from flashoptim import FlashAdamW as optimizer_class
-    else:
-        optimizer_class = partial(torch.optim.AdamW, fused=True)
+    build = flash_adamw if flash else partial(torch.optim.AdamW, fused=True)
     values = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
     parameters = list(map(nn.Parameter, values))
-    optimizer = optimizer_class(parameters, **ADAMW)
+    optimizer = build(parameters, **ADAMW)
     with_gradients(parameters)
     return parameters, optimizer, optimizer.step
 

@@ -2,7 +2,7 @@
 
 import argparse
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from zerofp4.launch import World
 from zerofp4.layout import ceil_div
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
+from zerofp4_bench.peers import flash_adamw, zero_redundancy
 from zerofp4_bench.ranks import MEGABYTES, Timer, free_memory
 from zerofp4_bench.session import Session
 from zerofp4_bench.traffic import WAYS, Step, count_floors, measure_speeds, step_of
@@ -51,6 +52,10 @@ def step(session: Session, options: argparse.Namespace, world: World) -> None:
         for part in COMPARED:
             rule = f"{part} of ours over that of bf16"
             own.timer.count(f"{part}_over_bf16", "ratio", found[part] / theirs[part], rule)
+    for name, milliseconds in measure_replicated(timer, shapes) if world.world_size > 1 else ():
+        for own, found in ours.values():
+            rule = f"step of ours over step_{name}"
+            own.timer.count(f"step_over_{name}", "ratio", found["step"] / milliseconds, rule)
     for own, _ in ours.values() if world.world_size > 1 else ():
         free_memory(session.device)
         own.measure_compact(theirs)
@@ -315,3 +320,38 @@ def measure_bf16(timer: Timer, shapes: Shapes) -> dict[str, float] | None:
         found["update"] = timer.ms("update_bf16", update, f"torch's fused AdamW, {cast}")
         found["publish"] = timer.ms("publish_bf16", publish, cast)
     return found
+
+
+REPLICATED = {
+    "zero_redundancy": (zero_redundancy, 8, "ZeroRedundancyOptimizer with fused AdamW in bf16, no masters"),
+    "flash": (flash_adamw, 8, "FlashAdamW, whose state every rank has whole"),
+}
+"""What makes an optimizer of weights that DDP has on every rank; bytes of an element, at least; the rule."""
+
+
+def measure_replicated(timer: Timer, shapes: Shapes) -> Iterator[tuple[str, float]]:
+    """Names and milliseconds of steps behind one all-reduce of all gradients, which DDP sends in buckets."""
+    options = {"device": timer.device, "dtype": torch.bfloat16}
+    average = dist.ReduceOp.AVG if timer.device.type == "cuda" else dist.ReduceOp.SUM
+    for name, (build, nbytes, rule) in REPLICATED.items():
+        if not timer.has_room(f"step_{name}", nbytes * elements_of(shapes)):
+            continue
+        gradients = torch.randn(elements_of(shapes), **options).mul_(1e-2)
+        parameters = [nn.Parameter(torch.randn(shape, **options)) for shape in shapes]
+        for p, part in zip(parameters, gradients.split([p.numel() for p in parameters]), strict=True):
+            p.grad = part.view_as(p)
+        try:
+            optimizer = build(parameters, **ADAMW)
+        except ImportError as error:
+            timer.session.say(f"step_{name} is left out: {error}")
+            continue
+
+        def whole(gradients: torch.Tensor = gradients, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            dist.all_reduce(gradients, average)
+            optimizer.step()
+
+        with torch.no_grad(), timer.peak(f"memory_{name}", "weights, gradients and state included"):
+            found = timer.ms(f"step_{name}", whole, f"all-reduce, {rule}")
+        yield name, found
+        del gradients, parameters, optimizer, whole, p, part
+        free_memory(timer.device)

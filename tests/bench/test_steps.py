@@ -42,6 +42,10 @@ def test_a_step_of_two_ranks(early):
         theirs = "step_bf16_clipped" if part == "step_clipped" else f"{part}_bf16"
         expected = rows[part]["milliseconds"] / rows[theirs]["milliseconds"]
         assert rows[f"{part}_over_bf16"]["ratio"] == pytest.approx(expected)
+    expected = rows["step"]["milliseconds"] / rows["step_zero_redundancy"]["milliseconds"]
+    assert rows["step_over_zero_redundancy"]["ratio"] == pytest.approx(expected)
+    if "step_flash" not in rows:
+        assert run.stdout.count("step_flash is left out: No module named 'flashoptim'") == 1
     assert rows["link"]["gigabytes_per_second"] > 0
     assert rows["link"]["rule"].startswith("an all-to-all of gloo, 1 x ")
     for phase in ("scan", "reduce", "adamw", "adamw_reducing", "publish", "publish_alone"):
