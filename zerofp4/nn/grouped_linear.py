@@ -14,6 +14,7 @@ from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
 from zerofp4.nn.grouped_function import GroupedFunction, GroupedWeights, why_one_by_one
 from zerofp4.nn.grouped_operators import compiled_groups
 from zerofp4.nn.linear import Linear, linear_call
+from zerofp4.nn.native import native_linear
 from zerofp4.nn.quantizers import WeightCache
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe, current_recipe
 from zerofp4.storage import rebindings
@@ -182,7 +183,8 @@ class GroupedLinear(nn.Module):
         outputs = []
         calls = self._calls(parts, recipe, is_first, needs)
         for piece, part, call in zip(values.split(splits), parts, calls, strict=True):
-            outputs.append(LinearFunction.apply(piece, part.weight, part.bias, call))
+            y = native_linear(piece, part.weight, part.bias, *call)
+            outputs.append(LinearFunction.apply(piece, part.weight, part.bias, call) if y is None else y)
         return torch.cat(outputs)
 
     def _calls(self, parts, recipe: Recipe, is_first: bool | None, needs: bool) -> list[LinearCall]:
