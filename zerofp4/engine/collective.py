@@ -171,7 +171,9 @@ class CollectiveTransport(Transport):
         if self._ordered or bucket.world_size == 1:
             ops.average(self._received[b], out, self.memory[b].flat[bucket.rank], bucket.rank, counted)
         else:
-            out.copy_(self._received[b][0]).div_(bucket.world_size)
+            # By a tensor: torch multiplies what is on a GPU by the rounded reciprocal of a number.
+            ranks = torch.full((), bucket.world_size, dtype=out.dtype, device=out.device)
+            out.copy_(self._received[b][0]).div_(ranks)
             if counted is not None:
                 ops.add_squares([out], counted)
         if has_replicas:

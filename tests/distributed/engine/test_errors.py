@@ -18,6 +18,7 @@ from distributed.optim.cases import (
     check_weights,
     model_bytes,
     parameters_of,
+    raise_in_turn,
     raised_in_turn,
     refuse_one_step,
 )
@@ -213,7 +214,7 @@ def test_a_step_after_one_that_was_interrupted(world, between):
     assert "KeyboardInterrupt" in str(optimizer.broken)
     for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
         with pytest.raises(RuntimeError, match=r"the optimizer is of no more use: step\(\) was left"):
-            call()
+            raise_in_turn(optimizer, call)
     optimizer.load_state_dict(checkpoint)
     assert_all_equal(optimizer.gathered_masters(), masters, "master")
     for step in range(2):

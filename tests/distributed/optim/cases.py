@@ -138,7 +138,8 @@ def averages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     total, *others = gathered(torch.cat([tensor.float().reshape(-1) for tensor in tensors]))
     for other in others:
         total += other
-    means = (total / dist.get_world_size()).split([tensor.numel() for tensor in tensors])
+    ranks = torch.full_like(total[:1], dist.get_world_size())  # not by the rounded reciprocal
+    means = (total / ranks).split([tensor.numel() for tensor in tensors])
     return [mean.view(tensor.shape) for mean, tensor in zip(means, tensors, strict=True)]
 
 

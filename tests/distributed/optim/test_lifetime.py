@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cases.fsdp2 import make_model, mesh_of, shard, take_experts
 
 import zerofp4
-from distributed.cases import Model
+from distributed.cases import Model, raised_by
 from distributed.optim.cases import built, parameters_of, raise_in_turn
 from distributed.run import on_ranks
 from zerofp4.integrations import fsdp2
@@ -87,7 +87,7 @@ STEPS = {
 """Options of an optimizer, what happens to it on the last rank (an interrupt on all), and the call."""
 
 
-HEARD_LATER = {"closure", "interrupt", "moved parameter", "behind the vote", "clip_grad_norm_"}
+HEARD_LATER = {"closure", "interrupt", "moved parameter", "clip_grad_norm_"}
 """In the next step, by a rank without an error of its own, where no host waits for an agreement."""
 
 
@@ -98,6 +98,8 @@ def call_of_optimizer(world, group, name: str) -> Callable:
     if harm is not None and (is_last(world) or name == "interrupted update"):
         harm(optimizer, parameters)
     function = functools.partial(call, optimizer, is_last(world))
+    if name == "behind the vote" and world.device.type == "cuda":  # NCCL tells nobody in the same step
+        return lambda: (raised_by(function), optimizer.step())
     return functools.partial(raise_in_turn, optimizer, function) if name in HEARD_LATER else function
 
 
