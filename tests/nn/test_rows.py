@@ -87,8 +87,8 @@ def test_it_trains_like_one_with_dequantized_weights(device):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.heavy)])
-def test_layers_by_a_recipe(device, compiled):
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_layers_by_a_recipe(device, backend):
     """As those with high-precision weights, which the same recipe quantizes."""
     converted, plain = mlp(device), mlp(device)
     zerofp4.convert_model(converted, layers=True, block=(1, 16))
@@ -97,9 +97,10 @@ def test_layers_by_a_recipe(device, compiled):
         plain[i] = made.to(torch.bfloat16)
     plain.load_state_dict(mlp(device).state_dict())
     x = values(32).to(device, torch.bfloat16)
-    run = torch.compile if compiled else lambda model: model
-    found = gradients(run(converted), x, autocast(RECIPE))
-    expected = gradients(run(plain), x, autocast(RECIPE))
+    models = [converted, plain]
+    if backend is not None:
+        models = [torch.compile(model, backend=backend) for model in models]
+    found, expected = (gradients(model, x, autocast(RECIPE)) for model in models)
     assert_bytes_equal(found[0], expected[0], "outputs")
     for mine, other in zip([found[1], *found[2]], [expected[1], *expected[2]], strict=True):
         assert_bytes_equal(mine, other, "a gradient")
