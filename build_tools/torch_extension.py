@@ -10,9 +10,14 @@ import runpy
 from pathlib import Path
 
 from build_tools import ROOT
-from build_tools.commands import CSRC, Job, sources, switch
+from build_tools.commands import CSRC, Job, sources, switch, together
 
 _on_first_use = runpy.run_path(str(ROOT / "zerofp4" / "ops" / "autograd_build.py"))
+# Compiled as one: reading torch's headers takes longer than any of them.
+TOGETHER = {
+    "all_layers.cpp": {"layer.cpp", "layer_passes.cpp"},
+    "all_products.cpp": {"linear.cpp", "lists.cpp", "module.cpp"},
+}
 NAME = _on_first_use["NAME"]
 source_files = _on_first_use["source_files"]
 Torch = _on_first_use["Torch"]
@@ -34,7 +39,10 @@ def find_torch():
 
 def jobs(cxx, torch):
     flags = tuple(_on_first_use["compile_flags"](CSRC, torch))
-    return [Job(source, cxx, flags) for source in sources("autograd", "*.cpp")]
+    found = sources("autograd", "*.cpp")
+    merged = [together(name, [path for path in found if path.name in own]) for name, own in TOGETHER.items()]
+    alone = [path for path in found if path.name not in set.union(*TOGETHER.values())]
+    return [Job(source, cxx, flags) for source in [*merged, *alone]]
 
 
 def link(cxx, torch):
