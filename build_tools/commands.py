@@ -65,6 +65,7 @@ TOGETHER = {
     "cuda/optim/average.cu",
     "cuda/optim/nonfinite.cu",
     "cuda/optim/squares.cu",
+    "cuda/optim/widen.cu",
     "cuda/quantize/amax.cu",
     "cuda/quantize/scale_layout.cu",
 }

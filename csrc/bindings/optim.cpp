@@ -129,18 +129,31 @@ class MultiTensorList {
         }
     }
 
+    void widen(const Target& target, const py::bytes& addresses, const py::bytes& outputs) const {
+        for (size_t first = 0; first < positions_.size(); first += kListTensors) {
+            WidenArgs args{part(addresses, first), {}};
+            for (int i = 0; i < args.list.count; ++i) args.outputs[i] = at<float>(outputs, first + i);
+            dispatch(
+                target, [&](const cpu::Kernels& k, int threads) { k.widen(args, threads); },
+                [&](const cuda::Kernels& k, cudaStream_t stream) { k.widen(args, stream); });
+        }
+    }
+
   private:
-    // From `first` on as many as travel at once.
-    TensorList part(const py::bytes& addresses, size_t first) const {
+    // The address of the i-th tensor of this dtype.
+    template <class T>
+    T* at(const py::bytes& addresses, size_t i) const {
         const auto* words = reinterpret_cast<const int64_t*>(PyBytes_AS_STRING(addresses.ptr()));
         const size_t count = static_cast<size_t>(PyBytes_GET_SIZE(addresses.ptr())) / sizeof(int64_t);
+        if (positions_[i] >= count) throw py::index_error("fewer addresses than tensors");
+        return pointer<T>(static_cast<uintptr_t>(words[positions_[i]]));
+    }
+
+    // From `first` on as many as travel at once.
+    TensorList part(const py::bytes& addresses, size_t first) const {
         TensorList list{};
         list.count = static_cast<int32_t>(std::min<size_t>(positions_.size() - first, kListTensors));
-        for (int i = 0; i < list.count; ++i) {
-            const size_t position = positions_[first + i];
-            if (position >= count) throw py::index_error("fewer addresses than tensors");
-            list.tensors[i] = pointer<const void>(static_cast<uintptr_t>(words[position]));
-        }
+        for (int i = 0; i < list.count; ++i) list.tensors[i] = at<const void>(addresses, first + i);
         std::copy_n(numels_.data() + first, list.count, list.numels);
         list.dtype = dtype_;
         return list;
@@ -187,7 +200,8 @@ void bind_optim(py::module_& m) {
              "numels"_a, "words"_a, "dtype"_a)
         .def("add_squares", &MultiTensorList::add_squares, "target"_a, "addresses"_a, "squares"_a, NoGil())
         .def("find_nonfinite", &MultiTensorList::find_nonfinite, "target"_a, "addresses"_a, "found"_a,
-             "when"_a, NoGil());
+             "when"_a, NoGil())
+        .def("widen", &MultiTensorList::widen, "target"_a, "addresses"_a, "outputs"_a, NoGil());
 }
 
 }  // namespace zerofp4::bindings

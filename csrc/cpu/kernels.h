@@ -12,6 +12,7 @@
 #include "common/args/scale_layout.h"
 #include "common/args/squares.h"
 #include "common/args/transpose.h"
+#include "common/args/widen.h"
 
 namespace zerofp4::cpu {
 
@@ -40,6 +41,7 @@ struct Kernels {
     void (*average)(const AverageArgs&, int threads);
     void (*find_nonfinite)(const NonfiniteArgs&, int threads);
     void (*add_squares)(const SquaresArgs&, int threads);
+    void (*widen)(const WidenArgs&, int threads);
 };
 
 // The best table that this processor runs, or the one that the environment variable ZEROFP4_CPU_ISA names

@@ -30,7 +30,8 @@
     DO(compact_update)   \
     DO(average)          \
     DO(find_nonfinite)   \
-    DO(add_squares)
+    DO(add_squares)      \
+    DO(widen)
 
 namespace zerofp4::cpu::ZEROFP4_ISA {
 

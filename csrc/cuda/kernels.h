@@ -14,6 +14,7 @@
 #include "common/args/scale_layout.h"
 #include "common/args/squares.h"
 #include "common/args/transpose.h"
+#include "common/args/widen.h"
 #include "cuda/gemm/product.h"
 
 // As in cuda_runtime_api.h, which a build without CUDA does not have.
@@ -62,6 +63,7 @@ struct Kernels {
     void (*average)(const AverageArgs&, cudaStream_t stream);
     void (*find_nonfinite)(const NonfiniteArgs&, cudaStream_t stream);
     void (*add_squares)(const SquaresArgs&, cudaStream_t stream);
+    void (*widen)(const WidenArgs&, cudaStream_t stream);
     void (*barrier)(const BarrierArgs&, cudaStream_t stream);
 
     // Finds cuBLASLt, under its file name, in the process; returns its version. Throws std::runtime_error

@@ -1,4 +1,6 @@
-"""Launches that read a list of tensors of any dtypes: is there a NaN or Inf, and the sums of squares."""
+"""Launches that read a list of tensors of any dtypes: is there a NaN or Inf, the sums of squares, and float32
+copies.
+"""
 
 from collections.abc import Sequence
 
@@ -49,6 +51,14 @@ class MultiTensor:
         check_buffer("squares", squares, SQUARES, torch.int64, squares.device)
         for own in self._lists:
             own.add_squares(target_of(squares.device), self.addresses, address_of("squares", squares))
+
+    def widen(self, outputs: list[torch.Tensor]) -> None:
+        """Copy each tensor to the output in its position: contiguous, float32, as long as the tensor and on
+        its device. Outputs of tensors that there are not stay as they are.
+        """
+        addresses = pointers_of("outputs", outputs)
+        for own in self._lists:
+            own.widen(target_of(outputs[0].device), self.addresses, addresses)
 
 
 def find_nonfinite(

@@ -131,6 +131,11 @@ class ShardedParameters:
         gradients = [g for i, piece in enumerate(pieces) for g in self._as_optimized(i, piece)]
         return [master for own in self.optimized for master in own], gradients
 
+    @functools.cached_property
+    def gradients(self) -> list[torch.Tensor]:
+        """By parameter, its averaged gradient, whole, as it is in a world of one."""
+        return self._by_parameter(lambda b: b.whole_views(b.gradients))
+
     def share_gradients(self) -> None:
         """Let all buckets have `gradients` in the same memory, each until its update."""
         flat = torch.zeros(max(bucket.slice_numel for bucket in self.buckets), device=self.buckets[0].device)

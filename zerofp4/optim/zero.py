@@ -655,7 +655,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _update_at_once(self, gradients: Gradients | None, present: Sequence[bool]) -> None:
         """Average all gradients that are not yet, update all masters, and publish them."""
-        error = OwnError() if gradients is None else self._step.average(gradients, None)
+        error = OwnError()
+        if self._averages_nothing and self._launches is not None:
+            in_phase("gradients", self._launches.widen)(self._shards.gradients)
+        elif gradients is not None:
+            error = self._step.average(gradients, None)
         if not error:
             with error:
                 in_phase("update", self._step_inners)(present)
