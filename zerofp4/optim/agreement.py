@@ -48,7 +48,7 @@ _FLAGS = 4
 """Words behind them: Rounds.again, Rounds.broken, the word of a NaN or Inf, and 1 + the number of a rank with
 an error."""
 
-FOUND_INF = 0.5
+FOUND_INF = 1
 """The word of a found_inf that a user gave the optimizer of the masters: below those of all parameters."""
 
 
@@ -113,11 +113,14 @@ class Agreement:
         self.taken = 0
         """How many agreements read() has found that the ranks take, before one that they do not."""
         self._options_hash = OptionsHash(device)
-        self.words = [self._count - slot for slot in slots.own]
+        self.words = [2 * (self._count - slot) for slot in slots.own]
         """Of a NaN or Inf, by trainable parameter of this rank."""
         self._word_of_all = self._vector[-2]
-        self._first = torch.zeros((), dtype=torch.float64, device=device)
-        """The word of a NaN or Inf on any rank, when gradients were averaged last."""
+        dtype = torch.int32 if self.world_size == 1 else torch.float64
+        self._first = torch.zeros((), dtype=dtype, device=device)
+        """The word of a NaN or Inf on any rank, when gradients were averaged last. In a world of one it is
+        found here.
+        """
         self.nonfinite = torch.zeros((), dtype=torch.float32, device=device)
         """1 where that is not 0."""
         self._failed = failed
@@ -331,12 +334,14 @@ class Agreement:
         if launches is None:
             word = first_nonfinite(gradients, self._wire, words, when)
         else:
-            word = torch.zeros((), dtype=torch.int32, device=self._device)
-            launches.find_nonfinite(word, when)
+            word = self._first
+            if self.world_size > 1:  # where that is of all ranks
+                word = torch.empty((), dtype=torch.int32, device=self._device)
+            launches.find_nonfinite(word.zero_(), when)
         if found_inf is None:
             return word
-        given = (found_inf.reshape(()).to(self._device) != 0).double() * FOUND_INF
-        return given if word is None else torch.maximum(word.double(), given)
+        given = (found_inf.reshape(()).to(self._device) != 0).int() * FOUND_INF
+        return given if word is None else torch.maximum(word, given)
 
     def begin_buckets(self) -> None:
         """Buckets are agreed on one by one, from here to count_step()."""
@@ -355,7 +360,7 @@ class Agreement:
         torch.ne(word, 0, out=self.nonfinite)
         if self._in_buckets:
             torch.maximum(self._first, word, out=self._first)
-        else:
+        elif word is not self._first:
             self._first.copy_(word)
         if self._on_nonfinite == "raise" and not is_capturing(self._device):
             name = self.first_nonfinite()
@@ -381,7 +386,7 @@ class Agreement:
         word = self._first.item()
         if word == FOUND_INF:
             return "the optimizer of the masters, which was given a found_inf"
-        return self.slots.labels[self._count - int(word)] if word else None
+        return self.slots.labels[self._count - int(word) // 2] if word else None
 
 
 def _find_difference(lowest: Call, highest: Call) -> str | None:
