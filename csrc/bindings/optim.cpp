@@ -117,11 +117,14 @@ class MultiTensorList {
         }
     }
 
-    void find_nonfinite(const Target& target, const py::bytes& addresses, uintptr_t found,
+    void find_nonfinite(const Target& target, const py::bytes& addresses, uintptr_t found, uintptr_t flag,
                         uintptr_t when) const {
         for (size_t first = 0; first < positions_.size(); first += kListTensors) {
-            NonfiniteArgs args{
-                part(addresses, first), {}, pointer<int32_t>(found), pointer<const int64_t>(when)};
+            NonfiniteArgs args{part(addresses, first),
+                               {},
+                               pointer<int32_t>(found),
+                               pointer<float>(flag),
+                               pointer<const int64_t>(when)};
             std::copy_n(words_.data() + first, args.list.count, args.words);
             dispatch(
                 target, [&](const cpu::Kernels& k, int threads) { k.find_nonfinite(args, threads); },
@@ -165,6 +168,18 @@ class MultiTensorList {
     DType dtype_;
 };
 
+// gradients: int64 addresses, -1 where there is none. An empty tensor has no address, but its steps count;
+// nothing is read there.
+void begin_adamw(AdamWPlan& plan, const Target& target, const AdamWOptions& options, int64_t first,
+                 const py::bytes& gradients) {
+    const auto* words = reinterpret_cast<const int64_t*>(PyBytes_AS_STRING(gradients.ptr()));
+    const size_t count = static_cast<size_t>(PyBytes_GET_SIZE(gradients.ptr())) / sizeof(int64_t);
+    std::vector<uintptr_t> addresses(count);
+    for (size_t i = 0; i < count; ++i)
+        addresses[i] = words[i] < 0 ? 0 : words[i] == 0 ? 1 : static_cast<uintptr_t>(words[i]);
+    plan.begin(target, options, first, addresses);
+}
+
 }  // namespace
 
 void bind_optim(py::module_& m) {
@@ -187,7 +202,7 @@ void bind_optim(py::module_& m) {
         .def("descriptor_bytes", [](const AdamWPlan& plan) { return py::bytes(plan.descriptor_bytes()); })
         .def("step_bytes", &AdamWPlan::step_bytes)
         .def("set_device_tables", &AdamWPlan::set_device_tables, "descriptors"_a, "steps"_a)
-        .def("begin", &AdamWPlan::begin, "target"_a, "options"_a, "first"_a, "gradients"_a, NoGil())
+        .def("begin", &begin_adamw, "target"_a, "options"_a, "first"_a, "gradients"_a, NoGil())
         .def("update", &AdamWPlan::update, "target"_a, "pieces"_a, NoGil());
     m.def("average", &average, py::kw_only(), "target"_a, "pieces"_a, "own"_a = 0, "dtype"_a, "rank"_a = 0,
           "count"_a, "numel"_a, "output"_a, "squares"_a = 0, "rows"_a = std::vector<uintptr_t>(), NoGil());
@@ -200,7 +215,7 @@ void bind_optim(py::module_& m) {
              "numels"_a, "words"_a, "dtype"_a)
         .def("add_squares", &MultiTensorList::add_squares, "target"_a, "addresses"_a, "squares"_a, NoGil())
         .def("find_nonfinite", &MultiTensorList::find_nonfinite, "target"_a, "addresses"_a, "found"_a,
-             "when"_a, NoGil())
+             "flag"_a, "when"_a, NoGil())
         .def("widen", &MultiTensorList::widen, "target"_a, "addresses"_a, "outputs"_a, NoGil());
 }
 

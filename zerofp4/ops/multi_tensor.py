@@ -9,7 +9,7 @@ import torch
 import zerofp4._C as _C
 from zerofp4.ops.average import SQUARES
 from zerofp4.ops.device import DTYPE_CODES, target_of
-from zerofp4.ops.tensor_lists import pointers_of
+from zerofp4.ops.tensor_lists import pointers, pointers_of
 from zerofp4.storage import address_of, check_buffer
 
 
@@ -40,9 +40,11 @@ class MultiTensor:
             for dtype, own in positions.items()
         ]
 
-    def find_nonfinite(self, found: torch.Tensor, when: torch.Tensor | None = None) -> None:
-        """As the function."""
-        flags = address_of("found", found), address_of("when", when)
+    def find_nonfinite(
+        self, found: torch.Tensor, when: torch.Tensor | None = None, flag: torch.Tensor | None = None
+    ) -> None:
+        """As the function. flag: float32 [], becomes 1 where a tensor holds a NaN or Inf."""
+        flags = address_of("found", found), address_of("flag", flag), address_of("when", when)
         for own in self._lists:
             own.find_nonfinite(target_of(found.device), self.addresses, *flags)
 
@@ -56,7 +58,7 @@ class MultiTensor:
         """Copy each tensor to the output in its position: contiguous, float32, as long as the tensor and on
         its device. Outputs of tensors that there are not stay as they are.
         """
-        addresses = pointers_of("outputs", outputs)
+        addresses = pointers(outputs)
         for own in self._lists:
             own.widen(target_of(outputs[0].device), self.addresses, addresses)
 

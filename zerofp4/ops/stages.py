@@ -21,7 +21,7 @@ from zerofp4.ops.device import (
 )
 from zerofp4.ops.layouts import padded_scale_list
 from zerofp4.ops.peers import PeerRows
-from zerofp4.ops.tensor_lists import addresses_of
+from zerofp4.ops.tensor_lists import numbers, packed, tensor_facts
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage, address_of
 
@@ -565,21 +565,16 @@ class AdamWStage:
 
         gradients: contiguous, of the item's gradient_dtype and length; None leaves the item as it is.
         """
-        present = [gradient for gradient in gradients if gradient is not None]
-        # An empty tensor has no address, but its steps count; nothing is read there.
-        addresses = [address or 1 for address in addresses_of("gradients", present)]
-        if len(present) < len(gradients):
-            rest = iter(addresses)
-            addresses = [0 if gradient is None else next(rest) for gradient in gradients]
+        addresses = tensor_facts(list(gradients)).addresses
         if self._splits is not None:
             splits = self._splits[first : first + len(gradients)]
             for split in splits:
                 split.take_step()
-            addresses = [
-                0 if gradient is None else start + begin * gradient.itemsize
-                for split, gradient, start in zip(splits, gradients, addresses, strict=True)
+            addresses = packed(
+                -1 if gradient is None else start + begin * gradient.itemsize
+                for split, gradient, start in zip(splits, gradients, numbers(addresses), strict=True)
                 for begin in split.begins
-            ]
+            )
         self._plan.begin(self._use.target(self._tables), options, self._firsts[first], addresses)
 
     def update(self, brought: RankGradients | None = None) -> None:

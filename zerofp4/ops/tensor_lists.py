@@ -57,10 +57,11 @@ def pointers(tensors: list[torch.Tensor]) -> bytes:
     reader = _native or _reader
     if reader is not None:
         return reader.addresses(tensors)
-    return _packed(map(torch.Tensor.data_ptr, tensors))
+    return packed(map(torch.Tensor.data_ptr, tensors))
 
 
-def _packed(addresses: Iterable[int]) -> bytes:
+def packed(addresses: Iterable[int]) -> bytes:
+    """Numbers as pointers() returns them."""
     return array.array("q", addresses).tobytes()
 
 
@@ -119,7 +120,7 @@ def tensor_facts(tensors: list[torch.Tensor | None]) -> TensorFacts:
         return TensorFacts(*reader.facts(tensors))
     present = [tensor for tensor in tensors if tensor is not None]
     kinds = [[tensor is None for tensor in tensors], *(list(map(fact, present)) for fact in _FACTS)]
-    return TensorFacts(_packed(-1 if t is None else t.data_ptr() for t in tensors), kinds)
+    return TensorFacts(packed(-1 if t is None else t.data_ptr() for t in tensors), kinds)
 
 
 _PLAIN = {torch.Tensor, type(None)}

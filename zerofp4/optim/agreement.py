@@ -116,13 +116,14 @@ class Agreement:
         self.words = [2 * (self._count - slot) for slot in slots.own]
         """Of a NaN or Inf, by trainable parameter of this rank."""
         self._word_of_all = self._vector[-2]
-        dtype = torch.int32 if self.world_size == 1 else torch.float64
-        self._first = torch.zeros((), dtype=dtype, device=device)
-        """The word of a NaN or Inf on any rank, when gradients were averaged last. In a world of one it is
-        found here.
-        """
+        self._first = torch.zeros((), dtype=torch.float64, device=device)
+        """The word of a NaN or Inf on any rank, when gradients were averaged last."""
         self.nonfinite = torch.zeros((), dtype=torch.float32, device=device)
         """1 where that is not 0."""
+        self._of_one = torch.zeros(2, dtype=torch.int32, device=device)
+        """The memory of both in a world of one, where find_word() writes them at once."""
+        if self.world_size == 1:
+            self._first, self.nonfinite = self._of_one[0], self._of_one.view(torch.float32)[1]
         self._failed = failed
         self.skip = self.nonfinite if self.world_size == 1 else torch.zeros_like(self.nonfinite)
         """float32 [], what an update reads on the device: 1 where this step changes nothing."""
@@ -333,11 +334,13 @@ class Agreement:
         words = self.words if indices is None else [self.words[i] for i in indices]
         if launches is None:
             word = first_nonfinite(gradients, self._wire, words, when)
-        else:
+        elif self.world_size == 1:
+            self._of_one.zero_()
             word = self._first
-            if self.world_size > 1:  # where that is of all ranks
-                word = torch.empty((), dtype=torch.int32, device=self._device)
-            launches.find_nonfinite(word.zero_(), when)
+            launches.find_nonfinite(word, when, self.nonfinite)
+        else:
+            word = torch.zeros((), dtype=torch.int32, device=self._device)
+            launches.find_nonfinite(word, when)
         if found_inf is None:
             return word
         given = (found_inf.reshape(()).to(self._device) != 0).int() * FOUND_INF
@@ -357,11 +360,9 @@ class Agreement:
         word = own if self.world_size == 1 else self._word_of_all
         if word is None:
             word = torch.zeros_like(self._first)
-        torch.ne(word, 0, out=self.nonfinite)
-        if self._in_buckets:
-            torch.maximum(self._first, word, out=self._first)
-        elif word is not self._first:
-            self._first.copy_(word)
+        if word is not self._first:
+            torch.ne(word, 0, out=self.nonfinite)
+            self._first.copy_(torch.maximum(self._first, word) if self._in_buckets else word)
         if self._on_nonfinite == "raise" and not is_capturing(self._device):
             name = self.first_nonfinite()
             if name is not None:
