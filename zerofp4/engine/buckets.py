@@ -118,7 +118,8 @@ class Bucket:
         self.is_counted = not sharding.copy
         """Whether a norm over all ranks counts this rank's elements, not those of another copy."""
         self.is_of_whole_matrices = owners is not None
-        sizes = [parameter.numel() for parameter in self.parameters]
+        self.shapes = [parameter.shape for parameter in self.parameters]
+        sizes = [shape.numel() for shape in self.shapes]
         if owners is None:
             units = [cut_unit(p, state != "full") for p in self.parameters]
             self.offsets, self.slice_numel = equal_slices(sizes, self.world_size, ALIGNMENT, units)
@@ -227,9 +228,8 @@ class Bucket:
 
     def whole_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each whole parameter, in its shape, in a tensor of all ranks' slices."""
-        return [
-            flat[o : o + p.numel()].view(p.shape) for o, p in zip(self.offsets, self.parameters, strict=True)
-        ]
+        pairs = zip(self.offsets, self.shapes, strict=True)
+        return [flat[o : o + shape.numel()].view(shape) for o, shape in pairs]
 
     def _weight_views(self) -> list[torch.Tensor]:
         """Each parameter in `weights`: codes in the shape that its record gives them, or its values."""
@@ -360,7 +360,7 @@ class GradientMemory:
                 self._places = list(map(GradientPlace, bucket.parameters, self.views))
             add_gradient_hooks(self, bucket.parameters, GradientMemory._move)
         else:
-            ends = [0, *(o + p.numel() for o, p in zip(bucket.offsets, bucket.parameters, strict=True))]
+            ends = [0, *(o + s.numel() for o, s in zip(bucket.offsets, bucket.shapes, strict=True))]
             pairs = zip(ends, [*bucket.offsets, flat.numel()], strict=True)
             self._gaps = [flat.view(-1)[end:begin] for end, begin in pairs if end < begin]
 
