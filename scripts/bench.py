@@ -39,6 +39,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import draw_links
 import draw_memory
 import pages
 from fidelity import SEEDS, fidelity
@@ -239,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
         if importlib.util.find_spec("matplotlib") is None:
             print("no charts: matplotlib is not installed (the extra `train` has it)")
         else:
-            paths += [output.draw_summary(), draw_memory.draw()]
+            paths += [output.draw_summary(), draw_memory.draw(), draw_links.draw()]
         for path in paths:
             print(f"wrote {path}")
     elif options.command in OF_RANKS:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 
 import bench
+import draw_links
 import draw_memory
 import pages
 import pytest
@@ -55,9 +56,10 @@ def test_docs_are_written_and_charts_drawn_where_that_can_be(has_matplotlib, mon
     monkeypatch.setattr(pages, "write_docs", lambda: ["page"])
     monkeypatch.setattr(output, "draw_summary", lambda: "summary")
     monkeypatch.setattr(draw_memory, "draw", lambda: "memory")
+    monkeypatch.setattr(draw_links, "draw", lambda: "links")
     bench.main(["docs"])
     lines = capsys.readouterr().out.splitlines()
-    charts = ["wrote summary", "wrote memory"]
+    charts = ["wrote summary", "wrote memory", "wrote links"]
     missing = ["no charts: matplotlib is not installed (the extra `train` has it)"]
     assert lines == ["wrote page", *charts] if has_matplotlib else [*missing, "wrote page"]
 

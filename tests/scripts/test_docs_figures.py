@@ -59,6 +59,7 @@ def speed(run: pages.Run) -> str:
 
 def readme() -> list[str]:
     assert result("step_1_ranks_cuda")["device"] == result("step_2_ranks_cuda")["device"] == "NVIDIA H200"
+    assert result("step_4_ranks_cuda")["device"].startswith("NVIDIA H100")
     found = traffic.growth_of([each for _, each in output.load(session.RESULTS)])
     assert found is not None
 
@@ -84,6 +85,7 @@ def readme() -> list[str]:
         f"Both ran {train_options()['steps']} steps of {tokens_of_step():,} tokens and recomputed",
         f"| 1 H200 | {measured('', 1)}",
         f"| 2 H200s, shared memory | {measured('peer_', 2)}",
+        f"| 4 H100s, shared memory | {measured('peer_', 4)}",
         f"| 8 of a host, **predicted** | {predicted('default', 8)}",
         f"| 64, {gbps} GB/s each between hosts, **predicted** | {predicted('default', 64)}",
         f"| the same with | {predicted('reduce_scatter', 64)}",
@@ -123,9 +125,11 @@ def fsdp2() -> list[str]:
         for file, case in ((fast, "keep"), (fast, "reshard"), (slow, "reshard"))
     )
     rates = [figure(file, "link/2xcuda") for file in (slow, fast)]
+    four = [figure("fsdp2_4_ranks_cuda", f"{case}/tokens_over_bf16/4xcuda") for case in ("keep", "reshard")]
     return [
         f"with {tokens:,} tokens a rank the benchmark had {kept:.2f}x of the",
-        f"tokens a second of bf16, and {resharded:.2f}x where layers reshard",
+        f"tokens a second of bf16, and {resharded:.2f}x where layers reshard;",
+        f"on four H100s it had {four[0]:.2f}x and {four[1]:.2f}x.",
         f"{rates[0]:.0f} GB/s in place of {rates[1]:.0f}), the resharding benchmark had {gained:.2f}x of the",
     ]
 
