@@ -32,6 +32,7 @@ PyObject* facts(PyObject*, PyObject* tensors);
 PyObject* gradients(PyObject*, PyObject* tensors);
 PyObject* increment_versions(PyObject*, PyObject* tensors);
 PyObject* plain_facts(PyObject*, PyObject* tensors);
+PyObject* state_facts(PyObject*, PyObject* given);
 PyObject* versions(PyObject*, PyObject* tensors);
 
 // operators.cpp

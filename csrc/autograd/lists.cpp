@@ -8,6 +8,8 @@
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <cstring>
+#include <unordered_map>
+#include <vector>
 
 #include "autograd/functions.h"
 
@@ -92,28 +94,48 @@ Kind kind_of(const Tensor& tensor, int64_t address) {
     return kind;
 }
 
-// plain: None for tensors that are not.
-PyObject* facts_of(PyObject* tensors, bool plain) {
-    const Py_ssize_t count = size_of(tensors);
-    Room<int64_t> addresses(count);
-    Room<Kind> kinds(count);
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject* item = PyList_GET_ITEM(tensors, i);
+bool is_plain_and_whole(PyObject* item, const Tensor& tensor) {
+    return reinterpret_cast<PyObject*>(Py_TYPE(item)) == THPVariableClass &&
+           (tensor.key_set() | kPlain) == kPlain && has_memory(tensor);
+}
+
+// What Python's TensorFacts has of `count` tensors and Nones.
+struct Facts {
+    explicit Facts(Py_ssize_t count) : addresses(count), kinds(count) {}
+
+    // The next one. plain: false for a tensor that is not, of which nothing is taken.
+    bool add(PyObject* item, bool plain) {
         int64_t address = -1;
         Kind kind{};
         kind.dimensions = -1;
         if (item != Py_None) {
-            const Tensor& tensor = tensor_at(tensors, i);
-            const bool is_plain = reinterpret_cast<PyObject*>(Py_TYPE(item)) == THPVariableClass &&
-                                  (tensor.key_set() | kPlain) == kPlain && has_memory(tensor);
-            if (plain && !is_plain) Py_RETURN_NONE;
+            const Tensor& tensor = THPVariable_Unpack(item);
+            if (plain && !is_plain_and_whole(item, tensor)) return false;
             address = address_of(tensor);
             kind = kind_of(tensor, address);
         }
-        addresses.set(i, address);
-        kinds.set(i, kind);
+        addresses.set(next, address);
+        kinds.set(next++, kind);
+        return true;
     }
-    return PyTuple_Pack(2, addresses.bytes.get(), kinds.bytes.get());
+
+    PyObject* pair() const { return PyTuple_Pack(2, addresses.bytes.get(), kinds.bytes.get()); }
+
+    Room<int64_t> addresses;
+    Room<Kind> kinds;
+    Py_ssize_t next = 0;
+};
+
+// plain: None for tensors that are not.
+PyObject* facts_of(PyObject* tensors, bool plain) {
+    const Py_ssize_t count = size_of(tensors);
+    Facts found(count);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject* item = PyList_GET_ITEM(tensors, i);
+        if (item != Py_None) tensor_at(tensors, i);  // its TypeError
+        if (!found.add(item, plain)) Py_RETURN_NONE;
+    }
+    return found.pair();
 }
 
 }  // namespace
@@ -159,6 +181,42 @@ PyObject* increment_versions(PyObject*, PyObject* tensors) {
         if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
     }
     Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+// state_facts(tensors, state, keys): plain_facts() of the tensors, and of what `state`, a dict by tensor, has
+// of each under the keys of its tuple; None where something is missing or not plain.
+PyObject* state_facts(PyObject*, PyObject* given) {
+    HANDLE_TH_ERRORS
+    PyObject *tensors, *state, *keys;
+    if (!PyArg_ParseTuple(given, "O!O!O!", &PyList_Type, &tensors, &PyDict_Type, &state, &PyList_Type, &keys))
+        throw python_error();
+    const Py_ssize_t count = PyList_GET_SIZE(tensors);
+    TORCH_CHECK_VALUE(PyList_GET_SIZE(keys) == count, "not as many tuples of keys as tensors");
+    // By identity, as tensors are equal as keys: torch hashes each in Python.
+    std::unordered_map<PyObject*, PyObject*> by_tensor(static_cast<size_t>(PyDict_GET_SIZE(state)));
+    PyObject *tensor, *entries;
+    for (Py_ssize_t at = 0; PyDict_Next(state, &at, &tensor, &entries);) by_tensor.emplace(tensor, entries);
+    std::vector<PyObject*> items;
+    for (Py_ssize_t i = 0; i < count; ++i) items.push_back(PyList_GET_ITEM(tensors, i));
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        const auto found = by_tensor.find(items[i]);
+        if (found == by_tensor.end() || !PyDict_Check(found->second)) Py_RETURN_NONE;
+        PyObject* own = PyList_GET_ITEM(keys, i);
+        TORCH_CHECK_TYPE(PyTuple_Check(own), "keys of tensor ", i, " are no tuple");
+        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(own); ++k) {
+            PyObject* item = PyDict_GetItemWithError(found->second, PyTuple_GET_ITEM(own, k));
+            if (item == nullptr && PyErr_Occurred() != nullptr) throw python_error();
+            if (item == nullptr) Py_RETURN_NONE;
+            items.push_back(item);
+        }
+    }
+    Facts facts(static_cast<Py_ssize_t>(items.size()));
+    for (PyObject* item : items) {
+        if (item != Py_None && !THPVariable_Check(item)) Py_RETURN_NONE;
+        if (!facts.add(item, true)) Py_RETURN_NONE;
+    }
+    return facts.pair();
     END_HANDLE_TH_ERRORS
 }
 

@@ -22,6 +22,7 @@ PyMethodDef kMethods[] = {
     {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&linear)), METH_FASTCALL, nullptr},
     {"plain_facts", &plain_facts, METH_O, nullptr},
     {"scheme", &scheme, METH_VARARGS, nullptr},
+    {"state_facts", &state_facts, METH_VARARGS, nullptr},
     {"versions", &versions, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {

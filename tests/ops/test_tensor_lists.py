@@ -17,6 +17,7 @@ from zerofp4.ops import (
     increment_versions,
     plain_facts,
     pointers,
+    state_facts,
     tensor_facts,
     tensor_lists,
     versions_of,
@@ -128,6 +129,27 @@ def test_plain_facts_are_those_of_tensors_that_need_no_look(way, device):
     others = [freed, memory.to_sparse(), torch._neg_view(memory), torch._efficientzerotensor((8, 8))]
     others += [memory.to("meta"), torch.nn.Parameter(memory)]
     assert not any(plain_facts([memory, other]) for other in others)
+
+
+def test_facts_of_state_are_those_of_what_it_has(way, device):
+    """Of each tensor under its own keys, in the order of the list; without the extension nothing is known."""
+    tensors = [torch.ones(4, device=device) for _ in range(3)]
+    state = {t: {"b": torch.ones(i + 1, device=device), "a": None} for i, t in enumerate(tensors)}
+    keys = [("a", "b"), (), ("b",)]
+    first, _, last = tensors
+    expected = tensor_facts([*tensors, None, state[first]["b"], state[last]["b"]])
+    if tensor_lists._native is None:
+        assert state_facts(tensors, state, keys) is None
+        return
+    assert state_facts(tensors, state, keys) == expected
+    assert state_facts(tensors, dict(reversed(state.items())), keys) == expected
+    state[last]["b"] = state[last]["b"].clone()
+    assert state_facts(tensors, state, keys) not in (None, expected)
+    for other in (torch.nn.Parameter(torch.ones(4, device=device)), 1.0):
+        assert state_facts(tensors, state | {last: {"b": other}}, keys) is None
+    assert state_facts(tensors, state, [("a", "b"), (), ("c",)]) is None
+    del state[tensors[1]]
+    assert state_facts(tensors, state, keys) is None
 
 
 def test_what_lies_in_a_freed_storage_has_no_address(way):

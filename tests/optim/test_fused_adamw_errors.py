@@ -155,6 +155,33 @@ def test_state_that_does_not_fit(device):
     assert list(optimizer.state) == [p], "a parameter before it got a state"
 
 
+def test_state_that_comes_back_after_an_error(device):
+    """The first part takes other state, the second refuses its own: a step with the state from before updates
+    what is there then.
+    """
+    params = [torch.randn(20, device=device) for _ in range(2)]
+    expected = [p.clone() for p in params]
+    optimizer, other = FusedAdamW(params), FusedAdamW(expected)
+    optimizer.offer_parts([([p], None) for p in params])
+    for p, q in zip(params, expected, strict=True):
+        p.grad = q.grad = torch.randn(20, device=device)
+    for _ in range(2):
+        optimizer.step()
+        other.step()
+    good = [optimizer.state[p] for p in params]
+    optimizer.state[params[0]] = {key: value.clone() for key, value in good[0].items()}
+    optimizer.state[params[1]] = good[1] | {"exp_avg": torch.zeros(3, device=device)}
+    with refused(optimizer, ValueError, "exp_avg must be contiguous float32 with 20 elements"):
+        optimizer.step()
+    optimizer.state.update(zip(params, good, strict=True))
+    optimizer.step()
+    other.step()
+    assert_all_equal(params, expected, "parameter")
+    moments = [other.state[q]["exp_avg"] for q in expected]
+    assert_all_equal([optimizer.state[p]["exp_avg"] for p in params], moments, "moment")
+
+
+
 def test_state_of_another_optimizer():
     p = torch.zeros(4)
     p.grad = torch.ones(4)

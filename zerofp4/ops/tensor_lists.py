@@ -145,3 +145,13 @@ def plain_facts(tensors: list[torch.Tensor | None]) -> TensorFacts | None:
         return None
     is_negated = any(map(torch.Tensor.is_neg, [tensor for tensor in tensors if tensor is not None]))
     return None if is_negated else facts
+
+
+def state_facts(
+    tensors: list[torch.Tensor], state: dict[torch.Tensor, Any], keys: list[tuple[str, ...]]
+) -> TensorFacts | None:
+    """plain_facts() of the tensors, and of what `state` has of each under its keys, one after another. None
+    where something is missing, and without zerofp4._autograd: whoever asks then looks in Python.
+    """
+    facts = None if _native is None else _native.state_facts(tensors, state, keys)
+    return None if facts is None else TensorFacts(*facts)

@@ -103,6 +103,8 @@ class FusedAdamW(torch.optim.Optimizer):
         """What is launched in turn, and the number of a parameter's part, where that is not 0."""
         self._assigned: list[list[Any]] | None = None
         """By group, its kind of state and the ids of the parameters when the parts last got theirs."""
+        self._laid_out: Any = None
+        """The dtypes of gradients and ops.state_facts() when all parts were last seen to be laid out."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's. Raises where the constructor does."""
@@ -255,7 +257,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     held[self._part_of.get(p, 0)].append(Member(p, g, name, is_compact, self._slices.get(p)))
             for part, members in zip(self._parts, held, strict=True):
                 part.hold(members)
-            self._assigned = ids
+            self._assigned, self._laid_out = ids, None
         for part in self._parts:
             part.params = locals_of(part.listed)
         scalars = {"skip": found_inf, "factor": clip_factor}
@@ -266,9 +268,17 @@ class FusedAdamW(torch.optim.Optimizer):
 
         dtypes: by part, of gradients in the order of its parameters; one with None needs no state.
         """
-        by_id = dict(zip(map(id, self.state), self.state.values(), strict=True))  # torch hashes in Python
-        for part, own in zip(self._parts, dtypes, strict=True):
-            self._lay_out_part(part, own, list(map(by_id.get, map(id, part.listed))))
+        listed = list(itertools.chain.from_iterable(part.listed for part in self._parts))
+        keys = list(itertools.chain.from_iterable(part.keys for part in self._parts))
+        facts = ops.state_facts(listed, self.state, keys)
+        if facts is None or (dtypes, facts) != self._laid_out:
+            self._laid_out = None  # an error may leave some parts with other stages
+            by_id = dict(zip(map(id, self.state), self.state.values(), strict=True))  # torch hashes in Python
+            for part, own in zip(self._parts, dtypes, strict=True):
+                self._lay_out_part(part, own, list(map(by_id.get, map(id, part.listed))))
+            self._laid_out = dtypes, facts
+        if listed and ops.is_capturing(self._device()):
+            self._captured.update(stage for part in self._parts for stage in part.stages.values())
 
     def _lay_out_part(
         self, part: "Part", dtypes: Sequence[torch.dtype | None], states: list[dict[str, Any] | None]
@@ -289,17 +299,14 @@ class FusedAdamW(torch.optim.Optimizer):
         if None in dtypes:
             dtypes = [dtype or before for dtype, before in zip(dtypes, part.dtypes, strict=True)]
         facts = ops.tensor_facts(part.params + entries)
-        capturing = bool(part.params) and ops.is_capturing(part.params[0].device)
         if facts != part.facts or dtypes != part.dtypes:
-            if capturing:
+            if part.params and ops.is_capturing(part.params[0].device):
                 raise RuntimeError(
                     "the first step() with these parameters and gradient dtypes cannot be captured in a CUDA "
                     "graph: make one such step before the capture"
                 )
             part.build(entries, dtypes)
             part.facts, part.dtypes = facts, dtypes
-        if capturing:
-            self._captured.update(part.stages.values())
         self.state.update(made)
 
 
@@ -338,6 +345,8 @@ class Part:
         self.slices: list[Slice | None] = []
         self.full = 0
         """How many of them have full state: the first ones."""
+        self.keys: list[tuple[str, ...]] = []
+        """The entries of their state."""
         self._ranges: list[tuple[bool, int, int, int]] = []
         """(compact, group, first, end) of the parameters that share their kind of state and their options."""
         # From each step:
@@ -359,6 +368,7 @@ class Part:
         self.slices = [m.of for m in members]
         kinds = [(m.compact, m.group) for m in members]
         self.full = len([m for m in members if not m.compact])
+        self.keys = [tuple(_KEPT[m.compact]) for m in members]
         self._ranges = []
         for kind in dict.fromkeys(kinds):
             first = kinds.index(kind)
