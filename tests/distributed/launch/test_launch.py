@@ -11,7 +11,7 @@ import torch.distributed as dist
 from early import waits_for
 
 from distributed.processes import device_for, find_mpirun, run_script, why_not
-from distributed.run import on_ranks, run_ranks
+from distributed.run import on_ranks
 from zerofp4 import launch
 
 needs_mpirun = pytest.mark.skipif(why_not("mpirun") is not None, reason=str(why_not("mpirun")))
@@ -68,37 +68,13 @@ def test_mpirun(world):
     assert took > 0.4
 
 
-def local_rank_and_sum(world):
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return world.local_rank, total.item()
-
-
-def on_several_hosts(_):
-    """None where that cannot be pretended."""
-    version = subprocess.run([find_mpirun(), "--version"], capture_output=True, text=True).stdout
-    if "HYDRA" not in version:
-        return None
-    env = {"MPIR_CVAR_NOLOCAL": "1", "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
-    return run_ranks(local_rank_and_sum, 2, "mpirun", env=env)
-
-
-@pytest.mark.heavy
-@needs_mpirun
-@waits_for(on_several_hosts)
-def test_ranks_on_several_hosts(early):
-    if early(on_several_hosts) is None:
-        pytest.skip("only MPICH can pretend that each rank has a host of its own")
-    assert early(on_several_hosts).values == [(0, 2.0), (0, 2.0)]
-
-
-def program(text):
-    """Two ranks of it under mpirun, as work that begins early."""
+def program(text, **env):
+    """Two ranks of it under mpirun, as work that begins early. env: what to change in their environment."""
 
     def run(folder):
         script = folder / "script.py"
         script.write_text(text)
-        return run_script([str(script)], 2, "mpirun", time_limit=60)
+        return run_script([str(script)], 2, "mpirun", time_limit=60, env=env)
 
     return run
 
@@ -127,9 +103,14 @@ join("gloo")
 del os.environ["PMI_SIZE"]
 os.environ.update(size)
 join("gloo")
+total = torch.ones(1)
+torch.distributed.all_reduce(total)
+print(f"local rank {launch.init_process_group().local_rank} of {total.item()}\\n", end="", flush=True)
 launch.destroy_process_group()
 print(f"sum {MPI.COMM_WORLD.allreduce(rank + 1)}\\n", end="", flush=True)
-"""
+""",
+    MPIR_CVAR_NOLOCAL="1",  # MPICH: as if each rank had a host of its own
+    MASTER_ADDR="127.0.0.1",
 )
 TRIED_AGAIN = [
     "rank 1: backend: 'nccl' needs a GPU, and torch sees none",
@@ -149,6 +130,16 @@ def test_errors_reach_every_rank(early):
     for message in TRIED_AGAIN:
         assert finished.output.count(message) == 2, finished.output
     assert finished.status == 0
+
+
+@pytest.mark.heavy
+@needs_mpirun
+@waits_for(HAS_MPI_OF_ITS_OWN)
+def test_ranks_on_several_hosts(early):
+    version = subprocess.run([find_mpirun(), "--version"], capture_output=True, text=True).stdout
+    if "HYDRA" not in version:
+        pytest.skip("only MPICH can pretend that each rank has a host of its own")
+    assert early(HAS_MPI_OF_ITS_OWN).output.count("local rank 0 of 2.0") == 2
 
 
 FAILS_LATER = program(
