@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from early import waits_for
 from torch import nn
 
 import zerofp4
@@ -182,14 +178,3 @@ def test_a_model_and_its_optimizer(device):
         verify_model(model, optimizer)
     with pytest.raises(ValueError, match=r"its parameter 0, \(48, 32\), is none of the model's"):
         verify_model(nn.Linear(2, 2), optimizer)
-
-
-def import_package(_):
-    program = "import sys, zerofp4; sys.exit('zerofp4.testing' in sys.modules)"
-    return subprocess.run([sys.executable, "-c", program])
-
-
-@pytest.mark.heavy
-@waits_for(import_package)
-def test_the_package_does_not_import_it(early):
-    assert early(import_package).returncode == 0
