@@ -50,6 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Most tensors here are so small that more threads only wake and await each other; where other processes
+    # want the cores too, that took nine tenths of the time.
+    torch.set_num_threads(1)
     if config.option.quick:
         settings.load_profile("quick")
 
@@ -108,13 +111,10 @@ def early(request) -> Callable[[Work], Any]:
 
 @pytest.fixture(autouse=True)
 def threads(request) -> Iterator[None]:
-    """One thread, or three for a test marked `threads`. Most tensors here are so small that more threads only
-    wake and await each other; where other processes want the cores too, that took nine tenths of the time.
-    """
-    before = torch.get_num_threads()
+    """One thread, or three for a test marked `threads`."""
     torch.set_num_threads(1 if request.node.get_closest_marker("threads") is None else 3)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", params=["cpu", "cuda"])

@@ -26,13 +26,6 @@ CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--size", "64", "--scale", "200", "--repeats", "1", "--threads", "1"]
 
 
-@pytest.fixture(autouse=True)
-def threads_are_restored():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def quick_copies(monkeypatch):
     """Copy ceilings of 10 GB/s before and 20 GB/s after, at no cost, and caches that are soon cold."""
@@ -63,25 +56,18 @@ def check_result(result: dict, benchmark: str) -> dict[str, dict]:
     return rows
 
 
-def local_step(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    options = ["local_step", *SMALL[:-1], "2", "--no-peers"]
-    command = [sys.executable, str(ROOT / "scripts" / "bench.py"), *options]
-    command += ["--output", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300), folder
-
-
 @pytest.mark.heavy
-@waits_for(local_step)
-def test_local_step_from_the_command_line(early):
-    run, folder = early(local_step)
-    assert run.returncode == 0, run.stderr
-    result = json.loads((folder / "local_step_cpu.json").read_text())
+def test_local_step(tmp_path, monkeypatch, capsys):
+    copy_little(monkeypatch)
+    bench.main(["local_step", *SMALL[:-1], "2", "--no-peers", "--output", str(tmp_path)])
+    result = json.loads((tmp_path / "local_step_cpu.json").read_text())
     rows = check_result(result, "local_step")
     workloads = ("64", "llama3-8b-scale200/rank1of4", "10-small")
     assert list(rows) == [f"local_step/{workload}" for workload in workloads]
     assert result["threads"] == 2 and result["settings"]["scale"] == 200
     assert all(row["target"] is None for row in rows.values())
-    assert "local_step/10-small" in run.stdout and "of copy   8.5n + 6 per tile of all weights" in run.stdout
+    printed = capsys.readouterr().out
+    assert "local_step/10-small" in printed and "of copy   8.5n + 6 per tile of all weights" in printed
 
 
 @pytest.mark.heavy
@@ -104,7 +90,7 @@ def test_checkpoint_in_a_world_of_one(tmp_path, monkeypatch, capsys):
 def export_run(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
     command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "export", "--repeats", "1"]
     command += ["--scale", "64", "--output", str(folder)]
-    environment = os.environ | {"TMPDIR": str(folder)}
+    environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300), folder
 
 

@@ -1,9 +1,8 @@
 """scripts/bench.py step: a step of one rank and of two. Never how fast anything is."""
 
+import contextlib
+import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from early import waits_for
 from zerofp4_bench import ranks, states
 from zerofp4_bench.ranks import Timer
 from zerofp4_bench.rules import KINDS
-from zerofp4_bench.session import ROOT
+from zerofp4_bench.session import Clock
 from zerofp4_bench.step import Ours
 
 import zerofp4
@@ -71,28 +70,23 @@ def test_a_step_of_one_rank(tmp_path, monkeypatch, capsys):
     assert "nothing travels" in capsys.readouterr().out
 
 
-def of_states(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    """Weights as small as they may be: with a larger scale rows would be too short for compact state."""
+@pytest.fixture(scope="module")
+def of_states(tmp_path_factory) -> tuple[str, Path]:
+    """What was printed, and the folder. With a larger scale rows would be too short for compact state."""
+    folder, said = tmp_path_factory.mktemp("states"), io.StringIO()
     own = ["--repeats", "1", "--output", str(folder)]
     tiny = ["--preset", "tiny", "--steps", "2", "--seeds", "2"]
     tiny += ["--error-preset", "tiny", "--error-steps", "3"]
-    program = f"""
-import sys, bench
-from zerofp4_bench import session
-session.Clock.copy_gbps = lambda self: 10.0
-bench.main(["states", "--scale", "64", *{own}])
-bench.main(["fidelity", *{tiny + own[2:]}])
-"""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300), folder
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(Clock, "copy_gbps", lambda self: 10.0)
+        bench.main(["states", "--scale", "64", *own])
+        bench.main(["fidelity", *tiny, *own[2:]])
+    return said.getvalue(), folder
 
 
 @pytest.mark.heavy
-@waits_for(of_states)
-def test_steps_of_full_and_of_compact_state(early):
-    run, folder = early(of_states)
-    assert run.returncode == 0, run.stderr
+def test_steps_of_full_and_of_compact_state(of_states):
+    said, folder = of_states
     (path,) = folder.glob("states_1_ranks_*.json")
     rows = {row["name"].split("/")[0]: row for row in json.loads(path.read_text())["rows"]}
     assert rows["kept_full"]["bytes_per_parameter"] == pytest.approx(0.5 + 1 / 256 + 2 + 12, abs=0.01)
@@ -102,14 +96,12 @@ def test_steps_of_full_and_of_compact_state(early):
         expected = rows["step_compact"]["milliseconds"] / rows[f"step_{other}"]["milliseconds"]
         assert rows[f"step_compact_over_{other}"]["ratio"] == pytest.approx(expected)
     if "step_flash" not in rows:
-        assert "step_flash is left out: No module named 'flashoptim'" in run.stdout
+        assert "step_flash is left out: No module named 'flashoptim'" in said
 
 
 @pytest.mark.heavy
-@waits_for(of_states)
-def test_fidelity_of_compact_state(early):
-    run, folder = early(of_states)
-    assert run.returncode == 0, run.stderr
+def test_fidelity_of_compact_state(of_states):
+    _, folder = of_states
     (path,) = folder.glob("fidelity_1_ranks_*.json")
     rows = {row["name"].split("/")[0]: row for row in json.loads(path.read_text())["rows"]}
     losses = rows["loss_difference"]

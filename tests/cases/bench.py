@@ -31,13 +31,11 @@ def copy_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def two_ranks(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
     """One start for both, with small copies. What came of it, and the folder that they wrote to."""
-    program = folder / "both.py"
-    program.write_text(PROGRAM)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    (folder / "both_of_them.py").write_text(PROGRAM)
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), *sys.path])),
     }
-    command = [*launcher, str(program), str(folder)]
+    command = [sys.executable, "-m", "distributed.fork", "2", "-m", "both_of_them", str(folder)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True), folder
