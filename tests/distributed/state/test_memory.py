@@ -74,7 +74,7 @@ def save_and_load(world):
 
 
 def two_ranks(_):
-    return run_ranks(save_and_load, 2, "torchrun", env=UNCACHED)
+    return run_ranks(save_and_load, 2, env=UNCACHED)
 
 
 @pytest.mark.parametrize("how", [pytest.param(two_ranks, marks=waits_for(two_ranks))])
