@@ -7,6 +7,8 @@
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 TORCH=torch==2.13.0
 MEGATRON=megatron-core==0.19.2
+# What Python never imports it need not compile: that took pip as long as all else it did.
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_COMPILE=0
 
 say() { printf -- '-- %s\n' "$*"; }
 
@@ -95,6 +97,7 @@ make_venv() {
     say "making $ROOT/.venv with $("$1" -V)"
     if ! has_torch "$1"; then
         "$1" -m venv --clear "$ROOT/.venv" || fail "no virtual environment: Debian and Ubuntu need python3-venv for it"
+        renew_pip "$ROOT/.venv/bin/python"
         return
     fi
     local without=
@@ -102,6 +105,12 @@ make_venv() {
     "$1" -m venv --clear $without "$ROOT/.venv"
     "$1" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
         >"$("$ROOT/.venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"
+}
+
+# renew_pip PYTHON: of an environment of our own. The pip of an older Python takes twice as long to find out what to
+# install; it does, where there is no newer one.
+renew_pip() {
+    "$1" -m pip install --quiet --retries 1 --timeout 15 'pip>=25' || say "pip stays as it is"
 }
 
 # get_build_tools PYTHON: what pyproject.toml requires for a build. It stays, so that build_extension can run later.
@@ -161,14 +170,13 @@ setup_throw_away() {
     TORCH=torch==$1 THROW_AWAY=$(mktemp -d)
     "$OUTER" -m venv "$THROW_AWAY" || fail "no virtual environment: Debian and Ubuntu need python3-venv for it"
     PYTHON=$THROW_AWAY/bin/python
+    renew_pip "$PYTHON"
     complete test checkout
 }
 
 # complete EXTRA PACKAGE: installs into the environment of $PYTHON what it lacks.
 complete() {
     local extra=$1 package=$2 wanted build builds=()
-    # What Python never imports it need not compile: that took pip as long as all else it did.
-    export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_COMPILE=0
     if ! is_installed "$PYTHON" "$package"; then
         has "$PYTHON" setuptools pybind11 || get_build_tools "$PYTHON"
         build_extension "$PYTHON" & # which needs no torch
