@@ -1,8 +1,8 @@
 // The same for a matrix in groups of rows.
 
 #include "bindings/bindings.h"
-#include "common/args/grouped_values.h"
 #include "common/hadamard.h"
+#include "dispatch/quantize.h"
 
 namespace zerofp4::bindings {
 namespace {
@@ -22,17 +22,13 @@ void grouped_amax(const Target& target, uintptr_t input, int dtype, int64_t rows
                          pointer<float>(amax),
                          pointer<float>(hadamard_amax)};
     const GroupedAmaxArgs args{whole, splits};
-    dispatch(
-        target, [&](const cpu::Kernels& k, int threads) { k.grouped_amax(args, threads); },
-        [&](const cuda::Kernels& k, cudaStream_t stream) { k.grouped_amax(args, stream); });
+    zerofp4::grouped_amax(target, args);
 }
 
 void quantize_grouped(const Target& target, const QuantizeArgs& whole, const GroupSplits& splits,
                       uintptr_t offsets, uintptr_t error) {
     const GroupedArgs args{whole, splits, pointer<int64_t>(offsets), pointer<int32_t>(error)};
-    dispatch(
-        target, [&](const cpu::Kernels& k, int threads) { k.quantize_grouped(args, threads); },
-        [&](const cuda::Kernels& k, cudaStream_t stream) { k.quantize_grouped(args, stream); });
+    zerofp4::quantize_grouped(target, args);
 }
 
 // amaxes: own and other, or null both.
@@ -55,9 +51,7 @@ void grouped_values(const Target& target, uintptr_t data, uintptr_t scale,
                                  data_rows,
                                  count,
                                  columnwise};
-    dispatch(
-        target, [&](const cpu::Kernels& k, int threads) { k.grouped_values(args, threads); },
-        [&](const cuda::Kernels& k, cudaStream_t stream) { k.grouped_values(args, stream); });
+    zerofp4::grouped_values(target, args);
 }
 
 }  // namespace

@@ -53,28 +53,13 @@ void product_values(const Target& target, int dtype, const std::array<ProductOpe
     DequantizeList(target.is_cpu(), std::move(items), dtype).run_product(target, scale);
 }
 
-// Matrices of one shape without their global scales, into one output; those that lie one behind the other, in
-// whole rows of blocks, as one matrix.
 std::unique_ptr<DequantizeList> stacked_values(bool on_cpu, const std::vector<uintptr_t>& data,
                                                const std::vector<uintptr_t>& scale, uintptr_t output,
                                                uintptr_t neutral_amax, int64_t rows, int64_t cols,
                                                int64_t block_rows, int dtype) {
     if (data.size() != scale.size()) throw py::value_error("not as many scales as data");
-    const auto data_bytes = static_cast<uintptr_t>(rows * cols / 2);
-    const auto scale_bytes = static_cast<uintptr_t>(ceil_div(rows, block_rows) * ceil_div(cols, kBlock));
-    const auto value_bytes = static_cast<uintptr_t>(rows * cols * size_of(static_cast<DType>(dtype)));
-    bool in_a_row = rows % block_rows == 0;
-    for (size_t i = 1; in_a_row && i < data.size(); ++i)
-        in_a_row = data[i] == data[i - 1] + data_bytes && scale[i] == scale[i - 1] + scale_bytes;
-    const size_t count = in_a_row ? 1 : data.size();
-    const int64_t item_rows = in_a_row ? rows * static_cast<int64_t>(data.size()) : rows;
-    std::vector<DequantizeDescriptor> items;
-    for (size_t i = 0; i < count; ++i) {
-        items.push_back(dequantize_descriptor(data[i], scale[i], neutral_amax, output + i * value_bytes,
-                                              item_rows, cols, false, block_rows, kCompact,
-                                              static_cast<int>(kE4M3Max)));
-    }
-    return std::make_unique<DequantizeList>(on_cpu, std::move(items), dtype);
+    return zerofp4::stacked_values(on_cpu, static_cast<int64_t>(data.size()), data.data(), scale.data(),
+                                   output, neutral_amax, rows, cols, block_rows, dtype);
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 // Operations on one matrix, or on a stack of them in tiles: their amaxes, their quantization.
 
+#include "dispatch/quantize.h"
+
 #include "bindings/bindings.h"
 #include "common/hadamard.h"
 
@@ -17,14 +19,7 @@ void tensor_amax(const Target& target, uintptr_t input, int dtype, int64_t rows,
                         pointer<const float>(skip),
                         pointer<float>(amax),
                         pointer<float>(hadamard_amax)};
-    dispatch(
-        target,
-        [&](const cpu::Kernels& k, int threads) {
-            for (int64_t e = 0; e < experts; ++e) k.tensor_amax(matrix_of(args, e), threads);
-        },
-        [&](const cuda::Kernels& k, cudaStream_t stream) {
-            experts == 1 ? k.tensor_amax(args, stream) : k.tensor_amax_stack(args, experts, stream);
-        });
+    zerofp4::tensor_amax(target, args, experts);
 }
 
 // What is the same in every call for matrices of one shape.
@@ -64,20 +59,6 @@ QuantizeArgs quantize_args(uintptr_t input, int dtype, int64_t rows, int64_t col
     args.stored_amax = pointer<float>(stored_amax);
     args.stored_columnwise_amax = pointer<float>(stored_columnwise_amax);
     return args;
-}
-
-// `experts` matrices: in one launch where they are rounded to nearest, with scales that are not chosen.
-void quantize(const Target& target, const QuantizeArgs& args, int64_t experts) {
-    const bool at_once = experts > 1 && args.rng_state == nullptr && args.choice.e4m3_max == 0.0f;
-    dispatch(
-        target,
-        [&](const cpu::Kernels& k, int threads) {
-            for (int64_t e = 0; e < experts; ++e) k.quantize(matrix_of(args, e), threads);
-        },
-        [&](const cuda::Kernels& k, cudaStream_t stream) {
-            if (at_once) return k.quantize_stack(args, experts, stream);
-            for (int64_t e = 0; e < experts; ++e) k.quantize(matrix_of(args, e), stream);
-        });
 }
 
 // The quantization of matrices of one shape with one set of options, worked out once: what is left for a
@@ -123,7 +104,7 @@ class Quantization {
         }
         args.stored_amax = pointer<float>(stored[0]);
         args.stored_columnwise_amax = pointer<float>(stored[1]);
-        quantize(target, args, experts);
+        zerofp4::quantize(target, args, experts);
     }
 
   private:
@@ -146,7 +127,7 @@ void bind_quantize(py::module_& m) {
         .def("run", &Quantization::run, NoGil(), "target"_a, "input"_a, "buffers"_a, "given_amax"_a = 0,
              "given_columnwise_amax"_a = 0, "rng_state"_a = 0, "skip"_a = 0, "experts"_a = 1);
     m.def("tensor_amax", &tensor_amax, NoGil());
-    m.def("quantize", &quantize, NoGil());
+    m.def("quantize", &zerofp4::quantize, NoGil());
 }
 
 }  // namespace zerofp4::bindings
