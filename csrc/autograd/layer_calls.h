@@ -3,8 +3,8 @@
 
 #include <memory>
 
+#include "common/args/grouped_values.h"
 #include "common/args/product.h"
-#include "common/args/quantize.h"
 #include "common/args/target.h"
 #include "cuda/gemm/product.h"
 
@@ -24,12 +24,29 @@ struct ProductOperand {
     int e4m3_max;
 };
 
+// Copies of matrices [rows, cols] of one shape as they are stored, by address, in compact scales, and where
+// their values go one behind the other, without global scales.
+struct StackedOperand {
+    int64_t count;
+    const uintptr_t* data;
+    const uintptr_t* scale;
+    void* values;
+    int64_t rows;
+    int64_t cols;
+    int64_t block_rows;
+};
+
 // Each returns null, or what went wrong: text that stays until the thread calls again.
 struct LayerFunctions {
     // Quantizes args.input with amaxes of its own, which go to `amax` and, of the transform, to
-    // `hadamard_amax`; one of them may be null, and those of args are not read.
-    const char* (*quantize)(const Target&, const QuantizeArgs& args, float* amax,
+    // `hadamard_amax`; one of them may be null, and those of args are not read. experts: matrices of a stack.
+    const char* (*quantize)(const Target&, const QuantizeArgs& args, int64_t experts, float* amax,
                             float* hadamard_amax) noexcept;
+    const char* (*quantize_groups)(const Target&, const GroupedArgs& args, float* amax,
+                                   float* hadamard_amax) noexcept;
+    const char* (*group_values)(const Target&, const GroupedValuesArgs&) noexcept;
+    const char* (*stacked_values)(const Target&, DType, const StackedOperand&,
+                                  const void* neutral_amax) noexcept;
     // The values of two factors, and float[1] alpha, the product of their global scales.
     const char* (*product_values)(const Target&, DType, const ProductOperand&, const ProductOperand&,
                                   const void* neutral_amax, void* alpha) noexcept;
@@ -39,6 +56,6 @@ struct LayerFunctions {
 };
 
 // The name of a capsule with LayerFunctions. The number changes with them.
-constexpr const char* kLayerCapsule = "zerofp4._C.layer_functions 3";
+constexpr const char* kLayerCapsule = "zerofp4._C.layer_functions 4";
 
 }  // namespace zerofp4

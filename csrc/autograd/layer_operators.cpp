@@ -1,7 +1,7 @@
-// zerofp4::linear and zerofp4::linear_gradients: the operators of a layer that code by torch.compile calls,
-// dispatched in C++. Schemas, fakes and formulas of autograd are in zerofp4/nn/operators.py, and so are the
-// implementations in Python, to which arguments go that are not plain: they compute the same bytes, and say
-// what is wrong.
+// zerofp4::linear and zerofp4::grouped_linear, and zerofp4::linear_gradients and those of groups: the
+// operators of layers that code by torch.compile calls, dispatched in C++. Schemas, fakes and formulas of
+// autograd are in zerofp4/nn/operators.py and grouped_operators.py, and so are the implementations in Python,
+// to which arguments go that are not plain: they compute the same bytes, and say what is wrong.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -13,6 +13,7 @@
 
 #include "autograd/call_python.h"
 #include "autograd/functions.h"
+#include "autograd/grouped_passes.h"
 #include "autograd/layer_passes.h"
 #include "common/bits.h"
 #include "common/scale.h"
@@ -26,8 +27,11 @@ using OptionalTensors = c10::List<std::optional<Tensor>>;
 struct {
     PyObject* linear;  // the implementations in Python
     PyObject* linear_gradients;
+    PyObject* grouped_linear;
+    PyObject* grouped_linear_gradients;
     PyObject* quantizers_of;
     PyObject* cached_rows;
+    PyObject* cached_groups;
 } python;
 
 constexpr int64_t kNoCache = -1;
@@ -46,6 +50,19 @@ enum Buffer : size_t { kRowwiseData = 0, kRowwiseScale = 1, kColumnwiseData = 4,
 
 Tensor buffer_of(const WeightArguments& given, Buffer index) {
     return given.primary.size() == kBuffers ? given.primary.get(index).value_or(Tensor()) : Tensor();
+}
+
+// The rows of a primary weight, or of a stack of them, whose buffers begin at `first`. Nothing where products
+// read the columns.
+std::optional<Copy> primary_rows(const OptionalTensors& primary, size_t first, int64_t e4m3_max) {
+    const auto buffer = [&](Buffer index) { return primary.get(first + index).value_or(Tensor()); };
+    Copy rows{buffer(kRowwiseData), buffer(kRowwiseScale), buffer(kAmax)};
+    for (const Tensor& matrix : {rows.data, rows.scale})
+        if (!matrix.defined() || matrix.dim() < 2) return std::nullopt;
+    rows.block_rows = rows.scale.size(-2) == rows.data.size(-2) ? 1 : kBlock;
+    rows.e4m3_max = static_cast<int>(e4m3_max);
+    if (rows.block_rows == 1 && buffer(kColumnwiseData).defined()) return std::nullopt;
+    return rows;
 }
 
 // The Quantizers of a recipe on the tensor's device. Needs the GIL.
@@ -74,26 +91,8 @@ Shape shape_of(const WeightArguments& given) {
     return {matrix.size(0), given.weight ? matrix.size(1) : 2 * matrix.size(1)};
 }
 
-// The rows of a weight. codes: undefined where the call quantizes them. kept: values of those, or undefined.
-struct Rows {
-    Copy codes;
-    Tensor kept;
-};
-
-// Nothing where products read the columns.
-std::optional<Rows> primary_rows(const WeightArguments& given) {
-    Rows rows{{buffer_of(given, kRowwiseData), buffer_of(given, kRowwiseScale), buffer_of(given, kAmax)}, {}};
-    Copy& codes = rows.codes;
-    for (const Tensor& matrix : {codes.data, codes.scale})
-        if (!matrix.defined() || matrix.dim() != 2) return std::nullopt;
-    codes.block_rows = codes.scale.size(0) == codes.data.size(0) ? 1 : kBlock;
-    codes.e4m3_max = static_cast<int>(given.e4m3_max);
-    if (codes.block_rows == 1 && buffer_of(given, kColumnwiseData).defined()) return std::nullopt;
-    return rows;
-}
-
-std::optional<Rows> cached_rows(PyObject* quantizers, const WeightArguments& given, bool is_first,
-                                at::ScalarType x_dtype) {
+std::optional<Codes> cached_rows(PyObject* quantizers, const WeightArguments& given, bool is_first,
+                                 at::ScalarType x_dtype) {
     THPObjectPtr found =
         call_python(python.cached_rows, quantizers, *given.weight, given.cache, is_first, x_dtype);
     if (found.get() == Py_None) return std::nullopt;
@@ -102,16 +101,23 @@ std::optional<Rows> cached_rows(PyObject* quantizers, const WeightArguments& giv
     int e4m3_max;
     if (!PyArg_ParseTuple(found, "OOOOLi", &data, &scale, &amax, &kept, &block_rows, &e4m3_max))
         throw_python_error();
-    return Rows{{unwrapped(data), unwrapped(scale), unwrapped(amax), block_rows, e4m3_max}, unwrapped(kept)};
+    return Codes{{{unwrapped(data), unwrapped(scale), unwrapped(amax), block_rows, e4m3_max}},
+                 unwrapped(kept)};
 }
 
-// Those of a weight of this shape; nothing where Python is to multiply. Needs the GIL.
-std::optional<Rows> find_rows(PyObject* quantizers, const WeightArguments& given, const Shape& shape,
-                              bool is_first, at::ScalarType x_dtype, const c10::Device& device) {
-    if (given.weight && given.cache == kNoCache) return Rows{};
-    auto rows = given.weight ? cached_rows(quantizers, given, is_first, x_dtype) : primary_rows(given);
-    if (!rows || !are_codes(rows->codes, shape.rows, shape.cols, device)) return std::nullopt;
-    if (rows->kept.defined() && !are_values(rows->kept, rows->codes, x_dtype)) return std::nullopt;
+// Those of a weight of this shape, none where the call quantizes them; nothing where Python is to multiply.
+// Needs the GIL.
+std::optional<Codes> find_rows(PyObject* quantizers, const WeightArguments& given, const Shape& shape,
+                               bool is_first, at::ScalarType x_dtype, const c10::Device& device) {
+    if (given.weight && given.cache == kNoCache) return Codes{};
+    std::optional<Codes> rows;
+    if (given.weight) {
+        rows = cached_rows(quantizers, given, is_first, x_dtype);
+    } else if (given.primary.size() == kBuffers) {
+        const auto own = primary_rows(given.primary, 0, given.e4m3_max);
+        if (own) rows = Codes{{*own}, {}};
+    }
+    if (!rows || !are_codes(*rows, shape.rows, shape.cols, device, x_dtype)) return std::nullopt;
     return rows;
 }
 
@@ -127,10 +133,8 @@ std::vector<Tensor> unpacked(PyObject* list) {
     return tensors;
 }
 
-void append(std::vector<Tensor>& tensors, Copy copy) {
-    tensors.push_back(std::move(copy.data));
-    tensors.push_back(std::move(copy.scale));
-    tensors.push_back(std::move(copy.amax));
+void append(std::vector<Tensor>& tensors, const Copy& copy) {
+    tensors.insert(tensors.end(), {copy.data, copy.scale, copy.amax});
 }
 
 // zerofp4::linear
@@ -138,7 +142,7 @@ void append(std::vector<Tensor>& tensors, Copy copy) {
 struct Pass {
     Scheme scheme;
     Launch launch;
-    Rows weight;
+    Codes weight;
     Copy x;  // in the backward pass
 };
 
@@ -170,40 +174,12 @@ std::vector<Tensor> run_linear(const Tensor& x, const std::optional<Tensor>& bia
         return unpacked(call_python(python.linear, x, bias, weight, primary, dtype, e4m3_max, recipe, cache,
                                     is_first, x_needs, weight_needs));
     }
-    Forward made = forward_pass(x, weight.value_or(Tensor()), own_bias, pass->weight.codes, pass->weight.kept,
-                                weight_needs, pass->scheme, pass->launch);
+    Forward made = forward_pass(x, weight.value_or(Tensor()), own_bias, pass->weight, weight_needs,
+                                pass->scheme, pass->launch);
     std::vector<Tensor> results{std::move(made.y)};
-    if (weight_needs) append(results, std::move(made.x));
-    if (x_needs && !pass->weight.codes.defined()) append(results, std::move(made.weight));
+    if (weight_needs) append(results, made.x);
+    if (x_needs && !pass->weight.defined()) append(results, made.weight.copies[0]);
     return results;
-}
-
-bool any_requires_grad(const OptionalTensors& tensors) {
-    for (const std::optional<Tensor> tensor : tensors)
-        if (tensor && tensor->requires_grad()) return true;
-    return false;
-}
-
-// What autograd does with zerofp4::linear. torch's kernel for that is Python, also where no gradient is
-// needed, as in compiled code: it is called only where one is.
-std::vector<Tensor> differentiate_linear(c10::DispatchKeySet keys, const Tensor& x,
-                                         const std::optional<Tensor>& bias,
-                                         const std::optional<Tensor>& weight, const OptionalTensors& primary,
-                                         at::ScalarType dtype, int64_t e4m3_max, c10::string_view recipe,
-                                         int64_t cache, bool is_first, bool x_needs, bool weight_needs) {
-    static const auto linear =
-        c10::Dispatcher::singleton().findSchemaOrThrow("zerofp4::linear", "").typed<decltype(run_linear)>();
-    const auto redispatch = [&](c10::DispatchKeySet to) {
-        return linear.redispatch(to, x, bias, weight, primary, dtype, e4m3_max, recipe, cache, is_first,
-                                 x_needs, weight_needs);
-    };
-    const auto below_autograd = keys & c10::after_autograd_keyset;
-    if (at::GradMode::is_enabled() &&
-        (torch::autograd::compute_requires_grad(x, bias, weight) || any_requires_grad(primary)))
-        // This key still has torch's kernel, as all of autograd have but those of a CPU and of CUDA.
-        return redispatch(below_autograd | c10::DispatchKeySet(c10::DispatchKey::AutogradOther));
-    at::AutoDispatchBelowAutograd below;
-    return redispatch(below_autograd);
 }
 
 // zerofp4::linear_gradients
@@ -226,14 +202,14 @@ std::optional<Pass> begin_gradients(const Tensor& grad, at::TensorList x, int64_
     const int64_t tokens = scheme->hadamard ? round_up(grad.size(0), kBlock) : grad.size(0);
     Copy of_x = returned(x, 1, *scheme);
     if (!x.empty() && !are_codes(of_x, cols, tokens, device)) return std::nullopt;
-    std::optional<Rows> rows = Rows{};
+    std::optional<Codes> rows = Codes{};
     if (x_needs && !own.empty()) {
-        rows->codes = returned(own, kBlock, *scheme);
-        if (!scheme->has_tiles || !are_codes(rows->codes, shape.rows, shape.cols, device))
+        rows->copies = {returned(own, kBlock, *scheme)};
+        if (!scheme->has_tiles || !are_codes(*rows, shape.rows, shape.cols, device, x_dtype))
             return std::nullopt;
     } else if (x_needs) {
         rows = find_rows(quantizers, given, shape, false, x_dtype, device);
-        if (!rows || !rows->codes.defined()) return std::nullopt;
+        if (!rows || !rows->defined()) return std::nullopt;
     }
     return Pass{*scheme, begin_launch(grad, *scheme), std::move(*rows), std::move(of_x)};
 }
@@ -255,22 +231,190 @@ std::vector<Tensor> run_gradients(const Tensor& grad, at::TensorList x, int64_t 
     const auto& [scheme, launch, rows, of_x] = *pass;
     const Quantized q = quantize_gradient(grad, x_needs, of_x.defined(), scheme, launch);
     std::vector<Tensor> results;
-    if (x_needs) results.push_back(gradient_of_x(grad, q.rowwise, rows.codes, rows.kept, x_dtype, launch));
+    if (x_needs) results.push_back(gradient_of_x(grad, q.rowwise, rows, x_dtype, launch));
     if (of_x.defined()) results.push_back(gradient_of_weight(q.columnwise, of_x, dtype, Tensor(), launch));
     return results;
 }
 
+// zerofp4::grouped_linear
+
+// The arguments of both operators of groups that say what the weights are.
+struct GroupedArguments {
+    at::TensorList weights;
+    const OptionalTensors& primary;
+    c10::IntArrayRef e4m3_max;
+    c10::string_view recipe;
+    c10::IntArrayRef caches;
+};
+
+// Codes, none where the call quantizes them; nothing where Python is to multiply. Needs the GIL.
+std::optional<Codes> find_rows(PyObject* quantizers, const GroupedArguments& given, bool is_first) {
+    Codes codes;
+    if (!given.weights.empty() && given.caches.empty()) return codes;
+    if (!given.weights.empty()) {
+        THPObjectPtr found =
+            call_python(python.cached_groups, quantizers, given.weights, given.caches, is_first);
+        if (found.get() == Py_None) return std::nullopt;
+        PyObject *copies, *values;
+        int e4m3_max;
+        if (!PyArg_ParseTuple(found, "OOi", &copies, &values, &e4m3_max)) throw_python_error();
+        return codes_of(copies, values, e4m3_max);
+    }
+    if (given.primary.size() != kBuffers * given.e4m3_max.size()) return std::nullopt;
+    for (size_t i = 0; i < given.e4m3_max.size(); ++i) {
+        const auto rows = primary_rows(given.primary, i * kBuffers, given.e4m3_max[i]);
+        if (!rows) return std::nullopt;
+        codes.copies.push_back(*rows);
+    }
+    return codes.defined() ? std::optional(codes) : std::nullopt;
+}
+
+// Nothing where Python is to run the pass.
+std::optional<Pass> begin_grouped(const Tensor& x, const Tensor& splits, at::TensorList biases,
+                                  const GroupedArguments& given, bool is_first) {
+    if (!is_matrix(x) || !splits.defined()) return std::nullopt;
+    Gil gil;
+    THPObjectPtr quantizers = quantizers_of(given.recipe, x);
+    const auto scheme = scheme_of(quantizers);
+    if (!scheme) return std::nullopt;
+    auto rows = find_rows(quantizers, given, is_first);
+    if (!rows || !fits_groups(x, splits, given.weights, biases, *rows, *scheme)) return std::nullopt;
+    return Pass{*scheme, begin_launch(x, *scheme, true), std::move(*rows), {}};
+}
+
+std::vector<Tensor> run_grouped(const Tensor& x, const Tensor& splits, at::TensorList biases,
+                                at::TensorList weights, const OptionalTensors& primary,
+                                c10::IntArrayRef e4m3_max, at::ScalarType dtype, c10::string_view recipe,
+                                c10::IntArrayRef caches, bool is_first, bool x_needs, bool weight_needs) {
+    const auto pass =
+        begin_grouped(x, splits, biases, {weights, primary, e4m3_max, recipe, caches}, is_first);
+    if (!pass) {
+        Gil gil;
+        return unpacked(call_python(python.grouped_linear, x, splits, biases, weights, primary, e4m3_max,
+                                    dtype, recipe, caches, is_first, x_needs, weight_needs));
+    }
+    const GroupedForward made = grouped_forward_pass(x, splits, weights, biases, pass->weight, weight_needs,
+                                                     pass->scheme, pass->launch);
+    std::vector<Tensor> results{made.y, made.groups.offsets, made.groups.error};
+    if (weight_needs) append(results, made.x);
+    if (x_needs && !pass->weight.defined())
+        for (const Copy& copy : made.weights.copies) append(results, copy);
+    return results;
+}
+
+// zerofp4::grouped_linear_gradients
+
+struct GroupedPass {
+    Pass pass;
+    Groups groups;  // of x
+};
+
+std::optional<GroupedPass> begin_grouped_gradients(const Tensor& grad, const Groups& groups, at::TensorList x,
+                                                   at::TensorList own, const GroupedArguments& given,
+                                                   bool x_needs) {
+    if (!is_matrix(grad) || !groups.defined() || (!x.empty() && x.size() != 3)) return std::nullopt;
+    Gil gil;
+    THPObjectPtr quantizers = quantizers_of(given.recipe, grad);
+    const auto scheme = scheme_of(quantizers);
+    if (!scheme) return std::nullopt;
+    std::optional<Codes> rows = Codes{};
+    if (x_needs && own.size() % 3 == 0 && !own.empty()) {
+        for (size_t i = 0; i < own.size(); i += 3)
+            rows->copies.push_back(returned(own.slice(i, 3), kBlock, *scheme));
+    } else if (x_needs) {
+        rows = find_rows(quantizers, given, false);
+        if (!rows || !rows->defined()) return std::nullopt;
+    }
+    const Copy of_x = returned(x, 1, *scheme);
+    if (!fits_grouped_gradients(grad, groups, of_x, *rows)) return std::nullopt;
+    return GroupedPass{{*scheme, begin_launch(grad, *scheme), std::move(*rows), of_x}, groups};
+}
+
+std::vector<Tensor> run_grouped_gradients(const Tensor& grad, const Tensor& splits, const Tensor& offsets,
+                                          const Tensor& error, at::TensorList x, int64_t cols,
+                                          at::TensorList own, at::TensorList weights,
+                                          const OptionalTensors& primary, c10::IntArrayRef e4m3_max,
+                                          at::ScalarType dtype, c10::string_view recipe,
+                                          c10::IntArrayRef caches, bool x_needs, bool bias_needs) {
+    const Groups groups{splits, offsets, error, grad.dim() == 2 ? grad.size(0) : 0, cols};
+    const GroupedArguments given{weights, primary, e4m3_max, recipe, caches};
+    const auto begun = begin_grouped_gradients(grad, groups, x, own, given, x_needs);
+    if (!begun) {
+        Gil gil;
+        return unpacked(call_python(python.grouped_linear_gradients, grad, splits, offsets, error, x, cols,
+                                    own, weights, primary, e4m3_max, dtype, recipe, caches, x_needs,
+                                    bias_needs));
+    }
+    at::AutoDispatchBelowADInplaceOrView below;
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const auto& [scheme, launch, rows, of_x] = begun->pass;
+    std::vector<Tensor> results;
+    if (x_needs || of_x.defined()) {
+        const QuantizedGroups q =
+            quantize_grouped_gradient(grad, splits, x_needs, of_x.defined(), scheme, launch);
+        if (x_needs) results.push_back(gradient_of_grouped_x(q, rows, launch));
+        if (of_x.defined()) results.push_back(gradient_of_grouped_weights(q, of_x, groups, launch));
+    }
+    if (bias_needs) results.push_back(gradient_of_grouped_biases(grad, offsets));
+    return results;
+}
+
+// Autograd
+
+bool needs_gradient(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
+bool needs_gradient(const std::optional<Tensor>& tensor) { return tensor && needs_gradient(*tensor); }
+bool needs_gradient(at::TensorList tensors) { return any_requires_grad(tensors); }
+bool needs_gradient(const OptionalTensors& tensors) {
+    for (const std::optional<Tensor> tensor : tensors)
+        if (needs_gradient(tensor)) return true;
+    return false;
+}
+template <class Other>
+bool needs_gradient(const Other&) {
+    return false;
+}
+
+// What autograd does with an operator. torch's kernel for that is Python, also where no gradient is needed,
+// as in compiled code: it is called only where one is.
+template <const char* kName, class Run>
+struct Differentiated;
+
+template <const char* kName, class... Arguments>
+struct Differentiated<kName, std::vector<Tensor>(Arguments...)> {
+    static std::vector<Tensor> run(c10::DispatchKeySet keys, Arguments... given) {
+        static const auto itself = c10::Dispatcher::singleton()
+                                       .findSchemaOrThrow(kName, "")
+                                       .typed<std::vector<Tensor>(Arguments...)>();
+        const auto below_autograd = keys & c10::after_autograd_keyset;
+        if (at::GradMode::is_enabled() && (needs_gradient(given) || ...)) {
+            // This key still has torch's kernel, as all of autograd have but those of a CPU and of CUDA.
+            const c10::DispatchKeySet other(c10::DispatchKey::AutogradOther);
+            return itself.redispatch(below_autograd | other, given...);
+        }
+        at::AutoDispatchBelowAutograd below;
+        return itself.redispatch(below_autograd, given...);
+    }
+};
+
+constexpr char kLinear[] = "zerofp4::linear";
+constexpr char kGroupedLinear[] = "zerofp4::grouped_linear";
+using DifferentiatedLinear = Differentiated<kLinear, decltype(run_linear)>;
+using DifferentiatedGroups = Differentiated<kGroupedLinear, decltype(run_grouped)>;
+
 }  // namespace
 
-// implement_layer(linear, linear_gradients, quantizers_of, cached_rows): dispatch the operators of a layer
-// here. The first two are their implementations in Python. quantizers_of(recipe, device) is what a recipe
-// quantizes with, by its key, and has a scheme or None. cached_rows(quantizers, weight, cache, is_first,
-// x_dtype) is (data, scale, amax, values or None, block_rows, e4m3_max) of the rows that a cache keeps of a
-// weight, or None.
+// implement_layer(linear, linear_gradients, grouped_linear, grouped_linear_gradients, quantizers_of,
+// cached_rows, cached_groups): dispatch the operators of layers here. The first four are their
+// implementations in Python. quantizers_of(recipe, device) is what a recipe quantizes with, by its key, and
+// has a scheme or None. cached_rows(quantizers, weight, cache, is_first, x_dtype) is (data, scale, amax,
+// values or None, block_rows, e4m3_max) of the rows that a cache keeps of a weight, or None;
+// cached_groups(quantizers, weights, caches, is_first) is (copies, values, e4m3_max) of all, as groups()
+// takes them, or None.
 PyObject* implement_layer(PyObject*, PyObject* given) {
     HANDLE_TH_ERRORS
-    if (!PyArg_ParseTuple(given, "OOOO", &python.linear, &python.linear_gradients, &python.quantizers_of,
-                          &python.cached_rows))
+    if (!PyArg_ParseTuple(given, "OOOOOOO", &python.linear, &python.linear_gradients, &python.grouped_linear,
+                          &python.grouped_linear_gradients, &python.quantizers_of, &python.cached_rows,
+                          &python.cached_groups))
         return nullptr;
     Py_INCREF(given);  // and all that it holds
     // Not a static of the file: nothing of torch is touched before its version was compared.
@@ -279,9 +423,13 @@ PyObject* implement_layer(PyObject*, PyObject* given) {
     for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
         library->impl("linear", torch::dispatch(key, TORCH_FN(run_linear)));
         library->impl("linear_gradients", torch::dispatch(key, TORCH_FN(run_gradients)));
+        library->impl("grouped_linear", torch::dispatch(key, TORCH_FN(run_grouped)));
+        library->impl("grouped_linear_gradients", torch::dispatch(key, TORCH_FN(run_grouped_gradients)));
     }
-    for (const auto key : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA})
-        library->impl("linear", torch::dispatch(key, TORCH_FN(differentiate_linear)));
+    for (const auto key : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA}) {
+        library->impl("linear", torch::dispatch(key, TORCH_FN(DifferentiatedLinear::run)));
+        library->impl("grouped_linear", torch::dispatch(key, TORCH_FN(DifferentiatedGroups::run)));
+    }
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
 }

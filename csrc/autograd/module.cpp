@@ -15,6 +15,7 @@ PyMethodDef kMethods[] = {
     {"facts", &facts, METH_O, nullptr},
     {"fits", &fits, METH_O, nullptr},
     {"gradients", &gradients, METH_O, nullptr},
+    {"groups", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&groups)), METH_FASTCALL, nullptr},
     {"implement", &implement, METH_VARARGS, nullptr},
     {"implement_layer", &implement_layer, METH_VARARGS, nullptr},
     {"increment_versions", &increment_versions, METH_O, nullptr},

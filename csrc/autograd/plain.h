@@ -105,6 +105,12 @@ inline bool has_memory(const Tensor& tensor) {
     return tensor.numel() > 0 && tensor.storage().nbytes() >= end;
 }
 
+inline bool any_requires_grad(at::TensorList tensors) {
+    for (const Tensor& tensor : tensors)
+        if (tensor.defined() && tensor.requires_grad()) return true;
+    return false;
+}
+
 // Nodes
 
 // std::shared_ptr<Node>, or from torch 2.13 on an intrusive pointer.

@@ -1,11 +1,13 @@
 // Kernels by address, for zerofp4._autograd: what a layer of a recipe launches.
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 
 #include "autograd/layer_calls.h"
 #include "bindings/bindings.h"
 #include "dispatch/lists.h"
+#include "dispatch/quantize.h"
 
 namespace zerofp4::bindings {
 namespace {
@@ -23,24 +25,56 @@ const char* error_of(const Run& run) noexcept {
     }
 }
 
-const char* quantize_for_layer(const Target& target, const QuantizeArgs& given, float* amax,
+AmaxArgs amax_args(const QuantizeArgs& of, float* amax, float* hadamard_amax) {
+    return {of.input, of.dtype, of.rows, of.cols, of.signs, nullptr, amax, hadamard_amax};
+}
+
+QuantizeArgs with_amaxes(QuantizeArgs args, const float* amax, const float* hadamard_amax) {
+    args.amax = amax ? amax : hadamard_amax;
+    args.columnwise_amax = hadamard_amax;
+    return args;
+}
+
+const char* quantize_for_layer(const Target& target, const QuantizeArgs& args, int64_t experts, float* amax,
                                float* hadamard_amax) noexcept {
     return error_of([&] {
-        const AmaxArgs amaxes{given.input, given.dtype, given.rows, given.cols,
-                              given.signs, nullptr,     amax,       hadamard_amax};
-        QuantizeArgs args = given;
-        args.amax = amax ? amax : hadamard_amax;
-        args.columnwise_amax = hadamard_amax;
-        dispatch(
-            target,
-            [&](const cpu::Kernels& k, int threads) {
-                k.tensor_amax(amaxes, threads);
-                k.quantize(args, threads);
-            },
-            [&](const cuda::Kernels& k, cudaStream_t stream) {
-                k.tensor_amax(amaxes, stream);
-                k.quantize(args, stream);
-            });
+        tensor_amax(target, amax_args(args, amax, hadamard_amax), experts);
+        quantize(target, with_amaxes(args, amax, hadamard_amax), experts);
+    });
+}
+
+const char* quantize_groups_for_layer(const Target& target, const GroupedArgs& given, float* amax,
+                                      float* hadamard_amax) noexcept {
+    return error_of([&] {
+        GroupedArgs args = given;
+        args.whole = with_amaxes(given.whole, amax, hadamard_amax);
+        grouped_amax(target, {amax_args(given.whole, amax, hadamard_amax), given.splits});
+        quantize_grouped(target, args);
+    });
+}
+
+const char* group_values_for_layer(const Target& target, const GroupedValuesArgs& args) noexcept {
+    return error_of([&] { grouped_values(target, args); });
+}
+
+const char* stacked_values_for_layer(const Target& target, DType dtype, const StackedOperand& given,
+                                     const void* neutral_amax) noexcept {
+    return error_of([&] {
+        const int64_t value_bytes = given.rows * given.cols * size_of(dtype);
+        const auto run = [&](int64_t first, int64_t count) {
+            const auto list = stacked_values(
+                target.is_cpu(), count, given.data + first, given.scale + first,
+                reinterpret_cast<uintptr_t>(given.values) + static_cast<uintptr_t>(first * value_bytes),
+                reinterpret_cast<uintptr_t>(neutral_amax), given.rows, given.cols, given.block_rows,
+                static_cast<int>(dtype));
+            // Longer lists need a table in the device's memory.
+            const bool fits = target.is_cpu() || list->count() <= kArgumentItems;
+            if (fits) list->run(target);
+            return fits;
+        };
+        if (run(0, given.count)) return;
+        for (int64_t first = 0; first < given.count; first += kArgumentItems)
+            run(first, std::min<int64_t>(kArgumentItems, given.count - first));
     });
 }
 
@@ -111,7 +145,10 @@ const char* run_for_layer(const Target& target, cuda::Product& product,
 }  // namespace
 
 void bind_layer(py::module_& m) {
-    static LayerFunctions functions{&quantize_for_layer, &values_for_layer, &find_for_layer, &run_for_layer};
+    static LayerFunctions functions{&quantize_for_layer,     &quantize_groups_for_layer,
+                                    &group_values_for_layer, &stacked_values_for_layer,
+                                    &values_for_layer,       &find_for_layer,
+                                    &run_for_layer};
     m.attr("layer_functions") = py::capsule(&functions, kLayerCapsule);
 }
 

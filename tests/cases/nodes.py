@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import pytest
+import torch
 from helpers import assert_bytes_equal
 
 
@@ -27,3 +28,15 @@ def assert_same(module: ModuleType, name: str, run: Callable) -> None:
         assert (tensor is None) == (python[key] is None), key
         if tensor is not None:
             assert_bytes_equal(tensor.detach(), python[key].detach(), key)
+
+
+def assert_each_same(made, expected, what: str) -> None:
+    """Results of an operator and of its implementation in Python."""
+    assert len(made) == len(expected)
+    for i, (mine, other) in enumerate(zip(made, expected, strict=True)):
+        assert mine.dtype == other.dtype and mine.stride() == other.stride(), f"{what}: result {i}"
+        assert_bytes_equal(_raw(mine), _raw(other), f"{what}: result {i}")
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

@@ -5,6 +5,7 @@ import torch
 
 from zerofp4.gemm import grouped
 from zerofp4.nn import grouped_function
+from zerofp4.tensors import Quantizer
 
 
 @pytest.fixture
@@ -18,3 +19,16 @@ def multiplied_at_once(monkeypatch, device):
         monkeypatch.setattr(grouped_function, "why_not_grouped", lambda *_: None)
     elif torch.cuda.get_device_capability(device)[0] not in grouped.CAPABILITIES:
         pytest.skip("grouped_mm is not one kernel on this GPU")
+
+
+@pytest.fixture
+def quantized(monkeypatch) -> list:
+    """The shapes of what Python has quantized."""
+    found, original = [], Quantizer.record
+
+    def counting(self, x, **options):
+        found.append(tuple(x.shape))
+        return original(self, x, **options)
+
+    monkeypatch.setattr(Quantizer, "record", counting)
+    return found

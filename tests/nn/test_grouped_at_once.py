@@ -8,7 +8,7 @@ from cases.gemm import relative_error
 from helpers import assert_bytes_equal, needs_gpu
 from tensor_helpers import values
 
-from zerofp4.nn import GroupedLinear, MXFP8Recipe, NVFP4Recipe, autocast, grouped_function, grouped_linear
+from zerofp4.nn import GroupedLinear, MXFP8Recipe, NVFP4Recipe, autocast, grouped_linear
 from zerofp4.nn.grouped_function import why_one_by_one
 
 NEAREST = NVFP4Recipe(stochastic_rounding=False)
@@ -20,10 +20,8 @@ TOLERANCE = 6e-3  # of two roundings to bfloat16, one of them of the weight's va
 def at_once(monkeypatch, multiplied_at_once):
     """The calls."""
     calls = []
-    apply = grouped_function.GroupedFunction.apply
-    monkeypatch.setattr(
-        grouped_linear.GroupedFunction, "apply", lambda *args: calls.append(args) or apply(*args)
-    )
+    call = GroupedLinear._at_once
+    monkeypatch.setattr(GroupedLinear, "_at_once", lambda *args: calls.append(args) or call(*args))
     return calls
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases.frames import TORCH, frames
 from cases.layers import RECIPES
+from cases.nodes import assert_each_same
 from helpers import assert_bytes_equal, poisoned_allocations
 from tensor_helpers import DTYPES, VIEWS, values
 from torch import nn
@@ -21,7 +22,6 @@ from zerofp4 import ops
 from zerofp4.nn import Linear, NVFP4Recipe, autocast, native
 from zerofp4.nn.operators import NO_CACHE, _linear, _linear_gradients
 from zerofp4.storage import BUFFERS
-from zerofp4.tensors import Quantizer
 
 pytestmark = pytest.mark.skipif(ops.why_python_autograd() is not None, reason=str(ops.why_python_autograd()))
 
@@ -76,30 +76,6 @@ class Call:
             found = self.backward(torch.ops.zerofp4.linear_gradients, made[1:])
             assert_each_same(found, self.backward(_linear_gradients, expected[1:]), "backward")
         assert len(found) == self.x_needs + self.weight_needs
-
-
-def assert_each_same(made, expected, what: str) -> None:
-    assert len(made) == len(expected)
-    for i, (mine, other) in enumerate(zip(made, expected, strict=True)):
-        assert mine.dtype == other.dtype and mine.stride() == other.stride(), f"{what}: result {i}"
-        assert_bytes_equal(raw(mine), raw(other), f"{what}: result {i}")
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-
-
-@pytest.fixture
-def quantized(monkeypatch) -> list:
-    """The shapes of what Python has quantized."""
-    found, original = [], Quantizer.record
-
-    def counting(self, x, **options):
-        found.append(tuple(x.shape))
-        return original(self, x, **options)
-
-    monkeypatch.setattr(Quantizer, "record", counting)
-    return found
 
 
 def run_both(call: Call) -> None:

@@ -4,16 +4,22 @@ not plain.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from functools import partial
 
 import pytest
 import torch
 from cases import nodes
-from tensor_helpers import values
+from cases.frames import frames
+from helpers import assert_bytes_equal
+from tensor_helpers import VIEWS, values
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+import zerofp4
 from zerofp4 import ops
-from zerofp4.nn import GroupedLinear, NVFP4Recipe, autocast, grouped_linear, native
-from zerofp4.tensors import Quantizer
+from zerofp4.nn import GroupedLinear, NVFP4Recipe, autocast, grouped_function, grouped_linear, native
 
 pytestmark = pytest.mark.skipif(ops.why_python_autograd() is not None, reason=str(ops.why_python_autograd()))
 
@@ -26,22 +32,24 @@ class Case:
     pass are those after manual_seed(7).
     """
 
-    def __init__(self, device, splits=(16, 0, 17, 3), *, kind="of the call", recipe=RECIPE, **options):
+    def __init__(
+        self, device, splits=(16, 0, 17, 3), *, kind="of the call", recipe=RECIPE, frozen=(), **options
+    ):
         self.options = {"dtype": torch.bfloat16, "device": device, **options}
         self.splits, self.kind, self.recipe, self.device = list(splits), kind, recipe, device
-        self.frozen: tuple[str, ...] = ()
+        self.frozen, self.count = frozen, len(splits)
         self.first = True if kind == "cached" else None
         self.grad = values(sum(splits), 48, device=device, seed=3)
 
     def layer(self) -> GroupedLinear:
         torch.manual_seed(1)
-        made = GroupedLinear(4, 64, 48, primary_weights=self.kind == "primary", **self.options)
+        made = GroupedLinear(self.count, 64, 48, primary_weights=self.kind == "primary", **self.options)
         for name, parameter in made.named_parameters():
             parameter.requires_grad_(name.split(".")[-1] not in self.frozen)
         return made
 
     def x(self) -> torch.Tensor:
-        made = values(sum(self.splits), 64, device=self.device)
+        made = values(len(self.grad), 64, device=self.device)
         return made.requires_grad_("x" not in self.frozen)
 
     def call(self, layer, x) -> torch.Tensor:
@@ -59,19 +67,6 @@ class Case:
 
 def gradients_of(layer, x) -> dict[str, torch.Tensor | None]:
     return {"x": x.grad, **{name: parameter.grad for name, parameter in layer.named_parameters()}}
-
-
-@pytest.fixture
-def quantized(monkeypatch) -> list:
-    """The shapes of what Python has quantized."""
-    found, original = [], Quantizer.record
-
-    def counting(self, x, **options):
-        found.append(tuple(x.shape))
-        return original(self, x, **options)
-
-    monkeypatch.setattr(Quantizer, "record", counting)
-    return found
 
 
 # A stack, one expert after another
@@ -130,3 +125,420 @@ def test_a_stack_one_by_one_adds_to_main_grad(device):
         return {**gradients_of(layer, x), "main_grad": layer.weight.main_grad}
 
     of_parts(run)
+
+
+# All groups at once
+
+at_once = pytest.mark.usefixtures("multiplied_at_once")
+assert_same = partial(nodes.assert_same, native, "_groups")
+by_both = partial(nodes.by_both, native, "_groups")
+SPLITS = [(16, 0, 17, 3), (0, 0, 36, 0), (9, 9, 9, 9)]
+RECIPES = {
+    "default": RECIPE,
+    "nearest": dataclasses.replace(RECIPE, stochastic_rounding=False),
+    "no transform": dataclasses.replace(RECIPE, hadamard=False),
+    "no signs": dataclasses.replace(RECIPE, random_signs=False),
+}
+
+
+class Mode(TorchDispatchMode):
+    """With which Python goes back."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def is_native(y: torch.Tensor) -> bool:
+    return type(y.grad_fn).__name__ == "LayerBackward"
+
+
+@at_once
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_bytes(device, stacked, kind, bias, splits):
+    case = Case(device, splits, kind=kind, stacked=stacked, bias=bias)
+    assert is_native(case.call(case.layer(), case.x()))
+    assert_same(case.run)
+
+
+@at_once
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_recipes(device, kind, name):
+    case = Case(device, kind=kind, recipe=RECIPES[name])
+    assert is_native(case.call(case.layer(), case.x()))
+    assert_same(case.run)
+
+
+@at_once
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_dtypes_of_parameters(device, stacked, dtype):
+    """x is what torch's autocast makes of it."""
+    case = Case(device, stacked=stacked, dtype=dtype)
+
+    def run():
+        with torch.autocast(device.type, torch.bfloat16):
+            return case.run()
+
+    with torch.autocast(device.type, torch.bfloat16):
+        assert is_native(case.call(case.layer(), case.x()))
+    assert_same(run)
+
+
+@at_once
+@pytest.mark.parametrize("where", ["host", "host tensor", "int32", "not in order"])
+def test_splits(device, where):
+    case = Case(device)
+    expected = case.run()
+    tensor = torch.tensor(case.splits)
+    case.splits = {
+        "host": case.splits,
+        "host tensor": tensor,
+        "int32": tensor.int().to(device),
+        "not in order": tensor.repeat_interleave(2).to(device)[::2],
+    }[where]
+    assert_same(case.run)
+    for name, made in case.run().items():
+        assert_bytes_equal(made.detach(), expected[name].detach(), name)
+
+
+@at_once
+@pytest.mark.parametrize(
+    "frozen", ["", "x", "weight", "bias", "x weight", "weight bias", "x bias", "x weight bias"]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_frozen(device, kind, frozen):
+    case = Case(device, kind=kind, frozen=frozen.split())
+    assert_same(case.run)
+
+
+@at_once
+def test_one_expert_that_is_frozen(device):
+    case = Case(device)
+
+    def run():
+        layer, x = case.layer(), case.x()
+        layer.experts[1].requires_grad_(False)
+        torch.manual_seed(7)
+        case.call(layer, x).backward(case.grad)
+        return gradients_of(layer, x)
+
+    assert_same(run)
+
+
+@at_once
+@pytest.mark.parametrize("experts", [1, 40])
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_and_many_experts(device, kind, stacked, experts):
+    """More than a kernel takes in its arguments."""
+    case = Case(device, [3] * experts, kind=kind, stacked=stacked)
+    assert is_native(case.call(case.layer(), case.x()))
+    assert_same(case.run)
+
+
+@at_once
+@pytest.mark.parametrize("view", [view for view in VIEWS if view != "of three dimensions"])
+def test_memory_out_of_order(device, view):
+    case = Case(device, (16, 0, 15, 3))
+
+    def run():
+        layer, x = case.layer(), case.x()
+        y = case.call(layer, VIEWS[view](x))
+        y.sum().backward()  # a gradient of one element
+        return {"y": y, **gradients_of(layer, x)}
+
+    assert_same(run)
+
+
+@at_once
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("kind", ["primary", "cached"])
+def test_kept_values(device, kind, stacked):
+    """They are read in both passes, and of the weights nothing is saved."""
+    recipe = dataclasses.replace(RECIPE, cache="dequantized")
+    case, saved = Case(device, kind=kind, stacked=stacked, recipe=recipe), []
+
+    def run():
+        layer, x = case.layer(), case.x()
+        for first in (True, False):
+            case.first = first
+            saved.clear()
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: (saved.append(tensor.shape), tensor)[1], lambda tensor: tensor
+            ):
+                y = case.call(layer, x)
+            torch.manual_seed(7)
+            caches = [layer] if stacked else layer.experts
+            for each in caches:
+                each._weight_cache._tensor.rowwise_data.zero_()
+            y.backward(case.grad)
+        return {"y": y, **gradients_of(layer, x)}
+
+    with autocast(recipe):
+        assert is_native(case.layer()(case.x(), case.splits, True))
+    run()
+    assert len(saved) == 3  # of x
+    assert_same(run)
+    assert run()["x"].count_nonzero() > 0
+
+
+@at_once
+def test_weights_of_four_over_six(device):
+    """Their e4m3_max is in the products of both passes, also where Python goes back."""
+    case = Case(device)
+    weights = [
+        zerofp4.quantize(values(48, 64, device=device, seed=e), four_over_six=zerofp4.FourOverSix(256))
+        for e in range(4)
+    ]
+
+    def run(**options):
+        layer, x = case.layer(), case.x()
+        for expert, weight in zip(layer.experts, weights, strict=True):
+            expert.weight = torch.nn.Parameter(weight)
+        y = case.call(layer, x)
+        assert native._groups is None or is_native(y)
+        torch.manual_seed(7)
+        found = torch.autograd.grad(y, [x, *layer.parameters()], case.grad, **options)
+        return {"y": y, **{str(i): each for i, each in enumerate(found)}}
+
+    assert_same(run)
+    for name, tensor in run(create_graph=True).items():
+        assert_bytes_equal(tensor.detach(), run()[name].detach(), name)
+
+
+@at_once
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_python_goes_back(device, kind, stacked):
+    """Where a graph of the gradients is asked for, which has nothing behind it."""
+    case = Case(device, kind=kind, stacked=stacked)
+
+    def run():
+        layer, x = case.layer(), case.x()
+        y = case.call(layer, x)
+        torch.manual_seed(7)
+        grad = case.grad.clone().requires_grad_()
+        found = torch.autograd.grad(y, [x, *layer.parameters()], grad, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            found[0].sum().backward()
+        return {str(i): each for i, each in enumerate(found)}
+
+    assert_same(run)
+    for made, expected in zip(run().values(), list(case.run().values())[1:], strict=True):
+        assert_bytes_equal(made.detach(), expected, "gradients")
+
+
+@at_once
+@pytest.mark.parametrize("goes_back", ["native", "python"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_main_grad(device, stacked, dtype, goes_back):
+    case = Case(device, stacked=stacked, dtype=dtype, fuse_wgrad_accumulation=True)
+
+    def run():
+        layer, x = case.layer(), case.x()
+        weights = [layer.weight] if stacked else [expert.weight for expert in layer.experts]
+        for weight in weights:
+            weight.main_grad = torch.ones(weight.shape, device=device)
+        weights[0].grad_added_to_main_grad = False
+        with torch.autocast(device.type, torch.bfloat16):
+            y = case.call(layer, x)
+        torch.manual_seed(7)
+        with Mode() if goes_back == "python" else contextlib.nullcontext():
+            y.backward(case.grad)
+        assert weights[0].grad_added_to_main_grad
+        main_grads = {f"main_grad {i}": weight.main_grad for i, weight in enumerate(weights)}
+        return {"y": y, **gradients_of(layer, x), **main_grads}
+
+    assert_same(run)
+
+
+@at_once
+@pytest.mark.parametrize("buffer", [None, torch.ones(48, 63)], ids=["none", "another size"])
+def test_a_wrong_main_grad_is_the_same_error(device, buffer):
+    case = Case(device, fuse_wgrad_accumulation=True)
+
+    def run():
+        layer, x = case.layer(), case.x()
+        for expert in layer.experts if buffer is not None else ():
+            expert.weight.main_grad = buffer.to(device)
+        with pytest.raises(RuntimeError) as error:
+            case.call(layer, x).backward(case.grad)
+        return str(error.value)
+
+    made, expected = by_both(run)
+    assert made == expected
+
+
+@at_once
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("kind", ["primary", "cached"])
+def test_a_weight_that_is_written_to_in_between(device, kind, stacked):
+    case = Case(device, kind=kind, stacked=stacked)
+
+    def run():
+        layer, x = case.layer(), case.x()
+        y = case.call(layer, x)
+        with torch.no_grad():
+            last = list(layer.parameters())[-2]
+            last.copy_(values(*last.shape, device=device, seed=9))
+        if kind == "cached":
+            case.call(layer, x)
+        with pytest.raises(RuntimeError, match=r"written to between|modified by an inplace"):
+            y.backward(case.grad)
+        return {}
+
+    by_both(run)
+
+
+@at_once
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_twice(device, kind):
+    case = Case(device, kind=kind)
+
+    def run():
+        layer, x = case.layer(), case.x()
+        y = case.call(layer, x)
+        torch.manual_seed(7)
+        y.backward(case.grad, retain_graph=True)
+        y.backward(case.grad)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            y.backward(case.grad)
+        return gradients_of(layer, x)
+
+    assert_same(run)
+
+
+@at_once
+def test_without_gradients(device):
+    case = Case(device)
+    with torch.no_grad():
+        assert_same(lambda: {"y": case.call(case.layer(), case.x())})
+
+
+@at_once
+def test_checkpoint(device):
+    case = Case(device)
+
+    def run():
+        layer, x = case.layer(), case.x()
+        with autocast(case.recipe):
+            y = checkpoint(lambda x: layer(x, case.splits).square(), x, use_reentrant=False)
+            torch.manual_seed(7)
+            y.backward(case.grad)
+        return {"y": y, **gradients_of(layer, x)}
+
+    assert_same(run)
+
+
+@at_once
+def test_what_is_saved(device):
+    """Of x its columnwise copy, of weights that are quantized for the call one stack of rows."""
+    case, saved = Case(device, frozen=("bias",)), []
+    layer, x = case.layer(), case.x()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (saved.append(tuple(tensor.shape)), tensor)[1], lambda tensor: tensor.clone()
+    ):
+        y = case.call(layer, x)
+    torch.manual_seed(7)
+    y.backward(case.grad)
+    rows = 96  # 36 and 15 for each group, up to a multiple of 16
+    assert saved[:3] == [(64 * rows // 2,), (64 * rows // 16,), (4,)]
+    assert saved[3:] == [(4, 48, 32), (4, 3, 4), (4,)]
+    assert_bytes_equal(x.grad, case.run()["x"], "gradient of x")
+
+
+@at_once
+def test_python_quantizes_nothing(device, quantized, monkeypatch):
+    case, called = Case(device), []
+    quantize = grouped_function.quantize_grouped
+    monkeypatch.setattr(
+        grouped_function, "quantize_grouped", lambda *a, **k: called.append(1) or quantize(*a, **k)
+    )
+    layer, x = case.layer(), case.x()
+    made, expected = by_both(
+        lambda: (case.call(layer, x).backward(case.grad), len(quantized), len(called))[1:]
+    )
+    assert (made, expected) == ((0, 0), (4, 2))
+
+
+@at_once
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_frames_of_this_package(kind, stacked):
+    """On the CPU, where the backward pass runs in the thread that asks for it. Of a stack they do not depend
+    on the number of experts.
+    """
+    found = []
+    for experts in (4, 8):
+        case = Case("cpu", [4] * experts, kind=kind, stacked=stacked)
+        layer, outputs, case.splits = case.layer(), [], torch.tensor(case.splits)
+        for first in (True, False, False) if kind == "cached" else (None,) * 3:
+            case.first, x = first, case.x()
+            forward = frames(lambda: outputs.append(case.call(layer, x)))  # noqa: B023
+            backward = frames(lambda: outputs.pop().backward(case.grad))  # noqa: B023
+        found.append((forward.total(), backward.total()))
+    (forward, backward), (more_forward, more_backward) = found
+    assert forward <= 75 and backward <= 14
+    if stacked:
+        assert (forward, backward) == (more_forward, more_backward)
+    if kind != "cached":
+        assert backward == more_backward == 4
+
+
+# What Python does
+
+
+@at_once
+@pytest.mark.parametrize("splits", [[16, 0, 17, 4], [40, -4, 0, 0]], ids=str)
+def test_wrong_splits_on_a_cpu_are_the_same_error(splits):
+    case = Case("cpu")
+    layer, x = case.layer(), case.x()
+
+    def run():
+        with pytest.raises(ValueError) as error, autocast(RECIPE):
+            layer(x, torch.tensor(splits))
+        return str(error.value)
+
+    made, expected = by_both(run)
+    assert made == expected and "m_splits" in made
+
+
+@at_once
+@pytest.mark.parametrize("stacked", [False, True])
+def test_weights_in_blocks_of_1x16(device, stacked):
+    recipe = dataclasses.replace(RECIPE, weight_block=(1, 16))
+    case = Case(device, stacked=stacked, recipe=recipe)
+    assert not is_native(case.call(case.layer(), case.x()))
+    assert_same(case.run)
+
+
+@at_once
+def test_weights_of_different_dtypes(device):
+    case = Case(device)
+
+    def run():
+        layer, x = case.layer(), case.x()
+        layer.experts[2].weight = torch.nn.Parameter(layer.experts[2].weight.detach().float())
+        y = case.call(layer, x)
+        assert not is_native(y)
+        torch.manual_seed(7)
+        y.backward(case.grad)
+        return {"y": y, **gradients_of(layer, x)}
+
+    assert_same(run)
+
+
+@at_once
+def test_inference_mode(device):
+    case = Case(device)
+
+    def run():
+        with torch.inference_mode():
+            return {"y": case.call(case.layer(), case.x()).clone()}
+
+    assert_same(run)

@@ -17,7 +17,7 @@ from zerofp4.gemm import (
     groups_of_rows,
     why_not_grouped,
 )
-from zerofp4.nn.function import Kept, LinearCall
+from zerofp4.nn.function import Kept, LinearCall, MainGrad, check_current
 from zerofp4.nn.quantizers import nvfp4_options, rows_are_enough
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe, recipe_of_key
 from zerofp4.storage import Side, Storage, rebindings
@@ -60,13 +60,13 @@ class GroupedWeights:
 
     def __init__(self, records: Sequence[Storage], lasting: bool = False):
         self.lasting = lasting
-        self._records, self._rebindings = list(records), rebindings()
+        self.records, self._rebindings = list(records), rebindings()
         self._sides: dict[tuple[str, bool], GroupedOperand] = {}
         self._kept: list[tuple[Kept, list[torch.Tensor]]] = []
 
     def are(self, records: Sequence[Storage]) -> bool:
         """Whether these are the records that this was made of, with the buffers that they had."""
-        same = len(records) == len(self._records) and all(map(operator.is_, records, self._records))
+        same = len(records) == len(self.records) and all(map(operator.is_, records, self.records))
         return same and rebindings() == self._rebindings
 
     def rowwise(self) -> GroupedOperand:
@@ -74,13 +74,13 @@ class GroupedWeights:
 
     def columnwise(self) -> GroupedOperand:
         """Of their columns, or of rows that have the same values."""
-        rows = all(map(rows_are_enough, self._records))
+        rows = all(map(rows_are_enough, self.records))
         return self._operand("rowwise" if rows else "columnwise", rows)
 
     def _operand(self, side: str, transposed: bool) -> GroupedOperand:
         made = self._sides.get((side, transposed))
         if made is None:
-            made = self._sides[side, transposed] = GroupedOperand(self._records, side, transposed)
+            made = self._sides[side, transposed] = GroupedOperand(self.records, side, transposed)
         return made
 
     def kept(self) -> list[tuple[Kept, list[torch.Tensor]]]:
@@ -88,7 +88,7 @@ class GroupedWeights:
         if not self._kept:
             self._kept = [
                 Kept.of(record, "rowwise" if rows_are_enough(record) else "columnwise", "compact")
-                for record in self._records
+                for record in self.records
             ]
         return self._kept
 
@@ -120,7 +120,7 @@ class GroupedFunction(torch.autograd.Function):
         ctx.groups = dataclasses.replace(q_x, rowwise=None, columnwise=None)
         ctx.main_grads = [call.main_grad for call in calls]
         ctx.are_current = [call.is_current for call in calls if call.is_current is not None]
-        ctx.per_group = parameters[0].dim() == 2
+        ctx.is_stack = parameters[0].dim() == 3
         ctx.recipe, ctx.has_bias, ctx.dtypes = recipe, bool(biases), [p.dtype for p in parameters]
         return y
 
@@ -130,14 +130,17 @@ class GroupedFunction(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         x = _columns(ctx.groups, saved[:3]) if ctx.columnwise else None
         weights = _weights(ctx, saved[3 if ctx.columnwise else 0 :]) if ctx.kept else None
-        if weights is not None and not all(is_current() for is_current in ctx.are_current):
-            raise RuntimeError(
-                "the weight of a layer was written to between its forward and its backward pass: "
-                "call backward first"
-            )
+        if weights is not None:
+            for is_current in ctx.are_current:
+                check_current(is_current)
         grad_x, stack = gradients_of_groups(grad, ctx.groups.splits, ctx.recipe, weights, x)
-        grad_weights = [None] * len(ctx.main_grads) if stack is None else _given(ctx, stack)
-        grad_biases = _bias_gradients(ctx, grad) if ctx.has_bias else ()
+        count = len(ctx.main_grads)
+        grad_weights = [None] * count
+        if stack is not None:
+            each = each_of(stack, ctx.is_stack)
+            grad_weights = given_gradients(each, ctx.main_grads, ctx.dtypes[:count])
+        sums = each_of(sums_of_groups(grad, ctx.groups.offsets), ctx.is_stack) if ctx.has_bias else ()
+        grad_biases = [each.to(dtype) for each, dtype in zip(sums, ctx.dtypes[count:], strict=True)]
         return grad_x, None, None, None, None, *grad_weights, *grad_biases
 
 
@@ -190,12 +193,17 @@ def _columns(groups: GroupedNVFP4Tensor, buffers: Sequence[torch.Tensor]) -> Gro
     return dataclasses.replace(groups, columnwise=Side(data, {"compact": scale}, amax))
 
 
-def _given(ctx, gradients: torch.Tensor) -> list[torch.Tensor | None]:
-    """What autograd gets of the weights' gradients [groups, N, K]; the others are added to main_grad."""
-    each = gradients.unbind() if ctx.per_group else [gradients]
-    pairs = zip(each, ctx.main_grads, ctx.dtypes[: len(ctx.main_grads)], strict=True)
+def each_of(stack: torch.Tensor, is_stack: bool) -> Sequence[torch.Tensor]:
+    """Gradients of parameters, of which one may be that of all groups."""
+    return [stack] if is_stack else stack.unbind()
+
+
+def given_gradients(
+    gradients: Sequence[torch.Tensor], main_grads: Sequence[MainGrad | None], dtypes: Sequence[torch.dtype]
+) -> list[torch.Tensor | None]:
+    """What autograd gets of the weights' gradients; the others are added to main_grad."""
     given: list[torch.Tensor | None] = []
-    for gradient, main_grad, dtype in pairs:
+    for gradient, main_grad, dtype in zip(gradients, main_grads, dtypes, strict=True):
         if main_grad is None:
             given.append(gradient.to(dtype))
         else:
@@ -208,9 +216,3 @@ def sums_of_groups(grad: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """float32 [groups, N] of the rows of each group."""
     # unsafe: offsets are on the device, and no check of theirs may wait for it
     return torch.segment_reduce(grad.float(), "sum", offsets=offsets, unsafe=True, initial=0)
-
-
-def _bias_gradients(ctx, grad: torch.Tensor) -> list[torch.Tensor]:
-    sums = sums_of_groups(grad, ctx.groups.offsets)
-    dtypes = ctx.dtypes[len(ctx.main_grads) :]
-    return [each.to(dtype) for each, dtype in zip(sums if ctx.per_group else [sums], dtypes, strict=True)]

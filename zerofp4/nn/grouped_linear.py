@@ -1,6 +1,7 @@
 """GroupedLinear: a linear layer for each of several groups of rows."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -14,10 +15,11 @@ from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
 from zerofp4.nn.grouped_function import GroupedFunction, GroupedWeights, why_one_by_one
 from zerofp4.nn.grouped_operators import compiled_groups
 from zerofp4.nn.linear import Linear, linear_call
-from zerofp4.nn.native import native_linear
-from zerofp4.nn.quantizers import WeightCache
-from zerofp4.nn.recipe import NVFP4Recipe, Recipe, current_recipe
+from zerofp4.nn.native import native_groups, native_linear
+from zerofp4.nn.quantizers import WeightCache, quantizers_of
+from zerofp4.nn.recipe import NVFP4Recipe, Recipe, common_recipe, current_recipe
 from zerofp4.storage import rebindings
+from zerofp4.tensors import NVFP4Tensor, sizes_on
 
 
 class GroupedLinear(nn.Module):
@@ -135,8 +137,7 @@ class GroupedLinear(nn.Module):
             self._check_count(m_splits.numel())
             splits = m_splits
         else:
-            splits = self._splits(x, m_splits)
-        needs = torch.is_grad_enabled() and x.requires_grad
+            splits = sizes_on(self._splits(x, m_splits), x.device)
         whole = self.stacked and _is_quantized_whole(recipe)
         if self.stacked:
             self._check_features(x)
@@ -146,20 +147,41 @@ class GroupedLinear(nn.Module):
                 return _outside_of_the_graph(self, x, splits, is_first)
             return self._traced(x, splits, whole, recipe, is_first)
         if whole or not self.stacked:
-            parts = [self] if whole else self.experts
-            calls = [linear_call(part, part.weight, recipe, is_first, needs) for part in parts]
-        else:
-            parts = self._parts(recipe)
-            calls = [part.call(recipe, is_first, needs) for part in parts]
-        biases = [part.bias for part in parts if part.bias is not None]
-        parameters = [part.weight for part in parts]
-        weights = self._operands.of(calls)
-        return GroupedFunction.apply(x, splits, recipe, calls, weights, *parameters, *biases)
+            return self._eager(x, splits, [self] if whole else list(self.experts), recipe, is_first)
+        parts = self._parts(recipe)
+        needs = torch.is_grad_enabled() and x.requires_grad
+        calls = [part.call(recipe, is_first, needs) for part in parts]
+        return self._by_python(x, splits, parts, calls, recipe)
+
+    def _eager(self, x, splits, layers: list, recipe: NVFP4Recipe, is_first: bool | None) -> torch.Tensor:
+        """_at_once of layers, or of one that is a stack."""
+        quantizers, calls, operands = quantizers_of(recipe, x.device), None, None
+        weights = [layer.weight for layer in layers]
+        is_primary = set(map(type, weights)) == {NVFP4Tensor}
+        needs = torch.is_grad_enabled() and x.requires_grad
+        is_current = main_grads = None
+        if is_first is not None and (quantizers.keeps_values or not is_primary):
+            calls = [linear_call(layer, layer.weight, recipe, is_first, needs) for layer in layers]
+            operands = self._operands.of(calls)
+            is_current = functools.partial(_are_current, calls)
+        elif is_primary:
+            operands = GroupedWeights([weight.record for weight in weights])
+        if any(layer.fuse_wgrad_accumulation for layer in layers):
+            main_grads = [MainGrad(each.weight) if each.fuse_wgrad_accumulation else None for each in layers]
+        biases = _biases(layers)
+        y = native_groups(x, splits, weights, biases, quantizers, operands, main_grads, is_current)
+        if y is not None:
+            return y
+        if calls is None:
+            calls = [linear_call(layer, layer.weight, recipe, is_first, needs) for layer in layers]
+        return self._by_python(x, splits, layers, calls, recipe)
+
+    def _by_python(self, x, splits, parts: Sequence, calls: list[LinearCall], recipe) -> torch.Tensor:
+        parameters = [*(part.weight for part in parts), *_biases(parts)]
+        return GroupedFunction.apply(x, splits, recipe, calls, self._operands.of(calls), *parameters)
 
     def _traced(self, x, splits, whole: bool, recipe: NVFP4Recipe, is_first: bool | None) -> torch.Tensor:
         """_at_once as one operator each way."""
-        if not isinstance(splits, torch.Tensor):
-            splits = torch.tensor(splits, device=x.device)
         if whole or not self.stacked:
             layers = [self] if whole else list(self.experts)
             parts = [(layer.weight, layer.bias) for layer in layers]
@@ -219,9 +241,8 @@ class GroupedLinear(nn.Module):
 
     def _common_recipe(self) -> NVFP4Recipe | None:
         """What all experts compute by, if it is the same and one of NVFP4."""
-        recipes = {self._recipe()} if self.stacked else {current_recipe(each) for each in self.experts}
-        recipe = recipes.pop()
-        return recipe if not recipes and isinstance(recipe, NVFP4Recipe) else None
+        recipe = self._recipe() if self.stacked else common_recipe(self.experts)
+        return recipe if isinstance(recipe, NVFP4Recipe) else None
 
     def _check_input(self, x: torch.Tensor) -> None:
         if x.dim() != 2:
@@ -247,6 +268,14 @@ class GroupedLinear(nn.Module):
 def _outside_of_the_graph(layer: GroupedLinear, x, splits, is_first) -> torch.Tensor:
     """What torch.compile cannot trace: gradients added to main_grad."""
     return layer(x, splits, is_first)
+
+
+def _are_current(calls: Sequence[LinearCall]) -> bool:
+    return all(call.is_current() for call in calls)
+
+
+def _biases(layers: Sequence) -> list[torch.Tensor]:
+    return [layer.bias for layer in layers if layer.bias is not None]
 
 
 def _is_quantized_whole(recipe: Recipe) -> bool:

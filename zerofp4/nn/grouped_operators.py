@@ -6,6 +6,7 @@ A primary weight comes as its buffers, in the order of BUFFERS; `primary` are th
 
 import torch
 
+from zerofp4 import ops
 from zerofp4.nn.function import Kept
 from zerofp4.nn.grouped_function import (
     GroupedWeights,
@@ -16,7 +17,6 @@ from zerofp4.nn.grouped_function import (
 from zerofp4.nn.operators import kept_side, record_of_buffers
 from zerofp4.nn.quantizers import Quantizers, WeightCache, check_primary, quantizers_of
 from zerofp4.nn.recipe import Recipe, recipe_of_key
-from zerofp4.ops import grouped_shapes
 from zerofp4.storage import BUFFERS, NVFP4Storage, Side, Storage
 from zerofp4.tensors import GroupedNVFP4Tensor, NVFP4Tensor, register_handler
 
@@ -66,7 +66,7 @@ def _primaries(primary, e4m3_max: list[int], dtype: torch.dtype) -> list[NVFP4St
     return [record_of_buffers(each, dtype, most) for each, most in zip(buffers, e4m3_max, strict=True)]
 
 
-def _cached(weights, quantizers, caches: list[int], is_first: bool) -> list[Storage]:
+def cached_records(weights, quantizers, caches: list[int], is_first: bool) -> list[Storage]:
     pairs = zip(weights, caches, strict=True)
     return [WeightCache.of_handle(cache).get(weight, quantizers, is_first).record for weight, cache in pairs]
 
@@ -76,6 +76,7 @@ def _copy_of(record, side_name: str) -> list[torch.Tensor]:
     return [side.data, side.scales["compact"], side.amax]
 
 
+@ops.backend("grouped_linear")
 def _grouped_linear(
     x, splits, biases, weights, primary, e4m3_max, dtype, recipe, caches, is_first, x_needs, weight_needs
 ) -> list[torch.Tensor]:
@@ -88,7 +89,7 @@ def _grouped_linear(
     if not weights:
         records = _primaries(primary, e4m3_max, dtype)
     elif caches:
-        records = _cached(weights, quantizers, caches, is_first)
+        records = cached_records(weights, quantizers, caches, is_first)
     else:
         columnwise = x_needs and quantizers.weight_columns
         records = [quantizers.record("weight", each, rowwise=True, columnwise=columnwise) for each in weights]
@@ -100,12 +101,11 @@ def _grouped_linear(
     return [y, *places, *kept_x, *(buffer for record in own for buffer in _copy_of(record, side))]
 
 
-def _fake_grouped_linear(
-    x, splits, biases, weights, primary, e4m3_max, dtype, recipe, caches, is_first, x_needs, weight_needs
-):
+@ops.fake("grouped_linear")
+def _(x, splits, biases, weights, primary, e4m3_max, dtype, recipe, caches, is_first, x_needs, weight_needs):
     groups, kept = splits.shape[0], []
     if weight_needs:
-        shapes = grouped_shapes(x.shape[0], groups, x.shape[1])
+        shapes = ops.grouped_shapes(x.shape[0], groups, x.shape[1])
         for name in ("columnwise_data", "columnwise_scale", "columnwise_amax"):
             kept.append(x.new_empty(shapes[name], dtype=NVFP4Storage.buffer_dtype(name)))
     if weights and not caches and x_needs:
@@ -118,6 +118,7 @@ def _fake_grouped_linear(
     return [x.new_empty(x.shape[0], rows), *places, *kept]
 
 
+@ops.backend("grouped_linear_gradients")
 def _gradients(
     grad,
     splits,
@@ -143,11 +144,11 @@ def _gradients(
         copies = [own[i : i + _COPY] for i in range(0, len(own), _COPY)]
         records = [_restored(quantizers, dtype, copy) for copy in copies]
     elif x_needs and weights:  # torch has made sure that they are what they were in the forward pass
-        records = _cached(weights, quantizers, caches, False)
+        records = cached_records(weights, quantizers, caches, False)
     elif x_needs:
         records = _primaries(primary, e4m3_max, dtype)
     kept_weights = GroupedWeights(records) if records else None
-    kept_x = _groups(chosen, grad, splits, offsets, error, x, cols) if x else None
+    kept_x = kept_groups(chosen, grad, splits, offsets, error, x, cols) if x else None
     found = [*gradients_of_groups(grad, splits, chosen, kept_weights, kept_x)]
     if bias_needs:
         found.append(sums_of_groups(grad, offsets[0]))
@@ -162,7 +163,7 @@ def _restored(quantizers: Quantizers, dtype: torch.dtype, copy: list[torch.Tenso
     return Kept(type(blank), shape, blank.context(), side, "compact", _COPY).record(tuple(copy))
 
 
-def _groups(recipe, grad, splits, offsets, error, x, cols: int) -> GroupedNVFP4Tensor:
+def kept_groups(recipe, grad, splits, offsets, error, x, cols: int) -> GroupedNVFP4Tensor:
     """The input as it was kept."""
     data, scale, amax = x
     options = (True, recipe.random_signs) if recipe.hadamard else (False, True)
@@ -171,20 +172,13 @@ def _groups(recipe, grad, splits, offsets, error, x, cols: int) -> GroupedNVFP4T
     return GroupedNVFP4Tensor(shape, grad.dtype, None, *options, *places, columnwise=columns)
 
 
-def _fake_gradients(grad, splits, offsets, error, x, cols, own, *rest) -> list[torch.Tensor]:
+@ops.fake("grouped_linear_gradients")
+def _(grad, splits, offsets, error, x, cols, own, *rest) -> list[torch.Tensor]:
     *_, x_needs, bias_needs = rest
     groups, features = splits.shape[0], grad.shape[1]
     shapes = [(grad.shape[0], cols)] * x_needs + [(groups, features, cols)] * bool(x)
     made = [grad.new_empty(shape) for shape in shapes]
     return made + [grad.new_empty((groups, features), dtype=torch.float32)] * bias_needs
-
-
-for _name, _run, _fake in (
-    ("grouped_linear", _grouped_linear, _fake_grouped_linear),
-    ("grouped_linear_gradients", _gradients, _fake_gradients),
-):
-    torch.library.impl(f"zerofp4::{_name}", ("cpu", "cuda"))(_run)
-    torch.library.register_fake(f"zerofp4::{_name}")(_fake)
 
 
 def _setup_context(ctx, inputs, output) -> None:

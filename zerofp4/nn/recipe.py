@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -137,6 +137,10 @@ class autocast(contextlib.ContextDecorator):
         """The recipe of a layer, None of one that stays as it is; or that of all others."""
         return self._others.get(layer, self.recipe) if self._others and layer is not None else self.recipe
 
+    def recipes_of(self, layers: Iterable[nn.Module]) -> set[Recipe | None]:
+        """Those of several layers."""
+        return set(map(self.recipe_of, layers)) if self._others else {self.recipe}
+
     def __enter__(self) -> "autocast":
         if _current and _current[-1].recipe != self.recipe:
             outer = _current[-1].recipe
@@ -157,6 +161,12 @@ torch.utils.checkpoint computes again in threads of its own.
 def current_recipe(layer: nn.Module | None = None) -> Recipe | None:
     """That of the autocast around the caller, for a layer; None outside, and of a layer that follows none."""
     return _current[-1].recipe_of(layer) if _current else None
+
+
+def common_recipe(layers: Iterable[nn.Module]) -> Recipe | None:
+    """That of all these layers; None where they have different ones, or none."""
+    recipes = _current[-1].recipes_of(layers) if _current else {None}
+    return recipes.pop() if len(recipes) == 1 else None
 
 
 def _recipes_of_layers(recipe: Recipe, model: nn.Module | None) -> weakref.WeakKeyDictionary:

@@ -1,5 +1,5 @@
-"""A linear layer of an NVFP4 recipe in C++, from zerofp4._autograd: its function, its operators, and how it
-quantizes.
+"""Linear layers of an NVFP4 recipe in C++, from zerofp4._autograd: their functions, their operators, and how
+they quantize.
 """
 
 from collections.abc import Callable
@@ -16,34 +16,44 @@ from zerofp4.ops.operator import without_backend
 from zerofp4.ops.quantize import choice_arguments
 
 
-def use_native_layer(use: Callable, begin_backward: Callable, gradients: Callable) -> None:
-    """Call use(layer) where the extension is used, now or once the first use has compiled it: a linear layer
-    of an NVFP4 recipe in C++, layer(x, weight, bias or None, data, scale, amax, values, block_rows, e4m3_max,
-    scheme, context), which returns None for what the Python node has to do.
+def use_native_layer(
+    use: Callable, begin_backward: Callable, gradients: Callable, add_to_main_grads: Callable
+) -> None:
+    """Call use(layer, groups) where the extension is used, now or once the first use has compiled it: a
+    linear layer of an NVFP4 recipe in C++, layer(x, weight, bias or None, data, scale, amax, values,
+    block_rows, e4m3_max, scheme, context), and one of groups of rows, groups(x, splits, weights, biases,
+    copies or None, values, e4m3_max, scheme, context). They return None for what the Python nodes have to do.
 
-    begin_backward(node, context, dtype, has_weight) and gradients(node, context, grad, x, weight, e4m3_max,
-    x_dtype, weight_dtype, bias_dtype) are what its node calls in Python.
+    begin_backward(node, context, dtype, has_weight), gradients(node, context, grad, groups, x, weights,
+    e4m3_max, x_dtype, weight_dtype, bias_dtype) and add_to_main_grads(main_grads, gradients, dtype) are what
+    their node calls in Python.
     """
 
     def configure(extension: ModuleType) -> None:
-        extension.configure_layer(neutral_amax, begin_backward, gradients, _C.layer_functions)
-        use(extension.layer)
+        called = begin_backward, gradients, add_to_main_grads
+        extension.configure_layer(neutral_amax, *called, _C.layer_functions)
+        use(extension.layer, extension.groups)
 
     autograd.use_extension(configure)
 
 
-def implement_layer(quantizers_of: Callable, cached_rows: Callable) -> None:
-    """Dispatch zerofp4::linear and zerofp4::linear_gradients in C++, where the extension is used. What is not
-    plain goes on to their implementations in Python.
+OPERATORS = ("linear", "linear_gradients", "grouped_linear", "grouped_linear_gradients")
+
+
+def implement_layer(quantizers_of: Callable, cached_rows: Callable, cached_groups: Callable) -> None:
+    """Dispatch the OPERATORS of layers in C++, where the extension is used. What is not plain goes on to
+    their implementations in Python.
 
     quantizers_of(recipe, device): of a recipe by its key; their `scheme` is that of layer_scheme().
     cached_rows(quantizers, weight, cache, is_first, x_dtype): data, scale, amax, values, block_rows and
     e4m3_max, as a layer takes them, of the rows that a cache keeps of a weight, or None.
+    cached_groups(quantizers, weights, caches, is_first): copies, values and e4m3_max, as groups take them, of
+    the rows that caches keep of all weights, or None.
     """
 
     def implement(extension: ModuleType) -> None:
-        python = without_backend("linear"), without_backend("linear_gradients")
-        extension.implement_layer(*python, quantizers_of, cached_rows)
+        python = map(without_backend, OPERATORS)
+        extension.implement_layer(*python, quantizers_of, cached_rows, cached_groups)
 
     autograd.use_extension(implement)
 

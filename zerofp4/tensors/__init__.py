@@ -3,7 +3,7 @@
 from zerofp4.tensors.arguments import reads_columns, weight_columns
 from zerofp4.tensors.dispatch import register_handler
 from zerofp4.tensors.gradient_places import GradientPlace, gradient_place
-from zerofp4.tensors.grouped import GroupedNVFP4Tensor, quantize_grouped
+from zerofp4.tensors.grouped import GroupedNVFP4Tensor, quantize_grouped, sizes_on
 from zerofp4.tensors.held import Holder, check_not_held
 from zerofp4.tensors.initial_value import INIT_VAL, had_master, note_master
 from zerofp4.tensors.lists import dequantize_many, swizzle_scales, unswizzle_scales
@@ -37,6 +37,7 @@ __all__ = [
     "quantize_mxfp8",
     "reads_columns",
     "register_handler",
+    "sizes_on",
     "swizzle_scales",
     "unswizzle_scales",
     "weight_columns",

@@ -230,7 +230,7 @@ def quantize_grouped(
     if x.dim() != 2:
         raise ValueError(f"x must be a matrix [tokens, K], got shape {tuple(x.shape)}")
     sizes = _host_sizes(m_splits, x.shape[0])
-    splits = m_splits.contiguous() if sizes is None else _on_device(sizes, x.device)
+    splits = m_splits.contiguous() if sizes is None else sizes_on(sizes, x.device)
     groups = _allocate(sides, layouts, hadamard, grouped_shapes(x.shape[0], splits.shape[0], x.shape[1]), x)
     offsets = torch.empty((3, splits.shape[0] + 1), dtype=torch.int64, device=x.device)
     error = torch.empty(1, dtype=torch.int32, device=x.device)
@@ -286,7 +286,10 @@ def _host_sizes(m_splits: Sequence[int] | torch.Tensor, tokens: int) -> tuple[in
     return sizes
 
 
-def _on_device(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def sizes_on(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 [groups], copied to the device without waiting for it. Raises RuntimeError while a CUDA graph is
+    captured.
+    """
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(sizes, dtype=torch.int64, device=device)
     if is_capturing(device):
