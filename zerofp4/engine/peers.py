@@ -36,6 +36,11 @@ class Peers:
     The memory stays where it is, and is freed with the tensors that zeros() gave and their views.
     """
 
+    rendezvous_count = 0
+    """How often this process has made memory that others access. torch tells one time from another by it, so
+    ranks of different counts would wait for each other until the timeout.
+    """
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = GroupReference(group), device
         self.rank, self.size = rank_and_size(group)
@@ -73,6 +78,7 @@ class Peers:
 
         tensor, error = attempt(_allocate, shape, dtype, self.device)
         exchange(None, error, self.group(), "allocating shared memory")
+        Peers.rendezvous_count += 1
         handle = rendezvous(tensor, self.group().group_name)
         first = handle.buffer_ptrs[self.rank]
         self._handles.append((first, max(first, tensor.data_ptr() + tensor.nbytes), handle))

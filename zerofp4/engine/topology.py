@@ -105,6 +105,7 @@ def find_topology(
 class Location(NamedTuple):
     """Where a rank runs. reachable: the indices of the GPUs whose memory its own can access. obstacle: what
     keeps this rank from sharing memory, whatever the others are. groups: how many process groups it is in.
+    rendezvous_count: that of Peers.
     """
 
     host: str
@@ -112,6 +113,7 @@ class Location(NamedTuple):
     reachable: list[int]
     obstacle: str | None
     groups: int = 1
+    rendezvous_count: int = 0
 
 
 def locate(device: torch.device) -> Location:
@@ -124,7 +126,7 @@ def locate(device: torch.device) -> Location:
     index = torch.cuda.current_device() if device.index is None else device.index
     others = [i for i in range(torch.cuda.device_count()) if i != index]
     reachable = [i for i in others if torch.cuda.can_device_access_peer(index, i)]
-    return Location(host, index, reachable, _torch_obstacle(device), groups)
+    return Location(host, index, reachable, _torch_obstacle(device), groups, Peers.rendezvous_count)
 
 
 def _torch_obstacle(device: torch.device) -> str | None:
@@ -152,6 +154,12 @@ def find_obstacle(locations: Sequence[Location], ranks: range) -> str | None:
             return f"on rank {rank}: {locations[rank].obstacle}"
         if locations[rank].host != locations[ranks[0]].host:
             return f"ranks {ranks[0]} and {rank} are on different hosts"
+        counts = [locations[each].rendezvous_count for each in (ranks[0], rank)]
+        if counts[0] != counts[1]:
+            return (
+                f"ranks {ranks[0]} and {rank} have shared memory {counts[0]} and {counts[1]} times, with "
+                "others too, and torch would have them wait for each other: build first what all share"
+            )
     overlapping = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"  # as torch has it
     for other, rank in itertools.combinations(ranks, 2):
         theirs, mine = locations[other], locations[rank]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cases.optim import make_gradients, set_gradients
 from early import waits_for
 
 from distributed.cases import raised_everywhere
@@ -19,10 +20,12 @@ from distributed.engine import peer_checks
 from distributed.engine.overlap_cases import SMALL, TINY
 from distributed.engine.overlap_checks import on_gpu as early_check
 from distributed.engine.update_checks import on_gpu as update_check
+from distributed.optim.cases import built, check_weights
 from distributed.processes import device_for
-from distributed.run import Check, Launch, Setting, on_ranks
+from distributed.run import Check, Launch, Setting, on_ranks, run_ranks
 from zerofp4.engine import topology
 from zerofp4.engine.topology import Location, find_obstacle, find_topology
+from zerofp4.optim import FusedAdamW
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 needs_two_gpus = pytest.mark.skipif(
@@ -189,6 +192,24 @@ def test_what_is_refused(world):
     peer_checks.refusals(world)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="fewer than three GPUs")
+def test_ranks_that_have_shared_memory_unequally_often():
+    """torch's rendezvous would hang: it numbers exchanges by process, whatever their group."""
+    run_ranks(share_unequally_often, 3)
+
+
+def share_unequally_often(world):
+    pair = dist.new_group([0, 1])
+    if world.rank < 2:
+        _, optimizer = built(world, FusedAdamW, process_group=pair)
+        assert optimizer.describe()["transport"] == "peer"
+    parameters, optimizer = built(world, FusedAdamW)
+    assert optimizer.describe()["transport"] == "collective"
+    set_gradients(parameters, make_gradients(parameters, world.rank))
+    optimizer.step()
+    check_weights(parameters, optimizer)
+
+
 @on_ranks(2)
 def test_auto_without_the_permission_to_share_memory(world):
     """What one rank finds as it tries, all hear of."""
@@ -216,6 +237,7 @@ def test_auto_without_the_permission_to_share_memory(world):
         ([FINE, Location("a", 1, [], None)], "cuda:1 of rank 1 cannot access the memory of cuda:0"),
         ([FINE, Location("a", 1, [0], None), Location("a", 2, [1], None)], "cuda:2 of rank 2 cannot access"),
         ([FINE, Location("a", 1, [0], "this torch has none")], "on rank 1: this torch has none"),
+        ([FINE, Location("a", 1, [0], None, 1, 3)], "ranks 0 and 1 have shared memory 0 and 3 times"),
         ([FINE] * 17, "17 ranks are more than 16"),
     ],
 )
