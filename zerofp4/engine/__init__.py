@@ -16,7 +16,6 @@ from zerofp4.engine.buckets import (
     add_gradient_hooks,
     are_sendable,
     gradient_dtype,
-    in_order,
     is_sendable,
     with_own_storage,
 )
@@ -58,7 +57,6 @@ __all__ = [
     "find_bucket_mb",
     "find_topology",
     "gradient_dtype",
-    "in_order",
     "is_sendable",
     "joined",
     "kind_key",

@@ -25,6 +25,7 @@ from zerofp4.engine.buckets import (
 )
 from zerofp4.engine.late_gather import Waitable
 from zerofp4.engine.step import UPDATE_DTYPES, Arrived, Transport
+from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import RankGradients
 
 STAGE = "averaging gradients"
@@ -85,13 +86,11 @@ class CollectiveTransport(Transport):
             self._own_views[b] = bucket.own_views(memory.flat[bucket.rank])
             self._received[b] = memory.flat if bucket.world_size == 1 else self._received[b]
         self._in_place = {
-            i: dtype
-            for bucket, memory, dtype, adds in zip(
-                buckets, self.memory, self.dtypes, self.adds_in_update, strict=True
-            )
-            for i in (bucket.indices if memory is None and adds else ())
+            i: dtype if dtype in WEIGHT_DTYPES else torch.float32
+            for bucket, memory, dtype in zip(buckets, self.memory, self.dtypes, strict=True)
+            for i in (bucket.indices if memory is None else ())
         }
-        """What an update reads in place, in this dtype."""
+        """What kernels read in place, in this dtype."""
         self._slices: dict[int, GradientMemory] = {}
         """By bucket whose gradients are read in place, its averaged gradients as what those are copied to."""
         self._sent: dict[int, tuple[list[Pending], OwnError]] = {}
@@ -105,7 +104,7 @@ class CollectiveTransport(Transport):
         is_partial = isinstance(gradients, Mapping)
         found = dict(gradients) if is_partial else list(gradients)
         for i in found if is_partial else range(len(found)):
-            if found[i] is not None and i in self._in_place:  # an update reads addresses
+            if found[i] is not None and i in self._in_place:  # kernels read addresses
                 found[i] = in_order(found[i], self._in_place[i])
         return found
 

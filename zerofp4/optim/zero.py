@@ -38,9 +38,7 @@ from zerofp4.engine import (
     check_gradients,
     find_advice,
     find_topology,
-    in_order,
 )
-from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import is_capturing
 from zerofp4.optim.adamw import BucketUpdate, FusedAdamW
 from zerofp4.optim.agreement import Agreement, Call
@@ -381,7 +379,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if error:
             self._sit_out_clip(error)
         call, word = ready.call, ready.word
-        means = list(self._means(ready.to_average))  # views, which average() fills
+        means = self._means(ready.to_average)  # views, which average() fills
         if self._averages_nothing and call.norm_type == 2.0:
             self._squares.zero_()
             if self._launches is None:
@@ -641,17 +639,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             return False
         return bool(self._agreement.nonfinite.item())
 
-    def _means(self, gradients: Gradients) -> Iterator[torch.Tensor]:
+    def _means(self, gradients: Gradients) -> list[torch.Tensor]:
         """This rank's part of the averaged gradients; what several ranks have, one of them counts."""
-        if not self._averages_nothing:
-            yield from (bucket.gradients[bucket.part] for bucket in self._shards.buckets if bucket.is_counted)
-            return
-        present = [gradient for gradient in gradients if gradient is not None]
-        if self._launches is not None:
-            yield from present
-            return
-        for gradient in present:
-            yield in_order(gradient, gradient.dtype if gradient.dtype in WEIGHT_DTYPES else torch.float32)
+        if self._averages_nothing:
+            return [gradient for gradient in gradients if gradient is not None]
+        return [bucket.gradients[bucket.part] for bucket in self._shards.buckets if bucket.is_counted]
 
     def _update_at_once(self, gradients: Gradients | None, present: Sequence[bool]) -> None:
         """Average all gradients that are not yet, update all masters, and publish them."""
