@@ -116,14 +116,12 @@ class Agreement:
         self.words = [2 * (self._count - slot) for slot in slots.own]
         """Of a NaN or Inf, by trainable parameter of this rank."""
         self._word_of_all = self._vector[-2]
-        self._first = torch.zeros((), dtype=torch.float64, device=device)
-        """The word of a NaN or Inf on any rank, when gradients were averaged last."""
-        self.nonfinite = torch.zeros((), dtype=torch.float32, device=device)
-        """1 where that is not 0."""
-        self._of_one = torch.zeros(2, dtype=torch.int32, device=device)
-        """The memory of both in a world of one, where find_word() writes them at once."""
-        if self.world_size == 1:
-            self._first, self.nonfinite = self._of_one[0], self._of_one.view(torch.float32)[1]
+        self._own = torch.zeros(2, dtype=torch.int32, device=device)
+        """The word that find_word() finds on this rank, and a float32, 1 where that is not 0."""
+        own = self._own_word, self._own_flag = self._own[0], self._own.view(torch.float32)[1]
+        of_all = [torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.float32)]
+        self._first, self.nonfinite = own if self.world_size == 1 else of_all
+        """The word of a NaN or Inf on any rank, when gradients were averaged last; 1 where that is not 0."""
         self._failed = failed
         self.skip = self.nonfinite if self.world_size == 1 else torch.zeros_like(self.nonfinite)
         """float32 [], what an update reads on the device: 1 where this step changes nothing."""
@@ -334,13 +332,10 @@ class Agreement:
         words = self.words if indices is None else [self.words[i] for i in indices]
         if launches is None:
             word = first_nonfinite(gradients, self._wire, words, when)
-        elif self.world_size == 1:
-            self._of_one.zero_()
-            word = self._first
-            launches.find_nonfinite(word, when, self.nonfinite)
         else:
-            word = torch.zeros((), dtype=torch.int32, device=self._device)
-            launches.find_nonfinite(word, when)
+            self._own.zero_()
+            word = self._own_word
+            launches.find_nonfinite(word, when, self._own_flag)
         if found_inf is None:
             return word
         given = (found_inf.reshape(()).to(self._device) != 0).int() * FOUND_INF
