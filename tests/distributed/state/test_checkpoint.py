@@ -38,7 +38,7 @@ from distributed.state.cases import (
 )
 
 LONG = ("adamw", "fused", "compact", "sgd", "muon")
-"""Cases that are loaded in worlds of every size and go on for 6 steps; the others in two, for 2 steps."""
+"""Cases that are loaded in worlds of every size and go on for 4 steps; the others in two, for 2 steps."""
 
 
 @on_ranks(4, time_limit=240.0)
@@ -47,7 +47,7 @@ def test_a_run_goes_on_in_a_world_of_any_size(world, case):
     """Saved on 4 ranks, loaded on 1, 2, 3 and 4; saved on 3, loaded on 2 and 1: the same bytes as without a
     stop.
     """
-    steps = range(3, 9 if case in LONG else 5)
+    steps = range(3, 7 if case in LONG else 5)
     worlds = [(4, 1), (4, 2), (4, 3), (4, 4), (3, 2), (3, 1)] if case in LONG else [(4, 3), (3, 1)]
     through, straight = trained(world, 3, case)
     run(through, straight, steps)
