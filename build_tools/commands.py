@@ -38,7 +38,7 @@ SECONDS = {
     "all_bindings.cpp": 16,
     "all_layers.cpp": 18,
     "all_products.cpp": 17,
-    "autograd/layer_operators.cpp": 15,
+    "all_operators.cpp": 16,
     "autograd/operators.cpp": 14,
     "all_small.cu": 15,
     "cuda/optim/compact.cu": 12,
