@@ -32,5 +32,5 @@ def test_a_long_list(asked):
 
 def test_host_splits(asked):
     with pytest.raises(RuntimeError, match="while a CUDA graph is captured m_splits must be on x's device"):
-        grouped._on_device((16, 32), OTHER)
+        grouped.sizes_on((16, 32), OTHER)
     assert asked == [OTHER]
