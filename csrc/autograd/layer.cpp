@@ -92,6 +92,10 @@ THPObjectPtr to_buffers(const Copy& copy) {
     return checked(PyTuple_Pack(3, data.get(), scale.get(), amax.get()));
 }
 
+uint32_t version_of(const Tensor& tensor) {
+    return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
+}
+
 // Of a linear layer, and of one of groups of rows, which has a weight and a bias of each or a stack of those.
 struct LayerBackward : Node {
     SavedCopy x;
@@ -99,6 +103,7 @@ struct LayerBackward : Node {
     Codes cached;  // in their place where values are kept: more than a call's buffers, and not saved
     c10::SmallVector<Primary, 1> primaries;
     Groups groups;  // of x, in a layer of those
+    uint32_t splits_version = 0;
     Scheme scheme;
     Held context;
     at::ScalarType x_dtype, weight_dtype;
@@ -149,6 +154,9 @@ struct LayerBackward : Node {
             TORCH_CHECK(!saved_weights.defined() || primary.weight._version() == primary.version,
                         "the weight of a layer was written to between its forward and its backward pass: "
                         "call backward first");
+        TORCH_CHECK(!groups.defined() || version_of(groups.splits) == splits_version,
+                    "m_splits was written to between the forward and the backward pass of a layer: call "
+                    "backward first, or give each call a tensor of its own");
         bool is_fast = is_default_state(false) && !at::GradMode::is_enabled() && is_plain(grad) &&
                        dtype_code(grad.scalar_type()) >= 0 && holds(grad) && is_readable(saved_x) &&
                        !has_tangent(grad);
@@ -326,6 +334,7 @@ Tensor forward(const Tensor& x, const Tensor& splits, at::TensorList weights, at
     if (!node) return std::move(made.y);
     layer_of(node).save(made.x, saves_weights ? std::move(made.weights) : Codes());
     layer_of(node).groups = std::move(made.groups);
+    layer_of(node).splits_version = version_of(layer_of(node).groups.splits);
     torch::autograd::set_history(made.y, node);
     return std::move(made.y);
 }

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import zerofp4
 from zerofp4 import ops
 from zerofp4.nn import GroupedLinear, NVFP4Recipe, autocast, grouped_function, grouped_linear, native
+from zerofp4.tensors import grouped
 
 pytestmark = pytest.mark.skipif(ops.why_python_autograd() is not None, reason=str(ops.why_python_autograd()))
 
@@ -389,6 +390,29 @@ def test_a_weight_that_is_written_to_in_between(device, kind, stacked):
         if kind == "cached":
             case.call(layer, x)
         with pytest.raises(RuntimeError, match=r"written to between|modified by an inplace"):
+            y.backward(case.grad)
+        return {}
+
+    by_both(run)
+
+
+@at_once
+def test_splits_that_are_written_to_in_between(device, monkeypatch):
+    """As a loop does that has one buffer for them: other rows would be those of an expert. On the CPU with
+    what a GPU does, which reads the caller's.
+    """
+    case = Case(device)
+    splits = torch.tensor(case.splits, device=device)
+    monkeypatch.setattr(grouped, "_host_sizes", lambda *_: None)
+    monkeypatch.setattr(grouped_linear, "sizes_on", lambda *_: splits)
+
+    def run():
+        splits.copy_(torch.tensor([16, 0, 17, 3]))
+        layer, x = case.layer(), case.x()
+        case.splits = splits
+        y = case.call(layer, x)
+        splits.copy_(torch.tensor([3, 17, 0, 16]))
+        with pytest.raises(RuntimeError, match=r"m_splits was written to|modified by an inplace"):
             y.backward(case.grad)
         return {}
 

@@ -113,7 +113,8 @@ class GroupedFunction(torch.autograd.Function):
         kept = weights.kept() if x_needs else []
         columns = q_x.columnwise if columnwise else None
         buffers = [columns.data, columns.scales["compact"], columns.amax] if columns else []
-        ctx.save_for_backward(*buffers, *(buffer for _, own in kept for buffer in own))
+        # The caller's splits are read again: autograd refuses them once they were written to.
+        ctx.save_for_backward(q_x.splits, *buffers, *(buffer for _, own in kept for buffer in own))
         ctx.kept, ctx.columnwise = [each for each, _ in kept], columnwise
         # Only what is the layer's anyway: of the others autograd alone holds what it saved.
         ctx.weights = weights if weights.lasting else None
@@ -127,13 +128,13 @@ class GroupedFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
-        saved = list(ctx.saved_tensors)
+        splits, *saved = ctx.saved_tensors
         x = _columns(ctx.groups, saved[:3]) if ctx.columnwise else None
         weights = _weights(ctx, saved[3 if ctx.columnwise else 0 :]) if ctx.kept else None
         if weights is not None:
             for is_current in ctx.are_current:
                 check_current(is_current)
-        grad_x, stack = gradients_of_groups(grad, ctx.groups.splits, ctx.recipe, weights, x)
+        grad_x, stack = gradients_of_groups(grad, splits, ctx.recipe, weights, x)
         count = len(ctx.main_grads)
         grad_weights = [None] * count
         if stack is not None:
