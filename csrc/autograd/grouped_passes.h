@@ -10,7 +10,7 @@
 namespace zerofp4 {
 
 // Whether a layer can take x [tokens, K], splits, weights and biases: those of each group, or a stack. codes:
-// of the weights, or none, which have to be quantized then.
+// of the weights; not defined() where the weights are quantized for the call.
 bool fits_groups(const Tensor& x, const Tensor& splits, at::TensorList weights, at::TensorList biases,
                  const Codes& codes, const Scheme& scheme);
 

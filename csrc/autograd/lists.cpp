@@ -103,7 +103,7 @@ bool is_plain_and_whole(PyObject* item, const Tensor& tensor) {
 struct Facts {
     explicit Facts(Py_ssize_t count) : addresses(count), kinds(count) {}
 
-    // The next one. plain: false for a tensor that is not, of which nothing is taken.
+    // Adds the next item; with `plain` only None and tensors that are plain and whole, else it returns false.
     bool add(PyObject* item, bool plain) {
         int64_t address = -1;
         Kind kind{};
@@ -132,7 +132,7 @@ PyObject* facts_of(PyObject* tensors, bool plain) {
     Facts found(count);
     for (Py_ssize_t i = 0; i < count; ++i) {
         PyObject* item = PyList_GET_ITEM(tensors, i);
-        if (item != Py_None) tensor_at(tensors, i);  // its TypeError
+        if (item != Py_None) tensor_at(tensors, i);  // raises TypeError for what is no tensor
         if (!found.add(item, plain)) Py_RETURN_NONE;
     }
     return found.pair();

@@ -96,8 +96,8 @@ struct Codes {
     bool defined() const { return !copies.empty(); }
 };
 
-// From a list of (data, scale, amax) in blocks of 16x16, and their values or None; none for None. Nothing
-// where those are not plain. Needs the GIL.
+// From a list of (data, scale, amax) in blocks of 16x16, and their values or None. Codes that are not
+// defined() if `copies` is None, and nullopt where a tensor is not plain. Needs the GIL.
 std::optional<Codes> codes_of(PyObject* copies, PyObject* values, int e4m3_max);
 
 // Groups of rows of a matrix [tokens, cols]. splits: int32 or int64 [groups], their rows. offsets int64

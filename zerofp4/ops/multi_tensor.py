@@ -56,7 +56,7 @@ class MultiTensor:
 
     def widen(self, outputs: list[torch.Tensor]) -> None:
         """Copy each tensor to the output in its position: contiguous, float32, as long as the tensor and on
-        its device. Outputs of tensors that there are not stay as they are.
+        its device. Outputs of tensors that are None keep their values.
         """
         addresses = pointers(outputs)
         for own in self._lists:

@@ -49,7 +49,9 @@ _FLAGS = 4
 an error."""
 
 FOUND_INF = 1
-"""The word of a found_inf that a user gave the optimizer of the masters: below those of all parameters."""
+"""The word of a found_inf that a user gave the optimizer of the masters. Words of parameters are even, and
+larger.
+"""
 
 
 class Agreement:
@@ -117,7 +119,7 @@ class Agreement:
         """Of a NaN or Inf, by trainable parameter of this rank."""
         self._word_of_all = self._vector[-2]
         self._own = torch.zeros(2, dtype=torch.int32, device=device)
-        """The word that find_word() finds on this rank, and a float32, 1 where that is not 0."""
+        """The word that find_word() finds on this rank, and the flag: a float32, 1 if the word is not 0."""
         own = self._own_word, self._own_flag = self._own[0], self._own.view(torch.float32)[1]
         of_all = [torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.float32)]
         self._first, self.nonfinite = own if self.world_size == 1 else of_all
@@ -407,6 +409,7 @@ def _find_difference(lowest: Call, highest: Call) -> str | None:
 
 
 # NaN and Inf
+
 
 def first_nonfinite(
     gradients: Sequence[torch.Tensor | None],
