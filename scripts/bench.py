@@ -9,6 +9,8 @@
                                                 and fsdp2, megatron and checkpoint; also without torchrun
     scripts/bench.py states                     steps with full and compact state, of one rank
     scripts/bench.py small_batches              training steps of a Llama of 1.2e9 parameters, few tokens
+    scripts/bench.py large --config examples/configs/llama_20b.json --layers 20
+                                                tokens a second and memory by optimizer, one rank
     scripts/bench.py export                     a folder for serving engines, from the shape of Llama-3-8B
     scripts/bench.py fidelity                   losses of paired runs, and errors, of compact state
     scripts/bench.py docs                       the tables and charts of docs/, from the results
@@ -44,6 +46,7 @@ import draw_memory
 import pages
 from fidelity import SEEDS, fidelity
 from gpt import PRESETS
+from large import WAYS, large
 from zerofp4_bench import output
 from zerofp4_bench.checkpoints import checkpoint
 from zerofp4_bench.export import export
@@ -93,6 +96,14 @@ SMALL_LAYERS = {"type": at_least(1), "help": "of the model (default: 16)"}
 SMALL_MODES = {"nargs": "+", "choices": MODES, "default": list(MODES), "help": "some of these (default: all)"}
 FSDP2_CASES = {"nargs": "+", "choices": CASES, "default": list(CASES), "help": "some of these (default: all)"}
 TOKENS = {"type": at_least(1), "default": 1024, "help": "in a rank's batch (default: 1024)"}
+LARGE = {
+    "config": {"required": True, "help": "config.json of transformers, or its folder"},
+    "layers": {"type": at_least(1), "help": "in place of the number that it has"},
+    "ways": {"nargs": "+", "choices": WAYS, "default": list(WAYS), "help": "some of these (default: all)"},
+    "sequences": {"type": at_least(1), "default": 2, "help": "of a step (default: 2)"},
+    "tokens": {"type": at_least(2), "default": 2048, "help": "of a sequence (default: 2048)"},
+    "repeats": {"type": at_least(1), "default": 4, "help": "steps per median (default: 4)"},
+}
 FIDELITY = {
     "seeds": {"type": int, "choices": SEEDS, "default": 5, "help": "pairs of runs (default: 5)"},
     "preset": {"choices": PRESETS, "default": "1m", "help": "of scripts/train.py, in pairs (default: 1m)"},
@@ -114,6 +125,7 @@ OF_RANKS: dict[str, tuple[Callable, int | None, int | None, str, dict]] = {
         "groups of 5 steps",
         {"modes": SMALL_MODES, "layers": SMALL_LAYERS},
     ),
+    "large": (large, None, None, "", LARGE),
     "fidelity": (fidelity, None, None, "", FIDELITY),
 }
 """What runs, scale on GPUs and repeats unless others are asked for, None where there are no such options,

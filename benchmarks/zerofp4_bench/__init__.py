@@ -7,5 +7,6 @@ An operation on one device is a function(session, options) in weights.py, tensor
 and a line of OPERATIONS in operations.py; peers.py has what others do in its place. What several ranks do
 together is in step.py, fsdp2.py, megatron.py and checkpoints.py, and a step of one rank by its state in
 states.py; ranks.py times it, and traffic.py has the bytes of a step. scripts/ is on the path too: phases.py
-there reads the phases of a step from a trace, and fidelity.py runs train.py.
+there reads the phases of a step from a trace, fidelity.py runs train.py, and large.py trains models of
+transformers.
 """
