@@ -20,10 +20,11 @@ def points() -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {case: [] for case in LINES}
     for path in [*RESULTS.glob("fsdp2_*_ranks_cuda.json"), *(RESULTS / "slow_links").glob("*.json")]:
         rows = {row["name"].rpartition("/")[0]: row for row in json.loads(path.read_text())["rows"]}
-        bf16 = rows["reshard_bf16/tokens"]["tokens_per_second"]
         for case, line in found.items():
-            tokens = rows[f"{case}/tokens"]["tokens_per_second"]
-            line.append((rows["link"]["gigabytes_per_second"], tokens / bf16))
+            pair = [rows.get(f"{name}/tokens") for name in (case, "reshard_bf16")]
+            if None not in pair:  # else a run of other cases, or without torchao
+                tokens, bf16 = (row["tokens_per_second"] for row in pair)
+                line.append((rows["link"]["gigabytes_per_second"], tokens / bf16))
     return {case: sorted(line) for case, line in found.items()}
 
 

@@ -123,3 +123,18 @@ def test_the_summary_has_times_and_memory_over_those_of_others():
     assert memory[0] == f"{found['peer_memory/2xcuda']['megabytes'] / 1e3:.1f} GB" and memory[2] < 1
     assert sum(what.startswith("Predicted: ") for what in rows) == len(output.PREDICTED)
     assert output.headlines(results[1:]) == [], "a row is missing"
+
+
+def test_points_of_links_are_of_runs_that_have_both_sides(results, monkeypatch):
+    monkeypatch.setattr(draw_links, "RESULTS", results)
+
+    def write(ranks: int, gbps: float, **tokens: float) -> None:
+        rows = [{"name": f"link/{ranks}xcuda", "gigabytes_per_second": gbps}]
+        for case, rate in tokens.items():
+            rows.append({"name": f"{case}/tokens/{ranks}xcuda", "tokens_per_second": rate})
+        (results / f"fsdp2_{ranks}_ranks_cuda.json").write_text(json.dumps({"rows": rows}))
+
+    write(2, 254.0, reshard=12.0, reshard_bf16=10.0, reshard_float8=5.0)
+    write(3, 25.0, reshard=15.0, reshard_bf16=10.0)  # without torchao
+    write(4, 323.0, keep=8.0, keep_bf16=10.0)
+    assert draw_links.points() == {"reshard": [(25.0, 1.5), (254.0, 1.2)], "reshard_float8": [(254.0, 0.5)]}

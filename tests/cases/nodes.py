@@ -30,6 +30,11 @@ def assert_same(module: ModuleType, name: str, run: Callable) -> None:
             assert_bytes_equal(tensor.detach(), python[key].detach(), key)
 
 
+def gradients_of(layer: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """By name, those of the input and of all parameters."""
+    return {"x": x.grad, **{name: parameter.grad for name, parameter in layer.named_parameters()}}
+
+
 def assert_each_same(made, expected, what: str) -> None:
     """Results of an operator and of its implementation in Python."""
     assert len(made) == len(expected)

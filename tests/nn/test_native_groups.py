@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import nodes
 from cases.frames import frames
+from cases.nodes import gradients_of
 from helpers import assert_bytes_equal
 from tensor_helpers import VIEWS, values
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,10 +65,6 @@ class Case:
             torch.manual_seed(7)
             y.backward(self.grad)
         return {"y": y, **gradients_of(layer, x)}
-
-
-def gradients_of(layer, x) -> dict[str, torch.Tensor | None]:
-    return {"x": x.grad, **{name: parameter.grad for name, parameter in layer.named_parameters()}}
 
 
 # A stack, one expert after another

@@ -16,6 +16,7 @@ import torch
 from cases import nodes
 from cases.gradient_places import memory_of
 from cases.layers import RECIPES
+from cases.nodes import gradients_of
 from helpers import assert_bytes_equal
 from tensor_helpers import DTYPES, VIEWS, values
 from torch import nn
@@ -85,10 +86,6 @@ class Case:
             torch.manual_seed(7)
             y.backward(self.grad)
         return {"y": y, **gradients_of(layer, x)}
-
-
-def gradients_of(layer, x) -> dict[str, torch.Tensor | None]:
-    return {"x": x.grad, **{name: parameter.grad for name, parameter in layer.named_parameters()}}
 
 
 # Bytes

@@ -86,8 +86,8 @@ from zerofp4.ops.tensor_lists import (
     gradients_of,
     increment_versions,
     plain_facts,
-    state_facts,
     pointers,
+    state_facts,
     tensor_facts,
     versions_of,
 )
