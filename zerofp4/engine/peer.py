@@ -152,8 +152,6 @@ class PeerTransport(Transport):
             self._peers.arrive()
         if self.error is not None:
             raise RuntimeError(self.error)
-        if not self._early:  # reads and copies that share NVLink make each other slower
-            self._peers.wait_until_sent()
 
     def end(self) -> None:
         self._peers.arrive()

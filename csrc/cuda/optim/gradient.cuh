@@ -60,7 +60,7 @@ struct ReceivedRows {
 // In the memory of the ranks themselves, this one's too. All begin at a vector's alignment.
 template <typename G>
 struct PeerRowsOf {
-    static constexpr int kAhead = 4;
+    static constexpr int kAhead = 2;
     const GradientPieces& pieces;
     int64_t place;
 
@@ -105,15 +105,9 @@ class MeanGradient {
             if (r < pieces.count) add(words[r], values);
         }
 #pragma unroll 1
-        for (int first = kAhead; first < pieces.count; first += kAhead) {
-#pragma unroll
-            for (int r = 0; r < kAhead; ++r) {
-                if (first + r < pieces.count) load_words<false>(rows.of_rank(first + r) + offset, words[r]);
-            }
-#pragma unroll
-            for (int r = 0; r < kAhead; ++r) {
-                if (first + r < pieces.count) add(words[r], values);
-            }
+        for (int r = kAhead; r < pieces.count; ++r) {
+            load_words<false>(rows.of_rank(r) + offset, words[0]);
+            add(words[0], values);
         }
         if ((pieces.count & (pieces.count - 1)) == 0) {
             const float share = sign * static_cast<float>(pieces.share);
