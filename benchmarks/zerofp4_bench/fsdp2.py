@@ -47,6 +47,8 @@ LLAMA_8B = Shape(8, 4096, 14336, 32, 8)
 QWEN_1_5B = Shape(28, 1536, 8960, 12, 2, 151936)
 """Qwen2.5-1.5B: 47 million parameters a layer, and an embedding that is the output layer too."""
 
+SMALL = Shape(8, 128, 256, 4, 2)
+
 CASES = {"reshard": (LLAMA_8B, True), "keep": (LLAMA_8B, False), "1.5b": (QWEN_1_5B, True)}
 """The model and its reshard_after_forward, by what rows call both."""
 
@@ -154,6 +156,8 @@ def fsdp2(session: Session, options: argparse.Namespace, world: World) -> None:
                 kind, rule = "speedup", "tokens a second of ours over those of bf16"
             timer.count(f"{case}/{part}_over_bf16", kind, ours[part] / theirs[part], rule)
     count_resident(timer, mesh, LLAMA_8B.reduced(options.scale, 1))
+    if world.world_size == 1:
+        count_host(timer, mesh)
 
 
 def count_link(timer: Timer) -> None:
@@ -274,3 +278,20 @@ def count_resident(timer: Timer, mesh: DeviceMesh, shape: Shape) -> None:
         timer.count(f"resident/{name}", "bytes_per_parameter", held, rule)
         block.reshard()
         del model, block, optimizer, weights
+
+
+def count_host(timer: Timer, mesh: DeviceMesh) -> None:
+    """Both passes of layers that stay gathered, so small that nothing but the host counts; nothing travels
+    in a world of one.
+    """
+    runs = []
+    for way in ("", "_bf16"):
+        with timer.device:
+            model = Decoder(SMALL)
+        optimizer = shard(model, mesh, False, way)  # kept alive: it makes the weights
+        x = torch.randn(1, 4, SMALL.hidden, device=timer.device, dtype=torch.bfloat16)
+        runs.append(lambda model=model, x=x, _=optimizer: model(x).square().mean().backward())
+    ours, bf16 = (found * 1e3 / SMALL.layers for found in timer.in_turns(*runs, of_host=True))
+    for name, found, way in (("host_layer", ours, ""), ("host_layer_bf16", bf16, "_bf16")):
+        timer.count(name, "host_us", found, f"forward and backward of a layer that is kept, {WAYS[way]}")
+    timer.count("host_layer_over_bf16", "ratio", ours / bf16, "host time of ours over that of bf16")

@@ -211,6 +211,7 @@ _BY_KIND: dict[str, dict[str, float]] = {
         "fsdp2/reshard/peak_over_bf16": 1.03,
         "fsdp2/keep/gather_over_bf16": 0.35,
         "fsdp2/keep/peak_over_bf16": 0.95,
+        "fsdp2/host_layer_over_bf16": 1.10,
         "megatron/publish_over_bf16": 0.6,
         "checkpoint/save_over_dtensors": 1.1,
         "checkpoint/load_over_dtensors": 1.1,
