@@ -230,16 +230,22 @@ bool fits_grouped_gradients(const Tensor& grad, const Groups& groups, const Copy
 
 // Passes
 
-GroupedForward grouped_forward_pass(const Tensor& x, const Tensor& splits, at::TensorList weights,
-                                    at::TensorList biases, Codes codes, bool keeps_x, const Scheme& scheme,
-                                    const Launch& launch) {
+GroupedOperands quantize_grouped_operands(const Tensor& x, const Tensor& splits, at::TensorList weights,
+                                          Codes codes, bool keeps_x, const Scheme& scheme,
+                                          const Launch& launch) {
     at::AutoDispatchBelowADInplaceOrView below;
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     if (!codes.defined()) codes = quantize_all(weights, scheme, launch);
-    QuantizedGroups q = quantize_groups(x, splits, true, keeps_x, Tensor(), scheme, launch);
-    const Tensor y = multiply(q, codes, true, launch);
-    if (!biases.empty()) add_biases(y, biases, q.groups);
-    return {y, std::move(q.groups), std::move(codes), std::move(q.copies.columnwise)};
+    return {quantize_groups(x, splits, true, keeps_x, Tensor(), scheme, launch), std::move(codes)};
+}
+
+Tensor multiply_grouped_operands(const GroupedOperands& operands, at::TensorList biases,
+                                 const Launch& launch) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const Tensor y = multiply(operands.x, operands.weights, true, launch);
+    if (!biases.empty()) add_biases(y, biases, operands.x.groups);
+    return y;
 }
 
 QuantizedGroups quantize_grouped_gradient(const Tensor& grad, const Tensor& splits, bool rowwise,

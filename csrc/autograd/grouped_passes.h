@@ -20,17 +20,19 @@ bool fits_grouped_gradients(const Tensor& grad, const Groups& groups, const Copy
 
 // Passes
 
-struct GroupedForward {
-    Tensor y;
-    Groups groups;
+struct GroupedOperands {
+    QuantizedGroups x;  // with its columnwise copy, if that was asked for
     Codes weights;
-    Copy x;  // its columnwise copy, if that was asked for
 };
 
-// y bfloat16 [tokens, N] of x [tokens, K]. codes: of the weights, undefined where they are quantized here.
-GroupedForward grouped_forward_pass(const Tensor& x, const Tensor& splits, at::TensorList weights,
-                                    at::TensorList biases, Codes codes, bool keeps_x, const Scheme& scheme,
-                                    const Launch& launch);
+// Of y bfloat16 [tokens, N] from x [tokens, K]. codes: of the weights, undefined where they are quantized
+// here.
+GroupedOperands quantize_grouped_operands(const Tensor& x, const Tensor& splits, at::TensorList weights,
+                                          Codes codes, bool keeps_x, const Scheme& scheme,
+                                          const Launch& launch);
+// y, of what was quantized.
+Tensor multiply_grouped_operands(const GroupedOperands& operands, at::TensorList biases,
+                                 const Launch& launch);
 
 // y's gradient [tokens, N], whose random numbers are drawn here.
 QuantizedGroups quantize_grouped_gradient(const Tensor& grad, const Tensor& splits, bool rowwise,

@@ -317,11 +317,12 @@ Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, Codes 
                const Launch& launch, bool is_primary, Held context) {
     const NodePointer node = begin_node(x, weight, bias, is_primary, scheme, std::move(context));
     const bool saves_x = node && weight.requires_grad(), saves_weight = node && x.requires_grad();
-    Forward made = forward_pass(x, weight, bias, std::move(codes), saves_x, scheme, launch);
-    if (!node) return std::move(made.y);
-    layer_of(node).save(made.x, saves_weight ? std::move(made.weight) : Codes());
-    torch::autograd::set_history(made.y, node);
-    return std::move(made.y);
+    const Operands operands = quantize_operands(x, weight, std::move(codes), saves_x, scheme, launch);
+    // Before the product, which a checkpoint leaves out that needs no more than what is saved.
+    if (node) layer_of(node).save(operands.x.columnwise, saves_weight ? operands.weight : Codes());
+    const Tensor y = multiply_operands(x, operands, bias, launch);
+    if (node) torch::autograd::set_history(y, node);
+    return y;
 }
 
 // The same of groups of rows.
@@ -329,14 +330,17 @@ Tensor forward(const Tensor& x, const Tensor& splits, at::TensorList weights, at
                Codes codes, const Scheme& scheme, const Launch& launch, bool is_primary, Held context) {
     const NodePointer node = begin_node(x, weights, biases, is_primary, scheme, std::move(context));
     const bool saves_x = node && any_requires_grad(weights), saves_weights = node && x.requires_grad();
-    GroupedForward made =
-        grouped_forward_pass(x, splits, weights, biases, std::move(codes), saves_x, scheme, launch);
-    if (!node) return std::move(made.y);
-    layer_of(node).save(made.x, saves_weights ? std::move(made.weights) : Codes());
-    layer_of(node).groups = std::move(made.groups);
-    layer_of(node).splits_version = version_of(layer_of(node).groups.splits);
-    torch::autograd::set_history(made.y, node);
-    return std::move(made.y);
+    const GroupedOperands operands =
+        quantize_grouped_operands(x, splits, weights, std::move(codes), saves_x, scheme, launch);
+    if (node) {
+        LayerBackward& made = layer_of(node);
+        made.save(operands.x.copies.columnwise, saves_weights ? operands.weights : Codes());
+        made.groups = operands.x.groups;
+        made.splits_version = version_of(made.groups.splits);
+    }
+    const Tensor y = multiply_grouped_operands(operands, biases, launch);
+    if (node) torch::autograd::set_history(y, node);
+    return y;
 }
 
 bool is_weight(PyObject* object) { return is_exact(object) || Py_TYPE(object) == weight_type(); }

@@ -174,10 +174,10 @@ std::vector<Tensor> run_linear(const Tensor& x, const std::optional<Tensor>& bia
         return unpacked(call_python(python.linear, x, bias, weight, primary, dtype, e4m3_max, recipe, cache,
                                     is_first, x_needs, weight_needs));
     }
-    Forward made = forward_pass(x, weight.value_or(Tensor()), own_bias, pass->weight, weight_needs,
-                                pass->scheme, pass->launch);
-    std::vector<Tensor> results{std::move(made.y)};
-    if (weight_needs) append(results, made.x);
+    const Operands made = quantize_operands(x, weight.value_or(Tensor()), pass->weight, weight_needs,
+                                            pass->scheme, pass->launch);
+    std::vector<Tensor> results{multiply_operands(x, made, own_bias, pass->launch)};
+    if (weight_needs) append(results, made.x.columnwise);
     if (x_needs && !pass->weight.defined()) append(results, made.weight.copies[0]);
     return results;
 }
@@ -293,10 +293,11 @@ std::vector<Tensor> run_grouped(const Tensor& x, const Tensor& splits, at::Tenso
         return unpacked(call_python(python.grouped_linear, x, splits, biases, weights, primary, e4m3_max,
                                     dtype, recipe, caches, is_first, x_needs, weight_needs));
     }
-    const GroupedForward made = grouped_forward_pass(x, splits, weights, biases, pass->weight, weight_needs,
-                                                     pass->scheme, pass->launch);
-    std::vector<Tensor> results{made.y, made.groups.offsets, made.groups.error};
-    if (weight_needs) append(results, made.x);
+    const GroupedOperands made =
+        quantize_grouped_operands(x, splits, weights, pass->weight, weight_needs, pass->scheme, pass->launch);
+    const Tensor y = multiply_grouped_operands(made, biases, pass->launch);
+    std::vector<Tensor> results{y, made.x.groups.offsets, made.x.groups.error};
+    if (weight_needs) append(results, made.x.copies.columnwise);
     if (x_needs && !pass->weight.defined())
         for (const Copy& copy : made.weights.copies) append(results, copy);
     return results;

@@ -156,15 +156,21 @@ bool fits_layer(const Tensor& x, int64_t rows, int64_t cols, const Tensor& bias,
 
 // Passes
 
-Forward forward_pass(const Tensor& x, const Tensor& weight, const Tensor& bias, Codes codes, bool keeps_x,
-                     const Scheme& scheme, const Launch& launch) {
+Operands quantize_operands(const Tensor& x, const Tensor& weight, Codes codes, bool keeps_x,
+                           const Scheme& scheme, const Launch& launch) {
     at::AutoDispatchBelowADInplaceOrView below;
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     if (!codes.defined()) codes.copies = {quantize_weight(weight, scheme, launch)};
-    Quantized q = quantize(x, true, keeps_x, scheme.choice, Tensor(), scheme, launch);
-    const Factor factor{codes.copies[0], false, codes.kept};
-    const Tensor rows = multiply({q.rowwise}, factor, x.scalar_type(), bias, Tensor(), launch);
-    return {rows_like(rows, x), std::move(codes), std::move(q.columnwise)};
+    return {quantize(x, true, keeps_x, scheme.choice, Tensor(), scheme, launch), std::move(codes)};
+}
+
+Tensor multiply_operands(const Tensor& x, const Operands& operands, const Tensor& bias,
+                         const Launch& launch) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const Factor factor{operands.weight.copies[0], false, operands.weight.kept};
+    const Tensor rows = multiply({operands.x.rowwise}, factor, x.scalar_type(), bias, Tensor(), launch);
+    return rows_like(rows, x);
 }
 
 Quantized quantize_gradient(const Tensor& grad, bool rowwise, bool columnwise, const Scheme& scheme,

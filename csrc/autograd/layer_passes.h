@@ -17,15 +17,16 @@ bool fits_layer(const Tensor& x, int64_t rows, int64_t cols, const Tensor& bias,
 
 // Passes
 
-struct Forward {
-    Tensor y;
+struct Operands {
+    Quantized x;  // with its columnwise copy, if that was asked for
     Codes weight;
-    Copy x;  // its columnwise copy, if that was asked for
 };
 
-// y [..., N] of x [..., K]. codes: of the weight, none where it is quantized here.
-Forward forward_pass(const Tensor& x, const Tensor& weight, const Tensor& bias, Codes codes, bool keeps_x,
-                     const Scheme& scheme, const Launch& launch);
+// Of y [..., N] from x [..., K]. codes: of the weight, none where it is quantized here.
+Operands quantize_operands(const Tensor& x, const Tensor& weight, Codes codes, bool keeps_x,
+                           const Scheme& scheme, const Launch& launch);
+// y, of what was quantized.
+Tensor multiply_operands(const Tensor& x, const Operands& operands, const Tensor& bias, const Launch& launch);
 
 // y's gradient [..., N], whose random numbers are drawn here.
 Quantized quantize_gradient(const Tensor& grad, bool rowwise, bool columnwise, const Scheme& scheme,

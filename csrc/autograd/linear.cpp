@@ -215,6 +215,10 @@ Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const 
     if (at::GradMode::is_enabled() && torch::autograd::compute_requires_grad(x, weight, bias)) {
         node = new_node<LinearBackward>();
         node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
+        // Before the product, which a checkpoint leaves out that needs no more than what is saved.
+        auto* saved = static_cast<LinearBackward*>(&*node);
+        if (weight.requires_grad()) saved->x = SavedVariable(x, false);
+        if (x.requires_grad()) saved->weight = SavedVariable(weight, false);
     }
     Tensor y;
     {
@@ -225,12 +229,7 @@ Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const 
         y = autocast ? at::linear(x.detach(), values, bias.defined() ? bias.detach() : bias)
                      : at::linear(x, values, bias);
     }
-    if (node) {
-        auto* saved = static_cast<LinearBackward*>(&*node);
-        if (weight.requires_grad()) saved->x = SavedVariable(x, false);
-        if (x.requires_grad()) saved->weight = SavedVariable(weight, false);
-        torch::autograd::set_history(y, node);
-    }
+    if (node) torch::autograd::set_history(y, node);
     return y;
 }
 

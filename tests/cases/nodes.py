@@ -43,5 +43,12 @@ def assert_each_same(made, expected, what: str) -> None:
         assert_bytes_equal(_raw(mine), _raw(other), f"{what}: result {i}")
 
 
+def count_calls(run: Callable, *names: str) -> int:
+    """How often run() calls these operators of torch on the CPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        run()
+    return sum(event.name in names for event in found.events())
+
+
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

@@ -456,6 +456,19 @@ def test_checkpoint(device):
     assert_same(run)
 
 
+def test_a_checkpoint_computes_no_product_that_nothing_needs():
+    """What is saved is so in front of the products, which are not computed again."""
+    case = Case(torch.device("cpu"))
+    layer, x = case.layer(), case.x()
+
+    def products(run) -> int:  # of each expert
+        with autocast(case.recipe):
+            return nodes.count_calls(lambda: run(x, case.splits).backward(case.grad), "aten::mm")
+
+    found = products(partial(checkpoint, layer, use_reentrant=False))
+    assert found == products(layer) > 0
+
+
 @at_once
 def test_what_is_saved(device):
     """Of x its columnwise copy, of weights that are quantized for the call one stack of rows."""

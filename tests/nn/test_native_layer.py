@@ -344,6 +344,18 @@ def test_checkpoint(device):
     assert_same(run)
 
 
+def test_a_checkpoint_computes_no_product_that_nothing_needs():
+    """What is saved is so in front of the product, which is not computed again."""
+    case = Case(torch.device("cpu"))
+    layer, x = case.layer(), case.x()
+
+    def call():
+        with autocast(case.recipe):
+            checkpoint(layer, x, use_reentrant=False).backward(case.grad)
+
+    assert nodes.count_calls(call, "aten::mm", "aten::addmm") == 3
+
+
 @pytest.mark.parametrize("kind", ["primary", "cached"])
 def test_a_weight_that_is_written_to_in_between(device, kind):
     case = Case(device, kind=kind)

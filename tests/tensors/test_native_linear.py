@@ -266,6 +266,17 @@ def test_checkpoint(device):
     assert_same(run)
 
 
+def test_a_checkpoint_computes_no_product_that_nothing_needs():
+    """x and the weight are saved in front of the product, so the second one is not computed again."""
+    leaves = Product(torch.device("cpu")).leaves()
+
+    def call():
+        y = checkpoint(lambda *given: F.linear(*given), *leaves.values(), use_reentrant=False)
+        y.sum().backward()
+
+    assert nodes.count_calls(call, "aten::mm", "aten::addmm") == 3
+
+
 def test_a_weight_that_is_cast_into_in_between(device):
     product = Product(device)
 
