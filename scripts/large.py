@@ -20,6 +20,7 @@ from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 WAYS = {
     "bf16": "bf16 weights, FusedAdamW with FP32 state",
     "flash": "bf16 weights, FlashAdamW",
+    "flash_release": "bf16 weights, FlashAdamW, gradient release",
     "compact": "NVFP4 weights, compact state",
     "updates": "NVFP4 weights, compact state, updates in the backward pass",
 }
@@ -63,8 +64,10 @@ def measure(timer: Timer, options: argparse.Namespace, way: str) -> None:
 
 def make_step(model: nn.Module, way: str, tokens: torch.Tensor) -> Callable[[], None]:
     model.train()
-    if way == "flash":
+    if way.startswith("flash"):
         optimizer = peers.flash_adamw(model.parameters(), lr=LR)
+        if way == "flash_release":
+            peers.release_gradients(model, optimizer)
     else:
         if way != "bf16":
             zerofp4.convert_model(model)

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import large
 from torch import nn
 from zerofp4_bench import output
 from zerofp4_bench.output import BEGIN, END, Table, markdown_table
@@ -66,13 +67,17 @@ def read(path: Path) -> Run:
     ((kind, trained),) = result["runs"].items()
     options = result["options"]
     config, layers = Path(options["config"]).stem, options.get("layers")
-    model, card = CARDS[config]
-    model = model if layers is None else f"{model}, with {layers} layers"
+    model, card = named(config, layers), CARDS[config][1]
     way = WAY_OF[kind, options["optimizer"], options["overlap"]]
     vocabulary = json.loads((CONFIGS / f"{config}.json").read_text())["vocab_size"]
     peak = 1e6 * max(trained["peak_memory_mb"]["device"])
     figures = (trained["validation_loss"], peak, trained["tokens_per_second"])
     return Run(config, layers, way, model, card, trained["parameters"], vocabulary, *figures)
+
+
+def named(config: str, layers: int | None) -> str:
+    model = CARDS[config][0]
+    return model if layers is None else f"{model}, with {layers} layers"
 
 
 @functools.cache
@@ -123,7 +128,34 @@ def large_models_section() -> str:
         Table(header, "ll" + "r" * (len(header) - 2), measured),
         Table(("", *(name for pair in columns for name in pair)), "lrrrr", predicted),
     ]
-    return "\n\nPredicted, in bytes and in parameters:\n\n".join(map(markdown_table, tables))
+    compared, predicted = "One after another in one process:", "Predicted, in bytes and in parameters:"
+    runs_of_train, sizes_kept = map(markdown_table, tables)
+    return "\n\n".join([runs_of_train, compared, markdown_table(side_by_side()), predicted, sizes_kept])
+
+
+def side_by_side() -> Table:
+    """Of results of `bench.py large` in benchmarks/results/large, with tokens a second over those of bf16."""
+    rows = []
+    for path in sorted((RESULTS / "large").glob("*.json")):
+        result = json.loads(path.read_text())
+        settings, found = result["settings"], {row["name"]: row for row in result["rows"]}
+        model = named(Path(settings["config"]).stem, settings["layers"])
+        for way, description in large.WAYS.items():
+            if f"{way}/tokens/1xcuda" not in found:
+                continue
+            tokens, peak, size = (
+                found[f"{way}/{name}/1xcuda"][kind]
+                for name, kind in (
+                    ("tokens", "tokens_per_second"),
+                    ("memory", "megabytes"),
+                    ("peak", "bytes_per_parameter"),
+                )
+            )
+            bf16 = found.get("bf16/tokens/1xcuda")
+            over = f"{tokens / bf16['tokens_per_second']:.2f}" if bf16 else ""
+            rows.append((model, description, f"{peak / 1e3:.1f} GB", f"{size:.2f}", f"{tokens:,.0f}", over))
+    header = ("model", "trained with", "peak", "bytes a parameter", "tokens a second", "over bf16")
+    return Table(header, "llrrrr", rows)
 
 
 def ways(name: str) -> str:

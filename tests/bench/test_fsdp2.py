@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import bench
 import pytest
 from cases.bench import two_ranks
 from early import waits_for
 from zerofp4_bench.rules import KINDS
+from zerofp4_bench.session import Clock
 
 
 @pytest.mark.heavy
@@ -37,3 +39,15 @@ def test_both_ways_to_gather(early):
         held = rows[f"resident/{name}/2xcpu"]["bytes_per_parameter"]
         assert held == pytest.approx(nbytes, abs=1e-3), name
     assert all(row["kind"] in KINDS and row["rule"] and row["target"] is None for row in result["rows"])
+
+
+def test_one_rank(tmp_path, monkeypatch):
+    """Which gathers nothing, and says what a layer that is kept costs the host."""
+    monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
+    sizes = ["--scale", "64", "--layers", "1", "--tokens", "4", "--repeats", "1"]
+    bench.main(["fsdp2", "--cases", "keep", *sizes, "--output", str(tmp_path)])
+    (path,) = tmp_path.iterdir()
+    rows = {row["name"].rpartition("/")[0]: row for row in json.loads(path.read_text())["rows"]}
+    ours, bf16 = (rows[name]["host_us"] for name in ("host_layer", "host_layer_bf16"))
+    assert rows["host_layer_over_bf16"]["ratio"] == pytest.approx(ours / bf16)
+    assert rows["keep/gathered"]["megabytes"] == 0

@@ -218,7 +218,8 @@ def test_every_figure_is_in_a_result_file(page):
 def test_runs_of_other_sizes_and_ways_are_beside_those_of_large_models(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     before = pages.large_models_section()
-    shutil.copytree(pages.RESULTS / "train", tmp_path / "train")
+    for folder in ("train", "large"):
+        shutil.copytree(pages.RESULTS / folder, tmp_path / folder)
     run = json.loads((tmp_path / "train" / "llama_20b.json").read_text())
     options = {"layers": 20, "weights": "bf16", "optimizer": "fused_adamw", "overlap": None}
     figures = {"parameters": 8194873344, "peak_memory_mb": {"device": [131.0e3, 135.0e3]}}
