@@ -15,9 +15,14 @@ from build_tools.commands import CSRC, Job, sources, switch, together
 _on_first_use = runpy.run_path(str(ROOT / "zerofp4" / "ops" / "autograd_build.py"))
 # Compiled as one: reading torch's headers takes longer than any of them.
 TOGETHER = {
-    "all_layers.cpp": {"grouped_passes.cpp", "layer.cpp", "layer_passes.cpp"},
-    "all_operators.cpp": {"layer_operators.cpp", "quantization.cpp"},
-    "all_products.cpp": {"linear.cpp", "lists.cpp", "module.cpp"},
+    "all_layers.cpp": {
+        "grouped_passes.cpp",
+        "layer.cpp",
+        "layer_operators.cpp",
+        "layer_passes.cpp",
+        "quantization.cpp",
+    },
+    "all_products.cpp": {"linear.cpp", "lists.cpp", "module.cpp", "operators.cpp"},
 }
 NAME = _on_first_use["NAME"]
 source_files = _on_first_use["source_files"]

@@ -32,7 +32,7 @@ struct {
     PyObject* quantizers_of;
     PyObject* cached_rows;
     PyObject* cached_groups;
-} python;
+} implementations;
 
 constexpr int64_t kNoCache = -1;
 
@@ -68,7 +68,7 @@ std::optional<Copy> primary_rows(const OptionalTensors& primary, size_t first, i
 // The Quantizers of a recipe on the tensor's device. Needs the GIL.
 THPObjectPtr quantizers_of(c10::string_view recipe, const Tensor& tensor) {
     THPObjectPtr device = checked(THPDevice_New(tensor.device()));
-    return call_python(python.quantizers_of, recipe, device.get());
+    return call_python(implementations.quantizers_of, recipe, device.get());
 }
 
 // Nothing where C++ does not multiply.
@@ -94,7 +94,7 @@ Shape shape_of(const WeightArguments& given) {
 std::optional<Codes> cached_rows(PyObject* quantizers, const WeightArguments& given, bool is_first,
                                  at::ScalarType x_dtype) {
     THPObjectPtr found =
-        call_python(python.cached_rows, quantizers, *given.weight, given.cache, is_first, x_dtype);
+        call_python(implementations.cached_rows, quantizers, *given.weight, given.cache, is_first, x_dtype);
     if (found.get() == Py_None) return std::nullopt;
     PyObject *data, *scale, *amax, *kept;
     long long block_rows;
@@ -171,8 +171,8 @@ std::vector<Tensor> run_linear(const Tensor& x, const std::optional<Tensor>& bia
     const auto pass = begin_linear(x, own_bias, {weight, primary, e4m3_max, recipe, cache}, is_first);
     if (!pass) {
         Gil gil;
-        return unpacked(call_python(python.linear, x, bias, weight, primary, dtype, e4m3_max, recipe, cache,
-                                    is_first, x_needs, weight_needs));
+        return unpacked(call_python(implementations.linear, x, bias, weight, primary, dtype, e4m3_max, recipe,
+                                    cache, is_first, x_needs, weight_needs));
     }
     const Operands made = quantize_operands(x, weight.value_or(Tensor()), pass->weight, weight_needs,
                                             pass->scheme, pass->launch);
@@ -223,8 +223,8 @@ std::vector<Tensor> run_gradients(const Tensor& grad, at::TensorList x, int64_t 
         dtype_code(dtype) < 0 ? std::nullopt : begin_gradients(grad, x, cols, own, given, x_dtype, x_needs);
     if (!pass) {
         Gil gil;
-        return unpacked(call_python(python.linear_gradients, grad, x, cols, own, weight, primary, dtype,
-                                    e4m3_max, recipe, cache, x_dtype, x_needs));
+        return unpacked(call_python(implementations.linear_gradients, grad, x, cols, own, weight, primary,
+                                    dtype, e4m3_max, recipe, cache, x_dtype, x_needs));
     }
     at::AutoDispatchBelowADInplaceOrView below;
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -253,7 +253,7 @@ std::optional<Codes> find_rows(PyObject* quantizers, const GroupedArguments& giv
     if (!given.weights.empty() && given.caches.empty()) return codes;
     if (!given.weights.empty()) {
         THPObjectPtr found =
-            call_python(python.cached_groups, quantizers, given.weights, given.caches, is_first);
+            call_python(implementations.cached_groups, quantizers, given.weights, given.caches, is_first);
         if (found.get() == Py_None) return std::nullopt;
         PyObject *copies, *values;
         int e4m3_max;
@@ -290,8 +290,8 @@ std::vector<Tensor> run_grouped(const Tensor& x, const Tensor& splits, at::Tenso
         begin_grouped(x, splits, biases, {weights, primary, e4m3_max, recipe, caches}, is_first);
     if (!pass) {
         Gil gil;
-        return unpacked(call_python(python.grouped_linear, x, splits, biases, weights, primary, e4m3_max,
-                                    dtype, recipe, caches, is_first, x_needs, weight_needs));
+        return unpacked(call_python(implementations.grouped_linear, x, splits, biases, weights, primary,
+                                    e4m3_max, dtype, recipe, caches, is_first, x_needs, weight_needs));
     }
     const GroupedOperands made =
         quantize_grouped_operands(x, splits, weights, pass->weight, weight_needs, pass->scheme, pass->launch);
@@ -342,8 +342,8 @@ std::vector<Tensor> run_grouped_gradients(const Tensor& grad, const Tensor& spli
     const auto begun = begin_grouped_gradients(grad, groups, x, own, given, x_needs);
     if (!begun) {
         Gil gil;
-        return unpacked(call_python(python.grouped_linear_gradients, grad, splits, offsets, error, x, cols,
-                                    own, weights, primary, e4m3_max, dtype, recipe, caches, x_needs,
+        return unpacked(call_python(implementations.grouped_linear_gradients, grad, splits, offsets, error, x,
+                                    cols, own, weights, primary, e4m3_max, dtype, recipe, caches, x_needs,
                                     bias_needs));
     }
     at::AutoDispatchBelowADInplaceOrView below;
@@ -413,9 +413,10 @@ using DifferentiatedGroups = Differentiated<kGroupedLinear, decltype(run_grouped
 // takes them, or None.
 PyObject* implement_layer(PyObject*, PyObject* given) {
     HANDLE_TH_ERRORS
-    if (!PyArg_ParseTuple(given, "OOOOOOO", &python.linear, &python.linear_gradients, &python.grouped_linear,
-                          &python.grouped_linear_gradients, &python.quantizers_of, &python.cached_rows,
-                          &python.cached_groups))
+    if (!PyArg_ParseTuple(given, "OOOOOOO", &implementations.linear, &implementations.linear_gradients,
+                          &implementations.grouped_linear, &implementations.grouped_linear_gradients,
+                          &implementations.quantizers_of, &implementations.cached_rows,
+                          &implementations.cached_groups))
         return nullptr;
     Py_INCREF(given);  // and all that it holds
     // Not a static of the file: nothing of torch is touched before its version was compared.

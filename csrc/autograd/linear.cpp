@@ -76,7 +76,7 @@ std::optional<Source> source_of(PyObject* weight, const c10::Device& device) {
     for (PyObject* buffer : {data, scale, amax}) {
         if (!is_exact(buffer)) return std::nullopt;
         const Tensor& tensor = THPVariable_Unpack(buffer);
-        if ((tensor.key_set() | kPlain) != kPlain || tensor.device() != device || !has_memory(tensor))
+        if ((tensor.key_set() | kPlain) != kPlain || tensor.device() != device || !holds(tensor))
             return std::nullopt;
     }
     Source source{THPVariable_Unpack(data),

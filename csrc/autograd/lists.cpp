@@ -45,14 +45,6 @@ PyObject* map(PyObject* tensors, Make make) {
     return made.release();
 }
 
-// Whether a dense tensor's storage reaches to its last element.
-bool has_memory(const Tensor& tensor) {
-    if (tensor.numel() == 0) return true;
-    int64_t last = tensor.storage_offset();
-    for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
-    return tensor.storage().nbytes() >= static_cast<size_t>(last + 1) * tensor.itemsize();
-}
-
 int64_t address_of(const Tensor& tensor) {
     return static_cast<int64_t>(reinterpret_cast<uintptr_t>(tensor.data_ptr()));
 }

@@ -12,6 +12,7 @@
 #include "autograd/dequantize_call.h"
 #include "autograd/functions.h"
 #include "autograd/plain.h"
+#include "common/bits.h"
 
 namespace zerofp4 {
 namespace {
@@ -20,18 +21,12 @@ namespace {
 struct {
     PyObject* dequantize;  // the implementation in Python
     DequantizeFunction run;
-} python;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+} implementation;
 
 // Whether a kernel may be handed the tensor as one of these sizes: its storage holds all of it.
 bool fits(const Tensor& tensor, c10::IntArrayRef sizes, const c10::Device& device) {
-    if ((tensor.key_set() | kPlain) != kPlain || tensor.device() != device || tensor.sizes() != sizes ||
-        tensor.numel() == 0 || !tensor.is_contiguous())
-        return false;
-    const auto end = static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * tensor.itemsize();
-    return tensor.storage().nbytes() >= end &&
-           reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.itemsize() == 0;
+    return (tensor.key_set() | kPlain) == kPlain && tensor.device() == device && tensor.sizes() == sizes &&
+           tensor.is_contiguous() && holds(tensor);
 }
 
 bool is_scale(const Tensor& tensor) {
@@ -48,8 +43,8 @@ Tensor dequantize_in_python(const Tensor& data, const Tensor& scale, const Tenso
                             at::ScalarType dtype, c10::string_view layout, int64_t e4m3_max,
                             bool columnwise) {
     Gil gil;
-    THPObjectPtr result =
-        call_python(python.dequantize, data, scale, amax, block_rows, dtype, layout, e4m3_max, columnwise);
+    THPObjectPtr result = call_python(implementation.dequantize, data, scale, amax, block_rows, dtype, layout,
+                                      e4m3_max, columnwise);
     return THPVariable_Unpack(result.get());
 }
 
@@ -81,7 +76,7 @@ Tensor dequantize(const Tensor& data, const Tensor& scale, const Tensor& amax, i
     call.block_rows = block_rows;
     call.e4m3_max = static_cast<int>(e4m3_max);
     call.dtype = dtype_code(dtype);
-    const char* error = python.run(call);
+    const char* error = implementation.run(call);
     TORCH_CHECK(error == nullptr, error);
     return values;
 }
@@ -92,10 +87,10 @@ Tensor dequantize(const Tensor& data, const Tensor& scale, const Tensor& amax, i
 PyObject* implement(PyObject*, PyObject* given) {
     HANDLE_TH_ERRORS
     PyObject* capsule;
-    if (!PyArg_ParseTuple(given, "OO", &python.dequantize, &capsule)) return nullptr;
+    if (!PyArg_ParseTuple(given, "OO", &implementation.dequantize, &capsule)) return nullptr;
     void* function = PyCapsule_GetPointer(capsule, kDequantizeCapsule);
     if (function == nullptr) return nullptr;
-    python.run = reinterpret_cast<DequantizeFunction>(function);
+    implementation.run = reinterpret_cast<DequantizeFunction>(function);
     Py_INCREF(given);  // and all that it holds
     // Not a static of the file: nothing of torch is touched before its version was compared.
     static auto* library =

@@ -99,10 +99,18 @@ inline int dtype_code(at::ScalarType dtype) {
     }
 }
 
-// Whether a contiguous tensor has memory, and all that its sizes ask for.
+// Whether a tensor's storage reaches to its last element.
 inline bool has_memory(const Tensor& tensor) {
-    const auto end = static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * tensor.itemsize();
-    return tensor.numel() > 0 && tensor.storage().nbytes() >= end;
+    if (tensor.numel() == 0) return true;
+    int64_t last = tensor.storage_offset();
+    for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+    return tensor.storage().nbytes() >= static_cast<size_t>(last + 1) * tensor.itemsize();
+}
+
+// The same of one that is not empty, whose elements lie where a GPU can load them.
+inline bool holds(const Tensor& tensor) {
+    if (tensor.numel() == 0 || !has_memory(tensor)) return false;
+    return tensor.is_cpu() || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.itemsize() == 0;
 }
 
 inline bool any_requires_grad(at::TensorList tensors) {

@@ -196,13 +196,6 @@ GroupSplits Groups::sizes() const {
 
 // Conditions
 
-bool holds(const Tensor& tensor) {
-    const size_t end = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
-                                                        static_cast<size_t>(tensor.storage_offset()));
-    if (tensor.numel() == 0 || tensor.storage().nbytes() < end) return false;
-    return tensor.is_cpu() || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.itemsize() == 0;
-}
-
 bool is_readable(const Copy& copy) {
     if (!copy.defined()) return true;
     for (const Tensor& tensor : {copy.data, copy.scale, copy.amax})

@@ -118,8 +118,6 @@ struct QuantizedGroups {
 
 // Conditions
 
-// Whether the storage reaches to the last element of a tensor, whose elements lie where a GPU can load them.
-bool holds(const Tensor& tensor);
 bool is_readable(const Copy& copy);
 bool is_of(const Tensor& tensor, c10::IntArrayRef sizes, const c10::Device& device);
 
