@@ -17,14 +17,15 @@ from zerofp4.engine.buckets import (
     are_sendable,
     gradient_dtype,
     is_sendable,
+    joined,
     with_own_storage,
+    write_master,
 )
 from zerofp4.engine.collective import CollectiveTransport, find_advice
 from zerofp4.engine.hosts import HostTransport
 from zerofp4.engine.late_gather import LateGathers
 from zerofp4.engine.peer import PeerTransport
 from zerofp4.engine.peers import Peers
-from zerofp4.engine.split_masters import joined, write_master
 from zerofp4.engine.step import Arrived, Step, Transport, are_as_sent, check_gradients
 from zerofp4.engine.topology import Hosts, find_topology
 

@@ -10,18 +10,18 @@ import itertools
 import math
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zerofp4.cast import StagedPlan, block_unit
-from zerofp4.distributed import GroupReference, all_gather_slices, rank_and_size
+from zerofp4.distributed import GroupReference, rank_and_size
 from zerofp4.engine.peers import Peers
-from zerofp4.engine.split_masters import joined
 from zerofp4.layout import ceil_div, round_up
 from zerofp4.ops import addresses_of, versions_of
+from zerofp4.reference import join_master, round_master, split_master
 from zerofp4.shard import equal_slices, intersect, state_unit, whole_slices
 from zerofp4.storage import Gate, any_dispatches, dispatches
 from zerofp4.tensors import GradientPlace, NVFP4Tensor
@@ -208,14 +208,6 @@ class Bucket:
         """The masters in float32: `masters` itself, but of masters of 24 bits a new tensor."""
         return self.masters if self.low is None else joined(self.masters, self.low)
 
-    def gathered_masters(self) -> list[torch.Tensor]:
-        """Collective: the whole FP32 master of each parameter, in its shape."""
-        flat = torch.empty(self.world_size * self.slice_numel, dtype=torch.float32, device=self.device)
-        self._own_slice(flat).copy_(self.float_masters())
-        if self.world_size > 1:
-            all_gather_slices(flat, self.group(), stage="gathering masters")
-        return [view.clone() for view in self.whole_views(flat)]
-
     # Views
 
     def own_views(self, flat_slice: torch.Tensor) -> list[torch.Tensor | None]:
@@ -242,6 +234,39 @@ class Bucket:
 
     def _own_slice(self, flat: torch.Tensor) -> torch.Tensor:
         return flat[self.begin : self.begin + self.slice_numel]
+
+
+# Masters of 24 bits, kept in two planes: bfloat16, and a byte
+
+CHUNK = 2**22
+"""Elements that are converted at once: the arithmetic takes many times their memory."""
+
+NEAREST = 128
+"""In place of a random byte: a master that no update has made is the value of 24 bits next to what it was."""
+
+
+def joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """float32 values of masters, 1D. high: bfloat16. low: uint8."""
+    values = torch.empty(high.shape, dtype=torch.float32, device=high.device)
+    for part in _chunks(values):
+        values[part] = join_master(high[part], low[part])
+    return values
+
+
+def write_master(values: torch.Tensor, master: torch.Tensor, low: torch.Tensor | None = None) -> None:
+    """Write float32 values, 1D, into a master: float32, or with `low` the planes of 24 bits. Values that 24
+    bits hold stay what they are.
+    """
+    if low is None:
+        master.copy_(values)
+        return
+    nearest = torch.tensor(NEAREST, device=master.device)
+    for part in _chunks(master):
+        master[part], low[part] = split_master(round_master(values[part].to(master.device).float(), nearest))
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[slice]:
+    return (slice(first, first + CHUNK) for first in range(0, tensor.numel(), CHUNK))
 
 
 # Gradients of a model

@@ -86,11 +86,13 @@ class CollectiveTransport(Transport):
             self._own_views[b] = bucket.own_views(memory.flat[bucket.rank])
             self._received[b] = memory.flat if bucket.world_size == 1 else self._received[b]
         self._in_place = {
-            i: dtype if dtype in WEIGHT_DTYPES else torch.float32
-            for bucket, memory, dtype in zip(buckets, self.memory, self.dtypes, strict=True)
+            i: bucket.sent_as if adds else None
+            for bucket, memory, adds in zip(buckets, self.memory, self.adds_in_update, strict=True)
             for i in (bucket.indices if memory is None else ())
         }
-        """What kernels read in place, in this dtype."""
+        """What kernels read in place: the dtype that an update reads; None for the gradient's own."""
+        self._ranks = [torch.full((), b.world_size, dtype=torch.float32, device=device) for b in buckets]
+        """By bucket, as a tensor: torch multiplies what is on a GPU by the rounded reciprocal of a number."""
         self._slices: dict[int, GradientMemory] = {}
         """By bucket whose gradients are read in place, its averaged gradients as what those are copied to."""
         self._sent: dict[int, tuple[list[Pending], OwnError]] = {}
@@ -105,7 +107,8 @@ class CollectiveTransport(Transport):
         found = dict(gradients) if is_partial else list(gradients)
         for i in found if is_partial else range(len(found)):
             if found[i] is not None and i in self._in_place:  # kernels read addresses
-                found[i] = in_order(found[i], self._in_place[i])
+                own = found[i].dtype if found[i].dtype in WEIGHT_DTYPES else torch.float32
+                found[i] = in_order(found[i], self._in_place[i] or own)
         return found
 
     # Gradients
@@ -170,9 +173,7 @@ class CollectiveTransport(Transport):
         if self._ordered or bucket.world_size == 1:
             ops.average(self._received[b], out, self.memory[b].flat[bucket.rank], bucket.rank, counted)
         else:
-            # By a tensor: torch multiplies what is on a GPU by the rounded reciprocal of a number.
-            ranks = torch.full((), bucket.world_size, dtype=out.dtype, device=out.device)
-            out.copy_(self._received[b][0]).div_(ranks)
+            out.copy_(self._received[b][0]).div_(self._ranks[b])
             if counted is not None:
                 ops.add_squares([out], counted)
         if has_replicas:

@@ -47,38 +47,28 @@ class Hosts(NamedTuple):
         return range(host * self.size, (host + 1) * self.size)
 
 
-class Topology(NamedTuple):
-    """What the ranks of a group have in common.
-
-    peers: the ranks of this host, if they share memory.
-    hosts: None where gradients are added up over all ranks at once.
-    why_collective: why the ranks of a host share no memory.
-    """
-
-    peers: Peers | None
-    hosts: Hosts | None
-    why_collective: str | None
-
-
 def find_topology(
     transport: str,
     hosts: Hosts | None,
     group: dist.ProcessGroup | None,
     device: torch.device,
     may_use_hosts: bool = True,
-) -> Topology:
+) -> tuple[Peers | None, Hosts | None, str | None]:
     """Let the ranks of each host share memory, if transport allows it and they can. Collective.
 
     transport: "auto", "collective" or "peer". "auto" groups ranks by host name if no hosts are given;
     may_use_hosts=False turns that off.
 
+    Returns the ranks of this host, if they share memory; the hosts, or None where gradients are added up over
+    all ranks at once; and why the ranks of a host share no memory.
+
     Raises ValueError on every rank if transport is "peer" and ranks cannot share memory.
     """
     rank, size = rank_and_size(group)
     if size == 1:
-        return Topology(None, None, "a world of one has nobody to share memory with")
+        return None, None, "a world of one has nobody to share memory with"
     if transport == "collective":
-        return Topology(None, hosts, "it was asked for")
+        return None, hosts, "it was asked for"
     locations = exchange(*attempt(locate, device), group, "comparing where ranks run")
     if hosts is None and transport == "auto" and may_use_hosts:
         hosts = find_hosts(locations)
@@ -99,7 +89,7 @@ def find_topology(
         peers = peers if obstacle is None else None
     if transport == "peer" and obstacle is not None:
         raise ValueError(f'transport="peer" cannot be: {obstacle}; "collective" works everywhere')
-    return Topology(peers, hosts, obstacle)
+    return peers, hosts, obstacle
 
 
 class Location(NamedTuple):

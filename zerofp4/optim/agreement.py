@@ -333,7 +333,7 @@ class Agreement:
         """
         words = self.words if indices is None else [self.words[i] for i in indices]
         if launches is None:
-            word = first_nonfinite(gradients, self._wire, words, when)
+            word = first_nonfinite(gradients, words, self._wire, when)
         else:
             self._own.zero_()
             word = self._own_word
@@ -413,17 +413,17 @@ def _find_difference(lowest: Call, highest: Call) -> str | None:
 
 def first_nonfinite(
     gradients: Sequence[torch.Tensor | None],
+    words: Sequence[int],
     rounded_to: torch.dtype | None = None,
-    words: Sequence[int] | None = None,
     when: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """int32 [] on the gradients' device: the word of the first gradient with a NaN or Inf, once it is rounded
     to a dtype, None for its own; 0 where there is none. None without gradients. Waits for nothing.
 
-    words: of each gradient, the larger the earlier; None is from their number down to 1.
+    words: of each gradient, the larger the earlier.
     when: as of ops.find_nonfinite().
     """
-    pairs = zip(words or range(len(gradients), 0, -1), gradients, strict=True)
+    pairs = zip(words, gradients, strict=True)
     present = [(word, g) for word, g in pairs if g is not None and g.numel()]
     if not present:
         return None

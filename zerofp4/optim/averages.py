@@ -34,6 +34,8 @@ class AveragedMasters:
         optimizer._shards.check_not_taken_over()
         self.optimizer, self.decay = optimizer, decay
         self._slices = [bucket.float_masters().clone() for bucket in optimizer._shards.buckets]
+        slices = iter(self._slices)
+        self._views = optimizer._shards.by_parameter(lambda bucket: bucket.own_views(next(slices)))
 
     @torch.no_grad()
     def update(self) -> None:
@@ -48,21 +50,16 @@ class AveragedMasters:
         for average, buffer in zip(self._slices, self.optimizer._shards.buckets, strict=True):
             average.mul_(self.decay).add_(buffer.float_masters() * (1 - self.decay))
 
-    def masters(self) -> dict[int, Piece]:
-        """Pieces of the averages, by the identity of the parameter."""
-        pieces = {}
-        for buffer, average in zip(self.optimizer._shards.buckets, self._slices, strict=True):
-            rows = zip(buffer.parameters, buffer.indices, buffer.own_views(average), strict=True)
-            pieces |= {id(p): self.optimizer._saved.piece(i, "average", values) for p, i, values in rows}
-        return pieces
+    def _piece(self, i: int) -> Piece:
+        """The average of trainable parameter i."""
+        return self.optimizer._saved.piece(i, "average", self._views[i])
 
     def state_dict(self) -> dict[str, Any]:
         """Pieces in the parameters' shapes, as those of the optimizer's state_dict(), and no copies. For
         torch.distributed.checkpoint the optimizer needs names (named_parameters()).
         """
-        pieces, saved = self.masters(), self.optimizer._saved
-        own = zip(saved.parameters, saved, strict=True)
-        return {"state": {one.number: {"average": pieces[id(parameter)]} for one, parameter in own}}
+        parameters = self.optimizer._saved.parameters
+        return {"state": {one.number: {"average": self._piece(i)} for i, one in enumerate(parameters)}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -78,6 +75,6 @@ class AveragedMasters:
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = OwnError(load_error(failure))
         agree_on_save(saves, error, self.optimizer.process_group(), "load_state_dict() of averages")
-        own = self.masters()
-        for parameter, values in zip(self.optimizer._saved, found, strict=True):
-            own[id(parameter)].values.copy_(values)
+        for own, values in zip(self._views, found, strict=True):
+            if own is not None:
+                own.copy_(values)

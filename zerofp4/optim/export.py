@@ -1,6 +1,6 @@
 """A trained model in ordinary tensors: a state dict of its masters, ordinary parameters."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +32,12 @@ def master_state_dict(
     return _values(model, _find_masters(optimizer, dtype)[1], dtype)
 
 
-def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ZeroFP4Optimizer, Mapping[int, Piece]]:
-    """The optimizer, and this rank's pieces of its masters or their averages, by the identity of the
-    parameter. source: the optimizer, or AveragedMasters of it.
-    """
+FindMaster = Callable[[torch.Tensor], Piece | None]
+"""From a parameter, this rank's piece of its master, or of the average of that; None without one."""
+
+
+def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ZeroFP4Optimizer, FindMaster]:
+    """The optimizer, and what finds masters. source: the optimizer, or AveragedMasters of it."""
     optimizer = source.optimizer if isinstance(source, AveragedMasters) else source
     if not isinstance(optimizer, ZeroFP4Optimizer):
         raise TypeError(f"optimizer must be a ZeroFP4Optimizer, got {type(optimizer).__name__}")
@@ -43,7 +45,15 @@ def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ZeroFP4Optimizer, Ma
     optimizer._check_sound()
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating one, got {dtype}")
-    return optimizer, (optimizer._saved if source is optimizer else source).masters()
+    indices, piece = optimizer._saved.indices, optimizer._saved.master
+    if source is not optimizer:
+        piece = source._piece
+
+    def find(parameter: torch.Tensor) -> Piece | None:
+        i = indices.get(id(parameter))
+        return None if i is None else piece(i)
+
+    return optimizer, find
 
 
 def check_one_rank_has_all(optimizer: ZeroFP4Optimizer) -> None:
@@ -57,10 +67,13 @@ def check_one_rank_has_all(optimizer: ZeroFP4Optimizer) -> None:
 
 @torch.no_grad()
 def _values(
-    model: nn.Module, masters: Mapping[int, Piece], dtype: torch.dtype
+    model: nn.Module, find_master: FindMaster, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for key, value, is_parameter in named_tensors(model):
-        yield key, parameter_values(value, masters, dtype) if is_parameter else value.detach().clone()
+        if is_parameter:
+            yield key, parameter_values(value, find_master(value), dtype)
+        else:
+            yield key, value.detach().clone()
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -71,14 +84,12 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
             yield key, parameters.get(key, value), key in parameters
 
 
-def parameter_values(
-    parameter: torch.Tensor, masters: Mapping[int, Piece], dtype: torch.dtype
-) -> torch.Tensor:
+def parameter_values(parameter: torch.Tensor, master: Piece | None, dtype: torch.dtype) -> torch.Tensor:
     """A new plain tensor: the whole master of a parameter, which is collective, or what one without a master
     holds.
     """
-    if id(parameter) in masters:
-        return gathered(masters[id(parameter)]).to(dtype)
+    if master is not None:
+        return gathered(master).to(dtype)
     return initial_values(parameter).view(parameter.shape).to(parameter.device, dtype, copy=True)
 
 
@@ -88,8 +99,9 @@ def gather_masters(
     """Collective: the whole FP32 master of each parameter, gathered as it is asked for; None where there is
     none. Raises, before it returns, as master_state_dict().
     """
-    _, masters = _find_masters(optimizer, torch.float32)
-    return (gathered(masters[id(p)]) if id(p) in masters else None for p in parameters)
+    _, find_master = _find_masters(optimizer, torch.float32)
+    masters = map(find_master, parameters)
+    return (None if master is None else gathered(master) for master in masters)
 
 
 def unconvert_model(
@@ -104,9 +116,9 @@ def unconvert_model(
     Returns the names of the parameters. Raises RuntimeError, before anything is changed, for a weight that
     another optimizer or DistributedDataParallel holds.
     """
-    masters: Mapping[int, Piece] = {}
+    find_master: FindMaster = {}.get
     if optimizer is not None:
-        optimizer, masters = _find_masters(optimizer, torch.float32)
+        optimizer, find_master = _find_masters(optimizer, torch.float32)
     found = [
         (module, name, f"{prefix}.{name}" if prefix else name)
         for prefix, module in model.named_modules()
@@ -120,7 +132,7 @@ def unconvert_model(
         for module, name, _ in found:
             old = module._parameters[name]
             if id(old) not in made:
-                new = nn.Parameter(parameter_values(old, masters, old.dtype), old.requires_grad)
+                new = nn.Parameter(parameter_values(old, find_master(old), old.dtype), old.requires_grad)
                 vars(new).update({k: v for k, v in vars(old).items() if k not in ("record", "_is_param")})
                 new.grad = old.grad
                 made[id(old)] = new

@@ -1,6 +1,7 @@
 """What masters begin with: rank 0's values of the parameters, or the masters of an earlier optimizer."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ def take_over(
     names: Sequence[str],
     group: dist.ProcessGroup | None,
     shardings: Sequence[Sharding],
-) -> Mapping[int, Piece]:
-    """This rank's pieces of the masters that an earlier optimizer holds, by id(parameter).
+) -> Mapping[int, Callable[[], Piece]]:
+    """This rank's pieces of the masters that an earlier optimizer holds, by id(parameter). One of 24 bits is
+    converted when it is asked for.
 
     source: None, or a ZeroFP4Optimizer.
     group: all ranks that step together.
@@ -33,25 +35,29 @@ def take_over(
     """
     if source is None:
         return {}
-    if not hasattr(source, "_handed_masters"):
+    if not hasattr(source, "_hand_over"):
         raise TypeError(f"masters_from must be a ZeroFP4Optimizer, got {type(source).__name__}")
     if not source.process_group.refers_to(group):
         raise ValueError("masters_from must shard its masters over the same process group")
-    handed, written = source._handed_masters()
-    taken = [row for row in zip(parameters, names, shardings, strict=True) if id(row[0]) in handed]
-    for p, name, sharding in taken:
-        if not handed.home(id(p)).group.refers_to(sharding.group):
+    saved, written = source._hand_over()
+    taken = {}
+    for p, name, sharding in zip(parameters, names, shardings, strict=True):
+        i = saved.indices.get(id(p))
+        if i is None:
+            continue
+        if not saved.parameters[i].home.group.refers_to(sharding.group):
             raise ValueError(f"{name} is sharded over another process group than in masters_from")
-        if id(p) in written:
+        if i in written:
             raise ValueError(
                 f"{name} was written to since the last step of masters_from, whose master would undo that"
             )
+        taken[id(p)] = functools.partial(saved.master, i)
     if not taken:
         raise ValueError("masters_from has the master of none of the trainable parameters of params")
-    return handed
+    return taken
 
 
-def initialize_masters(buffers: Sequence[Bucket], held: Mapping[int, Piece]) -> None:
+def initialize_masters(buffers: Sequence[Bucket], held: Mapping[int, Callable[[], Piece]]) -> None:
     """Fill the masters of all buckets, chunk by chunk. Collective.
 
     held: what take_over() returned. The other masters begin with rank 0's values, as in DDP.
@@ -59,8 +65,10 @@ def initialize_masters(buffers: Sequence[Bucket], held: Mapping[int, Piece]) -> 
     for buffer in buffers:
         own = [buffer.own_views(plane) for plane in (buffer.masters, buffer.low) if plane is not None]
         for parameter, shard, *planes in zip(buffer.parameters, buffer.shards, *own, strict=True):
-            earlier, source = held.get(id(parameter)), None
-            if earlier is None and buffer.rank == buffer.replica == 0:
+            earlier, source = None, None
+            if id(parameter) in held:
+                earlier = held[id(parameter)]()
+            elif buffer.rank == buffer.replica == 0:
                 source = initial_values(parameter)
             for first in range(0, parameter.numel(), CHUNK):
                 size = min(CHUNK, parameter.numel() - first)

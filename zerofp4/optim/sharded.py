@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zerofp4.cast import CastPlan, StagedPlan
-from zerofp4.distributed import GroupReference, OwnError
+from zerofp4.distributed import OwnError
 from zerofp4.engine import (
     Bucket,
     LateGathers,
@@ -63,18 +63,16 @@ class ShardedParameters:
             bucket.allocate(peers)
             bucket.take_values()
             bucket.bind()
-        self.masters: list[torch.Tensor | None] = self._by_parameter(lambda b: b.own_views(b.masters))
+        self.masters: list[torch.Tensor | None] = self.by_parameter(lambda b: b.own_views(b.masters))
         """By parameter, 1D, this rank's piece of its master, as `masters` of its bucket; None where it owns
         nothing.
         """
-        self.lows: list[torch.Tensor | None] = self._by_parameter(
+        self.lows: list[torch.Tensor | None] = self.by_parameter(
             lambda b: [None] * len(b.indices) if b.low is None else b.own_views(b.low)
         )
         """By parameter, the bytes of masters of 24 bits."""
-        self.shards: list[Shard] = self._by_parameter(lambda b: b.shards)
+        self.shards: list[Shard] = self.by_parameter(lambda b: b.shards)
         """By parameter, what this rank owns."""
-        self.groups: list[GroupReference] = self._by_parameter(lambda b: [b.group] * len(b.indices))
-        """By parameter, the ranks that it is sharded over."""
         self.optimized = [self._as_optimized(i, master) for i, master in enumerate(self.masters)]
         """By parameter, what an optimizer updates: nothing, the piece, or the matrices in it."""
         self.slices: dict[torch.Tensor, Slice] = {
@@ -101,7 +99,7 @@ class ShardedParameters:
         self.weights_follow = True
         """False from load_state_dict() to the next step: weights written meanwhile yield to the masters."""
 
-    def _by_parameter(self, of_bucket: Callable[[Bucket], list]) -> list:
+    def by_parameter(self, of_bucket: Callable[[Bucket], list]) -> list:
         """What a function returns for the parameters of each bucket, in the order of all parameters."""
         found: dict[int, Any] = {}
         for bucket in self.buckets:
@@ -127,14 +125,14 @@ class ShardedParameters:
         """Everything in `optimized`, and the averaged gradients of it, the same views in every step. The
         memory of gradients is made here.
         """
-        pieces = self._by_parameter(lambda b: b.gradient_views)
+        pieces = self.by_parameter(lambda b: b.gradient_views)
         gradients = [g for i, piece in enumerate(pieces) for g in self._as_optimized(i, piece)]
         return [master for own in self.optimized for master in own], gradients
 
     @functools.cached_property
     def gradients(self) -> list[torch.Tensor]:
         """By parameter, its averaged gradient, whole, as it is in a world of one."""
-        return self._by_parameter(lambda b: b.whole_views(b.gradients))
+        return self.by_parameter(lambda b: b.whole_views(b.gradients))
 
     def share_gradients(self) -> None:
         """Let all buckets have `gradients` in the same memory, each until its update."""
@@ -300,10 +298,6 @@ class ShardedParameters:
         self._take_addresses()
 
     # Masters
-
-    def gathered_masters(self) -> list[torch.Tensor]:
-        """The whole FP32 masters, in the order and the shapes of the parameters. Collective."""
-        return self._by_parameter(lambda b: b.gathered_masters())
 
     def planes(self, i: int) -> tuple[torch.Tensor | None, ...]:
         """What is kept of this rank's piece of a master: float32 values, or the planes of 24 bits."""

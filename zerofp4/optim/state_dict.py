@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zerofp4.distributed import CollectiveError
+from zerofp4.distributed import CollectiveError, GroupReference
 from zerofp4.engine import joined
 from zerofp4.optim.initial import initial_values
 from zerofp4.optim.inner import InnerClass, InnerOptimizers, options
@@ -271,14 +271,15 @@ class SavedState(Mapping):
         homes: dict[dist.ProcessGroup | None, Home] = {}
         self.parameters: list[SavedParameter] = []
         """The trainable ones, in the order of the shards."""
-        rows = zip(shards.trained, shards.shards, shards.groups, refusals, strict=True)
-        for one, shard, ranks, refusal in rows:
+        for one, shard, refusal in zip(shards.trained, shards.shards, refusals, strict=True):
             g, number = places[id(one.parameter)]
-            home = homes.setdefault(ranks(), Home(ranks, self.device))
+            group = one.sharding.group
+            home = homes.setdefault(group, Home(GroupReference(group), self.device))
             label, shape = number.name or one.name, one.parameter.shape
             saved = SavedParameter(number, label, g, shape, shard, home, refusal, one.state)
             self.parameters.append(saved)
         self.indices = {id(p): i for i, p in enumerate(shards.parameters)}
+        """By the identity of a trainable parameter, its position among these."""
         self._templates: dict[Hashable, dict[str, Entry]] = {}
 
     @property
@@ -314,9 +315,9 @@ class SavedState(Mapping):
         about = About(label, saved.home, saved.refusal, self.sound.obstacle)
         return Piece(values, shape, shard.start, about, {self.save_id: label or "a tensor"})
 
-    def masters(self) -> "Masters":
-        """Pieces of the float32 masters, by the identity of the parameter."""
-        return Masters(self)
+    def master(self, i: int) -> Piece:
+        """A piece of the float32 master of trainable parameter i. One of 24 bits is converted each time."""
+        return self.piece(i, "master", self.shards.float_master(i))
 
     def entries(self, i: int) -> dict[str, Piece]:
         """What is saved of trainable parameter i: pieces of its master, and of its state by the names of the
@@ -373,32 +374,6 @@ class SavedState(Mapping):
 
     def __len__(self) -> int:
         return len(self.parameters)
-
-
-class Masters(Mapping):
-    """Pieces of the float32 masters, by the identity of the parameter. A master of 24 bits is converted each
-    time that it is asked for, and nothing keeps what it is converted into.
-    """
-
-    def __init__(self, saved: SavedState):
-        self._saved, self._indices = saved, saved.indices
-
-    def __getitem__(self, key: int) -> Piece:
-        i = self._indices[key]
-        return self._saved.piece(i, "master", self._saved.shards.float_master(i))
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._indices
-
-    def home(self, key: int) -> Home:
-        """Where the pieces of a master are."""
-        return self._saved.parameters[self._indices[key]].home
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
-
-    def __len__(self) -> int:
-        return len(self._indices)
 
 
 def _with_moments(template: Mapping[str, Entry], moments: Mapping[str, Entry]) -> dict[str, Entry]:

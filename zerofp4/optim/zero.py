@@ -57,7 +57,7 @@ from zerofp4.optim.piece import gathered
 from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.soundness import Soundness
-from zerofp4.optim.state_dict import Masters, SavedState, load_error, read_state_dict
+from zerofp4.optim.state_dict import SavedState, load_error, read_state_dict
 from zerofp4.tensors import had_master
 
 
@@ -155,8 +155,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._parameters, device = checked.parameters, checked.parameters[0].device
         """All parameters, frozen ones too."""
         may_use_hosts = not communication.sends_early
-        topology = find_topology(checked.transport, checked.hosts, group, device, may_use_hosts)
-        self._peers, self._hosts, obstacle = topology
+        self._peers, self._hosts, obstacle = find_topology(
+            checked.transport, checked.hosts, group, device, may_use_hosts
+        )
         self._why_collective = obstacle if self.world_size == 1 else checked.why_collective or obstacle
         shares_all = self._peers is not None and self._hosts is None
         self._transport_name = "none" if self.world_size == 1 else "peer" if shares_all else "collective"
@@ -849,9 +850,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
         For checks: it takes the memory that sharding saves.
         """
-        trainable = self._shards.parameters
-        masters = {id(p): m for p, m in zip(trainable, self._shards.gathered_masters(), strict=True)}
-        return [masters.get(id(p)) for p in self._parameters]
+        places = [self._saved.indices.get(id(p)) for p in self._parameters]
+        return [None if i is None else gathered(self._saved.master(i)) for i in places]
 
     def gathered_bytes_per_step(self) -> dict[str, int]:
         """Bytes of the buffers that the ranks of the group gather together in each step; 0 in a world of one.
@@ -866,9 +866,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             "bf16_equivalent": 2 * sum(p.numel() for bucket in sharded for p in bucket.parameters),
         }
 
-    def _handed_masters(self) -> tuple[Masters, set[int]]:
-        """The masters for an optimizer that is built with this one as masters_from, by id(parameter), and the
-        ids of parameters that somebody has written to since the last step. Raises ValueError.
+    def _hand_over(self) -> tuple[SavedState, list[int]]:
+        """The masters for an optimizer that is built with this one as masters_from, and which trainable
+        parameters somebody has written to since the last step. Raises ValueError.
         """
         if self.broken is not None:
             raise ValueError(f"masters_from is of no more use: {self.broken}")
@@ -879,8 +879,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             )
         if self._early is not None and self._early.is_open:
             raise ValueError("masters_from is in the middle of a step: call its step() first")
-        written = {id(self._shards.parameters[i]) for i in self._shards.written()}
-        return self._saved.masters(), written
+        return self._saved, self._shards.written()
 
     # What users ask
 

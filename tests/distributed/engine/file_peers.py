@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, rank_and_size
 from zerofp4.engine.peers import Copies, Peers
-from zerofp4.engine.topology import Topology
 from zerofp4.optim import zero
 
 PADDING = 4096
@@ -119,7 +118,7 @@ def sharing_files(world, late: bool) -> Iterator[tuple[SimpleNamespace, dist.Pro
     alone = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=torch.device("cpu"))
 
     def find(transport, hosts, given, *_):
-        return Topology(None if transport == "collective" else FilePeers(given, late), None, None)
+        return None if transport == "collective" else FilePeers(given, late), None, None
 
     with mock.patch.object(zero, "find_topology", find):
         yield alone, dist.new_group(backend="gloo")

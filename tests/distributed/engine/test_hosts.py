@@ -270,9 +270,9 @@ def test_ranks_of_a_host_that_was_found_share_memory(world):
         mock.patch.object(topology, "Peers", share),
     ):
         ways = [find_topology("auto", None, dist.group.WORLD, world.device) for _ in range(3)]
-    assert [way.hosts for way in ways] == [Hosts(2, 2)] * 3
-    assert [way.peers and way.peers.size for way in ways] == [2, 2, None]
-    assert ways[-1].why_collective == "on rank 3: no permission"
+    assert [hosts for _, hosts, _ in ways] == [Hosts(2, 2)] * 3
+    assert [peers and peers.size for peers, _, _ in ways] == [2, 2, None]
+    assert ways[-1][2] == "on rank 3: no permission"
     first = world.rank // 2 * 2
     assert groups[0] is groups[1] and dist.get_process_group_ranks(groups[0]) == [first, first + 1]
 
@@ -291,10 +291,10 @@ def test_ranks_of_a_host_that_torch_cannot_group(world, kind):
             pytest.skip("this torch sorts the ranks of every group")
         group = dist.new_group([0, 1, 3, 2], sort_ranks=False)
     with on_hosts(world, "aabb"), sharing_memory(world):
-        ways = find_topology("auto", None, group, world.device)
-    assert ways.peers is None and ways.hosts == Hosts(2, 2)
+        peers, hosts, why_collective = find_topology("auto", None, group, world.device)
+    assert peers is None and hosts == Hosts(2, 2)
     said = r"are in \d+ and \d+ process groups|in this order"
-    assert re.search(said, ways.why_collective), ways.why_collective
+    assert re.search(said, why_collective), why_collective
 
 
 @pytest.mark.parametrize(
