@@ -202,9 +202,9 @@ def test_a_choice_that_is_changed_later(device, steps):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("exp_avg_codes", torch.Tensor.float, "exp_avg_codes must be contiguous int8 with 7680 elements"),
-        ("exp_avg_sq_codes", lambda codes: codes[1:], "exp_avg_sq_codes must be contiguous uint8 with 7680"),
-        ("scales", lambda scales: scales[:, :2], "scales must be contiguous float32 with 240 elements"),
+        ("exp_avg_codes", torch.Tensor.float, "exp_avg_codes must be torch.int8, got torch.float32"),
+        ("exp_avg_sq_codes", lambda codes: codes[1:], "exp_avg_sq_codes has 7488 elements and must"),
+        ("scales", lambda scales: scales[:, :2], "scales has 160 elements and must have 240"),
     ],
 )
 def test_state_that_does_not_fit(device, name, change, message):

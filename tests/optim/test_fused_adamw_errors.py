@@ -140,9 +140,9 @@ def test_state_that_does_not_fit(device):
     good = optimizer.state[p]
     two = torch.zeros(2, device=device)
     for bad, message in (
-        ({"exp_avg": torch.zeros(5, device=device)}, "exp_avg must be contiguous float32 with 4 elements"),
-        ({"exp_avg_sq": good["exp_avg_sq"].double()}, r"got torch.float64 \(4,\) with strides \(1,\)"),
-        ({"step": two}, "step must be contiguous float32 with 1 elements"),
+        ({"exp_avg": torch.zeros(5, device=device)}, "exp_avg has 5 elements and must have 4"),
+        ({"exp_avg_sq": good["exp_avg_sq"].double()}, "exp_avg_sq must be torch.float32, got torch.float64"),
+        ({"step": two}, "step has 2 elements and must have 1"),
     ):
         optimizer.state[p] = good | bad
         with refused(optimizer, ValueError, message):
@@ -150,7 +150,7 @@ def test_state_that_does_not_fit(device):
     optimizer.add_param_group({"params": [q]})
     optimizer.param_groups.reverse()
     optimizer.state[p] = good | {"step": two}
-    with pytest.raises(ValueError, match="step must be contiguous"):
+    with pytest.raises(ValueError, match="step has 2 elements"):
         optimizer.step()
     assert list(optimizer.state) == [p], "a parameter before it got a state"
 
@@ -171,7 +171,7 @@ def test_state_that_comes_back_after_an_error(device):
     good = [optimizer.state[p] for p in params]
     optimizer.state[params[0]] = {key: value.clone() for key, value in good[0].items()}
     optimizer.state[params[1]] = good[1] | {"exp_avg": torch.zeros(3, device=device)}
-    with refused(optimizer, ValueError, "exp_avg must be contiguous float32 with 20 elements"):
+    with refused(optimizer, ValueError, "exp_avg has 3 elements and must have 20"):
         optimizer.step()
     optimizer.state.update(zip(params, good, strict=True))
     optimizer.step()

@@ -73,8 +73,7 @@ class Bucket:
     wire: what gradients are rounded to before they are added; None is what autograd makes them.
     state: of Trained. Compact state is cut between its groups only.
 
-    allocate() makes the memory, take_values() copies the parameters into `weights`, and bind() makes the
-    parameters views of it.
+    allocate() makes the memory, and bind() makes the parameters views of it.
 
     weights: what the model computes with, in a storage that nothing else has: [world_size * slice_numel], or
         uint8 of half as many elements, the rowwise codes of NVFP4 weights.
@@ -164,13 +163,17 @@ class Bucket:
     # Memory
 
     def allocate(self, peers: Peers | None = None) -> None:
-        """peers: ranks that share the memory of `weights`, which makes this collective."""
+        """Make the memory, with the values of the parameters in `weights`. peers: ranks that share that,
+        which makes this collective.
+        """
         dtype = torch.uint8 if self.is_packed else self.parameters[0].dtype
         numel = self.world_size * self.slice_numel // (2 if self.is_packed else 1)
         if peers is None:
             self.weights = torch.zeros(numel, dtype=dtype, device=self.device)
         else:
             self.weights = peers.zeros((numel,), dtype)
+        for view, parameter in zip(self._weight_views(), self.parameters, strict=True):
+            view.copy_(parameter.rowwise_data if self.is_packed else parameter.data)
         kept_as = torch.float32
         if self.state == "compact24":
             kept_as, self.low = torch.bfloat16, self._zeros(torch.uint8)
@@ -179,10 +182,6 @@ class Bucket:
 
     def _zeros(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(self.slice_numel, dtype=dtype, device=self.device)
-
-    def take_values(self) -> None:
-        for view, parameter in zip(self._weight_views(), self.parameters, strict=True):
-            view.copy_(parameter.rowwise_data if self.is_packed else parameter.data)
 
     def bind(self) -> None:
         for view, parameter in zip(self._weight_views(), self.parameters, strict=True):

@@ -288,13 +288,11 @@ class FusedAdamW(torch.optim.Optimizer):
         """
         made = {}
         if not all(states):
-            for i, (p, dtype) in enumerate(zip(part.listed, dtypes, strict=True)):
-                if not states[i]:
-                    compact = i >= part.full
-                    if dtype is None:
-                        states[i] = _NO_STATE[compact]
-                    else:
-                        states[i] = made.setdefault(p, first_state(p, compact, part.slices[i]))
+            for i, (p, _, _, compact, of) in enumerate(part.members):
+                if not states[i] and dtypes[i] is None:
+                    states[i] = _NO_STATE[compact]
+                elif not states[i]:
+                    states[i] = made.setdefault(p, first_state(p, compact, of))
         entries = part.entries(states)
         if None in dtypes:
             dtypes = [dtype or before for dtype, before in zip(dtypes, part.dtypes, strict=True)]
@@ -340,11 +338,11 @@ class Part:
         self.versions = self.read_versions()
         """Those of the masters when their amaxes were computed."""
         # From hold():
+        self.members: list[Member] = []
+        """Those with full state first."""
         self.listed: list[torch.Tensor] = []
-        self.names: list[str] = []
-        self.slices: list[Slice | None] = []
         self.full = 0
-        """How many of them have full state: the first ones."""
+        """How many of them have full state."""
         self.keys: list[tuple[str, ...]] = []
         """The entries of their state."""
         self._ranges: list[tuple[bool, int, int, int]] = []
@@ -363,9 +361,8 @@ class Part:
 
     def hold(self, members: Sequence[Member]) -> None:
         """members: ordered by group."""
-        members = sorted(members, key=operator.attrgetter("compact"))
-        self.listed, self.names = [m.parameter for m in members], [m.name for m in members]
-        self.slices = [m.of for m in members]
+        self.members = members = sorted(members, key=operator.attrgetter("compact"))
+        self.listed = [m.parameter for m in members]
         kinds = [(m.compact, m.group) for m in members]
         self.full = len([m for m in members if not m.compact])
         self.keys = [tuple(_KEPT[m.compact]) for m in members]
@@ -387,22 +384,24 @@ class Part:
         """
         items: dict[bool, list] = {False: [], True: []}
         rest = iter(entries)
-        for i, (name, p) in enumerate(zip(self.names, self.params, strict=True)):
-            compact, pieces, of = i >= self.full, self._pieces.get(self.listed[i], ()), self.slices[i]
-            kept = _KEPT[compact]
+        for (listed, _, name, compact, of), p, dtype in zip(self.members, self.params, dtypes, strict=True):
+            pieces, kept = self._pieces.get(listed, ()), _KEPT[compact]
             state = list(itertools.islice(rest, len(kept)))
             _check_parameter(name, p, self.params[0].device, of)
             if pieces and pieces[0].master.data_ptr() != p.data_ptr():
                 raise RuntimeError(f"{name} is not where the plan's master is: refresh() and offer it anew")
             if compact and of is None:
                 _check_pieces(name, p, pieces)
-            for (key, dtype), tensor in zip(kept.items(), state, strict=True):
+            for (key, kept_as), tensor in zip(kept.items(), state, strict=True):
                 if tensor is not None:
                     numel = 1 if key == "step" else p.numel()
                     if key == "scales":
                         numel = math.prod(scales_shape(p.shape)) if of is None else 2 * of.groups
-                    _check_state(f"the state of {name}: {key}", tensor, dtype, p.device, numel)
-            rest_of_item = dtypes[i], pieces, self._present.get(self.listed[i])
+                    what = f"the state of {name}: {key}"
+                    if tensor.dtype != kept_as:
+                        raise ValueError(f"{what} must be {kept_as}, got {tensor.dtype}")
+                    _check_place(what, tensor, p.device, numel)
+            rest_of_item = dtype, pieces, self._present.get(listed)
             if not compact:
                 item = ops.AdamWItem(p, *state, *rest_of_item)
             elif of is None:
@@ -420,7 +419,7 @@ class Part:
         facts = ops.plain_facts(gradients)
         kinds = None if facts is None else (facts.kinds, ops.tensor_facts(self.params).kinds)
         if kinds is None or kinds != self._passed:
-            _check_gradients(self.names, gradients, self.params)
+            _check_gradients([m.name for m in self.members], gradients, self.params)
             self._passed = kinds
 
     def run(self, gradients: _Tensors, options: Sequence[Any], rows: ops.RankGradients | None = None) -> None:
@@ -634,21 +633,11 @@ def _check_place(name: str, tensor: torch.Tensor, device: _Device, numel: int) -
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, the first parameter on {device}")
     if tensor.numel() != numel:
-        raise ValueError(f"{name} has {tensor.numel()} elements, the parameter {numel}")
+        raise ValueError(f"{name} has {tensor.numel()} elements and must have {numel}")
     if not tensor.is_contiguous():
         shape, strides = tuple(tensor.shape), tensor.stride()
         raise ValueError(f"{name} must be contiguous, got shape {shape} with strides {strides}")
     check_memory(name, tensor)
-
-
-def _check_state(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, numel: int
-) -> None:
-    found = tensor.dtype, tensor.device, tensor.numel(), tensor.is_contiguous()
-    if found != (dtype, device, numel, True):
-        wanted = str(dtype).removeprefix("torch.")
-        found = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
-        raise ValueError(f"{name} must be contiguous {wanted} with {numel} elements on {device}, got {found}")
 
 
 def _check_pieces(name: str, p: torch.Tensor, pieces: Sequence[ops.MasterPiece]) -> None:

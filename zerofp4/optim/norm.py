@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,20 +12,6 @@ from zerofp4.engine import ALIGNMENT
 
 NORM = "finding the norm of the gradients"
 """The stage of global_norm()."""
-
-
-def clip_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
-    """Both as floats; raises ValueError for what is no number or cannot be a limit or a norm."""
-    numbers = []
-    for name, value, rule in (("max_norm", max_norm, "0 or more"), ("norm_type", norm_type, "positive")):
-        try:
-            number = float(value)
-        except Exception:  # a value's own __float__ may raise anything
-            raise ValueError(f"{name} must be a number, {rule}, got {value!r}") from None
-        if not (number > 0 or (number == 0 and name == "max_norm")):
-            raise ValueError(f"{name} must be {rule}, got {value!r}")
-        numbers.append(abs(number))  # -0.0 is 0
-    return numbers[0], numbers[1]
 
 
 def global_norm(

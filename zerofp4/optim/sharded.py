@@ -61,7 +61,6 @@ class ShardedParameters:
         )
         for bucket in self.buckets:
             bucket.allocate(peers)
-            bucket.take_values()
             bucket.bind()
         self.masters: list[torch.Tensor | None] = self.by_parameter(lambda b: b.own_views(b.masters))
         """By parameter, 1D, this rank's piece of its master, as `masters` of its bucket; None where it owns

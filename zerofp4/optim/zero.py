@@ -15,7 +15,6 @@ from zerofp4.distributed import (
     CollectiveError,
     GroupReference,
     OwnError,
-    attempt,
     exchange,
     in_phase,
     raised_by_all,
@@ -52,7 +51,7 @@ from zerofp4.optim.communication import Communication
 from zerofp4.optim.early_updates import EarlyUpdates
 from zerofp4.optim.initial import broadcast_frozen, initialize_masters
 from zerofp4.optim.inner import InnerOptimizers, check_finite
-from zerofp4.optim.norm import clip_arguments, global_norm
+from zerofp4.optim.norm import global_norm
 from zerofp4.optim.piece import gathered
 from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
 from zerofp4.optim.sharded import ShardedParameters
@@ -523,7 +522,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return scale
 
     def _prepare_clip(self, max_norm: Any, norm_type: Any) -> _Ready:
-        max_norm, norm_type = clip_arguments(max_norm, norm_type)
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be positive, got {norm_type}")
         gradients = self._collect_gradients()
         self._shards.check_unchanged(self.param_groups)
         if self._reduced is not None and self._reduced.written():
@@ -765,8 +768,16 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         to: the rank in process_group. Raises ValueError for a rank that is not there, and where ranks train
         different parameters; RuntimeError where the optimizer is `broken` on a rank.
         """
-        rank, _ = rank_and_size(self.process_group())
-        _, error = attempt(self._check_can_consolidate, to)
+        rank, error = self._agreement.rank, OwnError()
+        with error:
+            self._check_sound()
+            if not (isinstance(to, int) and 0 <= to < self.world_size):
+                raise ValueError(f"to must be a rank from 0 to {self.world_size - 1}, got {to!r}")
+            if self._agreement.has_other_parameters_elsewhere():
+                raise ValueError(
+                    "consolidate_state_dict gathers what one rank trains, and other ranks train other "
+                    "parameters (experts, slices, stages): save with torch.distributed.checkpoint"
+                )
         exchange(None, error, self.process_group(), "consolidate_state_dict()")
         if self.world_size == 1:
             return
@@ -777,16 +788,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 if rank == to:
                     whole.setdefault(number, {})[name] = tensor.cpu()
         self._consolidated = whole if rank == to else None
-
-    def _check_can_consolidate(self, to: int) -> None:
-        self._check_sound()
-        if not (isinstance(to, int) and 0 <= to < self.world_size):
-            raise ValueError(f"to must be a rank from 0 to {self.world_size - 1}, got {to!r}")
-        if self._agreement.has_other_parameters_elsewhere():
-            raise ValueError(
-                "consolidate_state_dict gathers what one rank trains, and other ranks train other parameters "
-                "(experts, slices, stages): save with torch.distributed.checkpoint"
-            )
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
