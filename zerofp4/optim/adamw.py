@@ -492,10 +492,8 @@ class BucketUpdate:
         exchange: Transport | ArrivingMeans,
     ):
         self._inner, self._buckets, self._exchange = inner, buckets, exchange
-        self._positions = [{id(masters[i]): k for k, i in enumerate(b.indices)} for b in buckets]
-        """By bucket and the id of a master: the position of its parameter in the bucket."""
-        self._members: list[tuple[Any, list[int]]] = [(None, [])] * len(buckets)
-        """By bucket, what its part has listed, and their positions."""
+        self._ids = [[id(masters[i]) for i in bucket.indices] for bucket in buckets]
+        """By bucket, those of its masters. Its part may list them in another order."""
         # Of one step:
         self._options: list[Any] = []
         self.present: Sequence[bool] | None = None
@@ -529,15 +527,12 @@ class BucketUpdate:
         self._inner._lay_out(dtypes)
 
     def __call__(self, b: int, arrived: Arrived | None) -> None:
-        part, (listed, members) = self._inner._parts[b], self._members[b]
-        if listed is not part.listed:
-            members = [self._positions[b][id(master)] for master in part.listed]
-            self._members[b] = part.listed, members
-        bucket, present = self._buckets[b], self.present
+        part, bucket, present = self._inner._parts[b], self._buckets[b], self.present
         own = bucket.gradient_views if arrived is None else arrived.own
         if present is not None:
             own = [view if present[i] else None for view, i in zip(own, bucket.indices, strict=True)]
-        gradients = [own[k] for k in members]
+        by_id = dict(zip(self._ids[b], own, strict=True))
+        gradients = [by_id[id(master)] for master in part.listed]
         part.run(gradients, self._options, None if arrived is None else arrived.rows)
 
 

@@ -50,16 +50,18 @@ class AveragedMasters:
         for average, buffer in zip(self._slices, self.optimizer._shards.buckets, strict=True):
             average.mul_(self.decay).add_(buffer.float_masters() * (1 - self.decay))
 
-    def _piece(self, i: int) -> Piece:
-        """The average of trainable parameter i."""
-        return self.optimizer._saved.piece(i, "average", self._views[i])
+    def _master(self, parameter: torch.Tensor) -> Piece | None:
+        """As SavedState.master(), a piece of the average."""
+        i = self.optimizer._saved.indices.get(id(parameter))
+        return None if i is None else self.optimizer._saved.piece(i, "average", self._views[i])
 
     def state_dict(self) -> dict[str, Any]:
         """Pieces in the parameters' shapes, as those of the optimizer's state_dict(), and no copies. For
         torch.distributed.checkpoint the optimizer needs names (named_parameters()).
         """
-        parameters = self.optimizer._saved.parameters
-        return {"state": {one.number: {"average": self._piece(i)} for i, one in enumerate(parameters)}}
+        saved = self.optimizer._saved
+        own = zip(saved.parameters, map(self._master, saved), strict=True)
+        return {"state": {one.number: {"average": piece} for one, piece in own}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -231,13 +231,10 @@ def _choose_state(param_groups: Sequence[dict], classes: Sequence[InnerClass], s
 
     Raises ValueError for compact state of classes that do not have it. Muon's keeps its own.
     """
-    choices = [group.get("state", state) for group in param_groups]
-    named = {"": state} | {f"param_groups[{g}]: ": choice for g, choice in enumerate(choices)}
-    for where, choice in named.items():
-        if choice not in ("full", "compact"):
-            raise ValueError(f'{where}state must be "full" or "compact", got {choice!r}')
-    for g, (group, inner, chosen) in enumerate(zip(param_groups, classes, choices, strict=True)):
-        name = inner.optimizer_class.__name__
+    for g, (group, inner) in enumerate(zip(param_groups, classes, strict=True)):
+        chosen, name = group.get("state", state), inner.optimizer_class.__name__
+        if chosen not in ("full", "compact"):
+            raise ValueError(f'param_groups[{g}]: state must be "full" or "compact", got {chosen!r}')
         if issubclass(inner.optimizer_class, FusedAdamW):
             if chosen == "compact" and inner.whole:
                 raise ValueError(f'param_groups[{g}]: state="compact" excludes whole_matrices=True')

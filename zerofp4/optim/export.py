@@ -45,15 +45,7 @@ def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ZeroFP4Optimizer, Fi
     optimizer._check_sound()
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating one, got {dtype}")
-    indices, piece = optimizer._saved.indices, optimizer._saved.master
-    if source is not optimizer:
-        piece = source._piece
-
-    def find(parameter: torch.Tensor) -> Piece | None:
-        i = indices.get(id(parameter))
-        return None if i is None else piece(i)
-
-    return optimizer, find
+    return optimizer, optimizer._saved.master if source is optimizer else source._master
 
 
 def check_one_rank_has_all(optimizer: ZeroFP4Optimizer) -> None:

@@ -51,7 +51,7 @@ def take_over(
             raise ValueError(
                 f"{name} was written to since the last step of masters_from, whose master would undo that"
             )
-        taken[id(p)] = functools.partial(saved.master, i)
+        taken[id(p)] = functools.partial(saved.master, p)
     if not taken:
         raise ValueError("masters_from has the master of none of the trainable parameters of params")
     return taken

@@ -94,6 +94,7 @@ class ShardedParameters:
         self._watch()
         self.holder = Holder(self.parameters)
         self._take_addresses()
+        self._versions = [0] * len(self.parameters)
         self.accept_values()
         self.weights_follow = True
         """False from load_state_dict() to the next step: weights written meanwhile yield to the masters."""
@@ -235,23 +236,15 @@ class ShardedParameters:
 
     def accept_values(self, indices: Sequence[int] | None = None) -> None:
         """Take the present values of these weights, or of all, for the optimizer's own."""
-        if indices is None:
-            self._versions = versions_of(self.parameters)
-            return
-        versions = versions_of([self.parameters[i] for i in indices])
-        for i, version in zip(indices, versions, strict=True):
+        indices = range(len(self.parameters)) if indices is None else indices
+        for i, version in zip(indices, versions_of([self.parameters[i] for i in indices]), strict=True):
             self._versions[i] = version
 
     def written(self, indices: Sequence[int] | None = None) -> list[int]:
         """Which of these parameters, or of all, others than the optimizer wrote to since its last step."""
-        parameters, before = self.parameters, self._versions
-        if indices is not None:
-            parameters, before = [parameters[i] for i in indices], [before[i] for i in indices]
-        versions = versions_of(parameters)
-        if versions == before:
-            return []
-        triples = zip(indices or range(len(versions)), before, versions, strict=True)
-        return [i for i, then, now in triples if then != now]
+        indices = range(len(self.parameters)) if indices is None else indices
+        versions = zip(indices, versions_of([self.parameters[i] for i in indices]), strict=True)
+        return [i for i, version in versions if version != self._versions[i]]
 
     def _take_addresses(self) -> None:
         named = list(zip(self.names, self.parameters, strict=True))

@@ -305,9 +305,12 @@ class SavedState(Mapping):
         about = About(label, saved.home, saved.refusal, self.sound.obstacle)
         return Piece(values, shape, shard.start, about, {self.save_id: label or "a tensor"})
 
-    def master(self, i: int) -> Piece:
-        """A piece of the float32 master of trainable parameter i. One of 24 bits is converted each time."""
-        return self.piece(i, "master", self.shards.float_master(i))
+    def master(self, parameter: torch.Tensor) -> Piece | None:
+        """A piece of the float32 master; None of a parameter without one. One of 24 bits is converted each
+        time.
+        """
+        i = self.indices.get(id(parameter))
+        return None if i is None else self.piece(i, "master", self.shards.float_master(i))
 
     def entries(self, i: int) -> dict[str, Piece]:
         """What is saved of trainable parameter i: pieces of its master, and of its state by the names of the

@@ -851,8 +851,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
         For checks: it takes the memory that sharding saves.
         """
-        places = [self._saved.indices.get(id(p)) for p in self._parameters]
-        return [None if i is None else gathered(self._saved.master(i)) for i in places]
+        masters = map(self._saved.master, self._parameters)
+        return [None if master is None else gathered(master) for master in masters]
 
     def gathered_bytes_per_step(self) -> dict[str, int]:
         """Bytes of the buffers that the ranks of the group gather together in each step; 0 in a world of one.
