@@ -1,6 +1,4 @@
-"""Overlap with backward passes: gradients are sent while others are made, and micro-batches are added up in
-slices.
-"""
+"""Overlap with backward passes, which send gradients, or add micro-batches up in FP32 slices."""
 
 import collections
 import contextlib

@@ -141,9 +141,7 @@ class Bucket:
 
     @functools.cached_property
     def gradients(self) -> torch.Tensor:
-        """float32 [slice_numel], the averaged gradients. Allocated when it is first asked for: an update that
-        averages gradients as it reads them needs none.
-        """
+        """float32 [slice_numel], averaged. Made on demand: an update that averages as it reads needs none."""
         return self._zeros()
 
     @functools.cached_property
@@ -163,9 +161,7 @@ class Bucket:
     # Memory
 
     def allocate(self, peers: Peers | None = None) -> None:
-        """Make the memory, with the values of the parameters in `weights`. peers: ranks that share that,
-        which makes this collective.
-        """
+        """Make the memory, and copy the parameters there. Collective with peers, which share `weights`."""
         dtype = torch.uint8 if self.is_packed else self.parameters[0].dtype
         numel = self.world_size * self.slice_numel // (2 if self.is_packed else 1)
         if peers is None:
@@ -253,9 +249,7 @@ def joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 
 def write_master(values: torch.Tensor, master: torch.Tensor, low: torch.Tensor | None = None) -> None:
-    """Write float32 values, 1D, into a master: float32, or with `low` the planes of 24 bits. Values that 24
-    bits hold stay what they are.
-    """
+    """Write float32 values, 1D, into a master: float32, or with `low` the planes of 24 bits."""
     if low is None:
         master.copy_(values)
         return
@@ -277,9 +271,7 @@ _dtype = operator.attrgetter("dtype")
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """What autograd makes its gradients: the parameter's own dtype, unless its grad_dtype says another or,
-    being None, any; then float32.
-    """
+    """The dtype of its gradients: its own, or that of its grad_dtype, of which None counts as float32."""
     with torch._C.DisableTorchFunctionSubclass():
         return getattr(parameter, "grad_dtype", parameter.dtype) or torch.float32
 
@@ -376,8 +368,7 @@ class GradientMemory:
         self.views = bucket.whole_views(flat.view(-1))
         self._addresses = [view.data_ptr() for view in self.views]
         self._gaps: list[torch.Tensor] = []
-        """What lies before, between and behind the parameters, where others write too; it travels as zeros.
-        """
+        """What lies between parameters, where others write too. It travels as zeros."""
         if self.aliased:
             aliased_storages.add(_storage_address(flat))
             with torch._C.DisableTorchFunctionSubclass():
@@ -389,11 +380,7 @@ class GradientMemory:
             self._gaps = [flat.view(-1)[end:begin] for end, begin in pairs if end < begin]
 
     def check(self, gradients: Gradients, names: Sequence[str]) -> None:
-        """Raise RuntimeError for a gradient that aliases the memory of another parameter's gradient.
-
-        gradients: of all trainable parameters, or a mapping that has those of this bucket.
-        names: of all trainable parameters.
-        """
+        """Raise RuntimeError for a gradient that aliases the memory of another parameter's gradient."""
         mine = [gradients[i] for i in self._bucket.indices]
         for k in self._elsewhere(mine) if self.aliased else ():
             if self._is_aliased(mine[k]):
@@ -404,10 +391,7 @@ class GradientMemory:
                 )
 
     def take(self, gradients: Gradients) -> None:
-        """Copy gradients into `flat`, rounded to its dtype, unless they lie there. None counts as zeros.
-
-        gradients: as of check().
-        """
+        """Copy gradients into `flat`, rounded to its dtype, unless they lie there. None counts as zeros."""
         mine = [gradients[i] for i in self._bucket.indices]
         missing = [view for view, gradient in zip(self.views, mine, strict=True) if gradient is None]
         if self._gaps or missing:

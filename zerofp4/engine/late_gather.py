@@ -119,9 +119,7 @@ class LateGathers:
             bucket.gate.close(late.wait)
 
     def settle(self) -> None:
-        """What is queued next on the current stream finds all codes. Raises the first error of a gather, once
-        all are over.
-        """
+        """What is queued next on the current stream finds all codes. Raises the first error of a gather."""
         self._end(LateGather.wait)
 
     def synchronize(self) -> None:

@@ -81,9 +81,7 @@ class PeerTransport(Transport):
                 self._own_views.append(bucket.own_views(memory.flat[peers.rank]))
 
     def _connect(self, bucket: Bucket, memory: GradientMemory) -> None:
-        """Allocate rows for what the other ranks send, and one for this rank's own where its memory is shared
-        in turns. Collective.
-        """
+        """Make rows for what other ranks send, and for this rank's own where its memory is used in turns."""
         peers = self._peers
         received = peers.zeros((peers.size - memory.aliased, bucket.slice_numel), memory.flat.dtype)
 
@@ -117,9 +115,7 @@ class PeerTransport(Transport):
         self._peers.arrive()
 
     def send_gradients(self, b: int, gradients: Gradients | None) -> None:
-        """Waits for no other rank and is not collective. Does nothing where gradients are read where they
-        are.
-        """
+        """Waits for no other rank. Does nothing where other ranks read gradients where they are."""
         if gradients is None or not (self._early or self._in_turns):
             return
         memory, place = self.memory[b], self.memory[b].flat.data_ptr()

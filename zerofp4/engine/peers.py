@@ -167,16 +167,12 @@ class Peers:
         return self._sent
 
     def wait_until_sent(self) -> None:
-        """The current stream waits until all that start_copies() and start_gather() were given has left this
-        rank.
-        """
+        """The current stream waits until everything that was to be sent has left this rank."""
         if self._sent is not None:
             self._sent.wait(torch.cuda.current_stream(self.device))
 
     def _copies_of(self, whole: torch.Tensor, first: int, last: int) -> Copies:
-        """These elements of this rank's slice in the memory of the others, beginning with its neighbour, and
-        here.
-        """
+        """These elements of this rank's slice in the memory of each other rank, and here."""
         key = whole.data_ptr(), first, last
         if key not in self._copies:
             mine = whole.chunk(self.size)[self.rank][first:last]

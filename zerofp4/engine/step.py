@@ -83,15 +83,10 @@ class Transport(Protocol):
         """
 
     def arrived(self, b: int, gradients: Gradients) -> Arrived:
-        """What is queued next on the current stream may read the gradients of bucket b, until the next but
-        one bucket is sent.
-        """
+        """What is queued next may read the gradients of bucket b, until the next but one bucket is sent."""
 
     def average(self, b: int, gradients: Gradients, squares: torch.Tensor | None = None) -> None:
-        """Average bucket b into the bucket's `gradients`, float32.
-
-        squares: int64 ops.SQUARES, to which the squares of the means are added.
-        """
+        """Average bucket b into its `gradients`; `squares`, int64 ops.SQUARES, take up those of the means."""
 
     def discard(self, b: int) -> None:
         """Take this rank's part in arrived() or average() of bucket b, of which nobody uses anything."""
@@ -114,9 +109,7 @@ class Transport(Protocol):
 
 
 def are_as_sent(transport: Transport, gradients: Gradients) -> bool:
-    """Whether the memory of each gradient holds its elements in order, in the dtype in which it is sent, one
-    of WEIGHT_DTYPES.
-    """
+    """Whether each gradient is contiguous, of the dtype in which it is sent, and that in WEIGHT_DTYPES."""
     return set(transport.dtypes) <= set(WEIGHT_DTYPES) and all(
         gradients[i] is None or is_sendable(gradients[i], dtype)
         for bucket, dtype in zip(transport.buckets, transport.dtypes, strict=True)
@@ -333,9 +326,7 @@ class Step:
         return error
 
     def describe(self) -> dict[str, Any]:
-        """buckets: what lies in each, and the bytes that this rank sends for it in a step. bytes_sent: those
-        of all buckets by phase.
-        """
+        """What lies in each bucket, what this rank sends for it in a step, and the sums of that by phase."""
         described = []
         for b, bucket in enumerate(self.buckets):
             size, amaxes = bucket.world_size, 0 if bucket.plan is None else bucket.plan.wire.nbytes

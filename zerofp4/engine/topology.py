@@ -73,8 +73,9 @@ def find_topology(
     if hosts is None and transport == "auto" and may_use_hosts:
         hosts = find_hosts(locations)
     local = hosts or Hosts(1, size, GroupReference(group))
-    ranks = [local.ranks_of(host) for host in range(local.count)]
-    found = [find_obstacle(locations, own, makes_group=local.within is None) for own in ranks]
+    found = [find_obstacle(locations, local.ranks_of(host)) for host in range(local.count)]
+    if local.within is None:
+        found += [_find_group_obstacle(locations, local.ranks_of(host)) for host in range(local.count)]
     peers, obstacle = None, next(filter(None, found), None)
     if obstacle is None:
         try:  # a system may keep processes from each other's memory, as containers do
@@ -134,12 +135,8 @@ def find_hosts(locations: Sequence[Location]) -> Hosts | None:
     return Hosts(len(runs), runs[0]) if is_regular and len(runs) > 1 and runs[0] > 1 else None
 
 
-def find_obstacle(locations: Sequence[Location], ranks: range, makes_group: bool = True) -> str | None:
-    """Why these ranks cannot share memory.
-
-    locations: of all ranks.
-    makes_group: whether torch is to make a group of them.
-    """
+def find_obstacle(locations: Sequence[Location], ranks: range) -> str | None:
+    """Why these ranks cannot share memory. locations: of all ranks."""
     if len(ranks) > MAX_PEERS:
         return f"{len(ranks)} ranks are more than {MAX_PEERS}"
     for rank in ranks:
@@ -153,13 +150,6 @@ def find_obstacle(locations: Sequence[Location], ranks: range, makes_group: bool
                 f"ranks {ranks[0]} and {rank} have shared memory {counts[0]} and {counts[1]} times, with "
                 "others too, and torch would have them wait for each other: build first what all share"
             )
-        # torch names a group by the number of groups that a rank is in.
-        counts = [locations[each].groups for each in (ranks[0], rank)]
-        if makes_group and counts[0] != counts[1]:
-            return (
-                f"ranks {ranks[0]} and {rank} of a host are in {counts[0]} and {counts[1]} process groups, "
-                "so torch cannot make one of that host: give Communication(hosts=) a mesh"
-            )
     overlapping = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"  # as torch has it
     for other, rank in itertools.combinations(ranks, 2):
         theirs, mine = locations[other], locations[rank]
@@ -170,6 +160,21 @@ def find_obstacle(locations: Sequence[Location], ranks: range, makes_group: bool
             )
         if mine.index != theirs.index and theirs.index not in mine.reachable:
             return f"cuda:{mine.index} of rank {rank} cannot access the memory of cuda:{theirs.index}"
+    return None
+
+
+def _find_group_obstacle(locations: Sequence[Location], ranks: range) -> str | None:
+    """Why torch cannot make a group of these ranks alone: it names such a group by the number of groups that
+    a rank is in, and ranks that use different names wait for each other until the timeout.
+    """
+    first = ranks[0]
+    for rank in ranks:
+        if locations[rank].groups != locations[first].groups:
+            return (
+                f"ranks {first} and {rank} of a host are in {locations[first].groups} and "
+                f"{locations[rank].groups} process groups, so torch cannot make one of that host: give "
+                "Communication(hosts=) a mesh"
+            )
     return None
 
 

@@ -354,8 +354,7 @@ class Part:
         """Of full state, and of compact state, where there are such parameters."""
         self.dtypes: list[torch.dtype] = []
         self.facts: Any = None
-        """The dtypes of gradients, and ops.tensor_facts() of parameters and state, that the stages are for.
-        """
+        """What the stages are for: dtypes of gradients, and ops.tensor_facts() of parameters and state."""
         self._passed: Any = None
         """TensorFacts.kinds of gradients and parameters that check() has looked at one by one."""
 
@@ -413,9 +412,7 @@ class Part:
         self.stages = {kind: ops.AdamWStage(some, reduced) for kind, some in items.items() if some}
 
     def check(self, gradients: _Tensors) -> None:
-        """Raises for the first gradient that kernels cannot read. Those of kinds that have passed are not
-        looked at one by one.
-        """
+        """Raises for the first gradient that kernels cannot read. Kinds that have passed are known."""
         facts = ops.plain_facts(gradients)
         kinds = None if facts is None else (facts.kinds, ops.tensor_facts(self.params).kinds)
         if kinds is None or kinds != self._passed:

@@ -49,9 +49,7 @@ _FLAGS = 4
 an error."""
 
 FOUND_INF = 1
-"""The word of a found_inf that a user gave the optimizer of the masters. Words of parameters are even, and
-larger.
-"""
+"""The word of a found_inf that a user gave the inner optimizer. Those of parameters are even, and larger."""
 
 
 class Agreement:
@@ -232,9 +230,7 @@ class Agreement:
         return present
 
     def call_of_others(self) -> Call:
-        """What the ranks without an error do in the call that was agreed on last. Waits for the device. A
-        rank with an error asks, so that it joins the same collectives.
-        """
+        """What ranks without an error do in this call, so that this one joins them. Waits for the device."""
         words, event = self._unread[-1]
         if event is not None:
             event.synchronize()

@@ -141,9 +141,7 @@ class Checked:
         return found
 
     def _check_update_at_once(self) -> None:
-        """Raise ValueError for masters of 24 bits whose `grad` cannot be float32 in this torch. They need one
-        where buckets are not updated in turn.
-        """
+        """Raise ValueError for masters of 24 bits that need a float32 `grad`, which this torch may lack."""
         others = [i.optimizer_class for i in self.classes if i.optimizer_class is not FusedAdamW]
         if others and not HAS_GRAD_DTYPE:
             for one in self.trained:
@@ -273,9 +271,7 @@ def check_gradient_dtype(
 
 
 def set_gradient_dtype(dtype: torch.dtype | None, parameters: Sequence[torch.Tensor]) -> None:
-    """From now on autograd makes and adds up the gradients of these parameters in `dtype`; None leaves them
-    as they are.
-    """
+    """Have autograd make and add up gradients of these parameters in `dtype`; None changes nothing."""
     for parameter in parameters:
         if dtype not in (None, gradient_dtype(parameter)):
             with torch._C.DisableTorchFunctionSubclass():

@@ -73,9 +73,7 @@ class EarlyUpdates:
         rank updates the bucket, and all cast it from its masters as they are.
         """
         self._waiting: dict[int, tuple[dict[int, bool], torch.Tensor | None]] = {}
-        """By bucket that was sent and not updated: which of its parameters have a gradient, and the word of a
-        NaN or Inf.
-        """
+        """By bucket between send and update: which parameters have a gradient, and the word of a NaN."""
         self._pass: int | None = None
         """The last backward pass that has made a gradient."""
         self._is_over = False
@@ -219,9 +217,7 @@ class EarlyUpdates:
         self._step.begin(self._update, OwnError())
 
     def _take_gradients(self, b: int) -> Gradients:
-        """The gradients of bucket b. p.grad of the bucket is None from now on. Empty where this rank has an
-        error, which leaves them where they are.
-        """
+        """Take the gradients of bucket b out of p.grad. Empty, and they stay, after an error of this rank."""
         indices, transport = self._buckets[b].indices, self._step.transport
         present, word, gradients = dict.fromkeys(indices, False), None, ()
         if not (self._error or self._step.failure):
@@ -270,7 +266,7 @@ class EarlyUpdates:
         return self._has_begun or bool(self._noted)
 
     def step(self, closure: Callable[[], Any] | None, is_scaled: bool) -> Any:
-        """As step() of the optimizer: take the buckets that no backward pass has completed, and end the step.
+        """Take the buckets that no backward pass has completed, and end the step.
 
         is_scaled: whether a GradScaler has scaled the loss.
         """

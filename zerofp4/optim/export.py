@@ -77,9 +77,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def parameter_values(parameter: torch.Tensor, master: Piece | None, dtype: torch.dtype) -> torch.Tensor:
-    """A new plain tensor: the whole master of a parameter, which is collective, or what one without a master
-    holds.
-    """
+    """A new plain tensor: the whole master, which is collective, or what a parameter without one holds."""
     if master is not None:
         return gathered(master).to(dtype)
     return initial_values(parameter).view(parameter.shape).to(parameter.device, dtype, copy=True)

@@ -228,10 +228,7 @@ class InnerOptimizers:
         return sum(flag.reshape(()) for flag in given) if given else None
 
     def step(self, **scalars: torch.Tensor | None) -> None:
-        """Step each optimizer.
-
-        scalars: attributes that it has meanwhile, in place of a user's own; None is for no attribute.
-        """
+        """Step each optimizer, with these attributes in place of a user's own; None is for no attribute."""
         for optimizer in self.all:
             own = vars(optimizer)
             before = {name: own.pop(name) for name in scalars if name in own}
@@ -335,10 +332,7 @@ def are_unchanged(param_groups: Sequence[dict], copies: Sequence[dict]) -> bool:
 
 
 def check_finite(param_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for a NaN or Inf in MUST_BE_FINITE.
-
-    Tensors on a GPU are not checked: the host would have to wait for them.
-    """
+    """Raise ValueError for a NaN or Inf in MUST_BE_FINITE. The host does not wait for tensors on a GPU."""
     for g, group in enumerate(param_groups):
         for name in filter(group.__contains__, MUST_BE_FINITE):
             value = group[name]
@@ -359,10 +353,7 @@ def _items(value: Any) -> Sequence[Any]:
 
 
 def compared_options(param_groups: Sequence[dict]) -> list[tuple[str, Any]]:
-    """The options that ranks must have in common: names and values, numbers, tensors, or lists of these.
-
-    Sorted by name.
-    """
+    """Names and values of options that ranks must have in common: numbers, tensors, lists of these."""
     found = {
         f"param_groups[{g}]['{name}']": value
         for g, group in enumerate(param_groups)

@@ -137,9 +137,7 @@ def make_id(token: str, steps: int) -> str:
 
 
 def the_one(saves: Saves) -> str | None:
-    """The save id of what was read; None of tensors without a seal, and of nothing. Raises ValueError for
-    several ids.
-    """
+    """The save id of what was read; None without seals. Raises ValueError for several ids."""
     if len(saves) > 1:
         parts = []
         for save_id, name in saves.items():

@@ -63,9 +63,7 @@ class ShardedParameters:
             bucket.allocate(peers)
             bucket.bind()
         self.masters: list[torch.Tensor | None] = self.by_parameter(lambda b: b.own_views(b.masters))
-        """By parameter, 1D, this rank's piece of its master, as `masters` of its bucket; None where it owns
-        nothing.
-        """
+        """By parameter, 1D, this rank's piece of its bucket's `masters`; None where it owns nothing."""
         self.lows: list[torch.Tensor | None] = self.by_parameter(
             lambda b: [None] * len(b.indices) if b.low is None else b.own_views(b.low)
         )
@@ -83,8 +81,7 @@ class ShardedParameters:
         }
         """By master, of those in compact state."""
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
-        """1 where the last step was skipped, or left NVFP4 weights alone because of a NaN or Inf in masters.
-        """
+        """1 where the last step was skipped, or masters with a NaN or Inf left NVFP4 weights alone."""
         packed = [bucket for bucket in self.buckets if bucket.is_packed]
         self.plans = [self._build_plan(bucket, checked.amax_groups or ()) for bucket in packed]
         """What casts the buckets of NVFP4 weights, one for each of them."""
@@ -122,9 +119,7 @@ class ShardedParameters:
 
     @functools.cached_property
     def optimized_pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Everything in `optimized`, and the averaged gradients of it, the same views in every step. The
-        memory of gradients is made here.
-        """
+        """All of `optimized` and its averaged gradients, the same views in every step. Makes their memory."""
         pieces = self.by_parameter(lambda b: b.gradient_views)
         gradients = [g for i, piece in enumerate(pieces) for g in self._as_optimized(i, piece)]
         return [master for own in self.optimized for master in own], gradients
@@ -165,10 +160,7 @@ class ShardedParameters:
     def check_gradients(
         self, gradients: Sequence[torch.Tensor | None], indices: Sequence[int] | None = None
     ) -> None:
-        """Raise RuntimeError for a gradient that is sparse, elsewhere, freed, or of another shape.
-
-        indices: which trainable parameters the gradients are of; None for all.
-        """
+        """Raise RuntimeError for a gradient that is sparse, elsewhere, freed, or of another shape."""
         device = self.buckets[0].device
         indices = range(len(self.names)) if indices is None else indices
         for i, gradient in zip(indices, gradients, strict=True):
@@ -188,9 +180,7 @@ class ShardedParameters:
             raise RuntimeError(f"{name} has a gradient {problem}")
 
     def check_unchanged(self, param_groups: Sequence[dict]) -> None:
-        """Raise RuntimeError for parameters that others than the optimizer exchanged, moved, wrote to or
-        unfroze.
-        """
+        """Raise RuntimeError for parameters that others exchanged, moved, wrote to or unfroze."""
         self.check_groups(param_groups)
         OwnError(self.find_moved()).raise_if_any()
         replaced = self.holder.find_replaced() if self.holder.replaced else None
@@ -210,9 +200,7 @@ class ShardedParameters:
             )
 
     def check_written(self, indices: Sequence[int] | None = None) -> None:
-        """Raise RuntimeError where others than the optimizer wrote to one of these parameters since its last
-        step.
-        """
+        """Raise RuntimeError where others wrote to one of these parameters since the last step."""
         written = self.written(indices)
         if written:
             raise RuntimeError(

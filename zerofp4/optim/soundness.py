@@ -11,9 +11,7 @@ class Soundness:
 
     def __init__(self):
         self.broken: RuntimeError | None = None
-        """As `broken` of ZeroFP4Optimizer. The text of the first error is kept, and not the error, whose
-        traceback has frames that hold the optimizer.
-        """
+        """As `broken` of ZeroFP4Optimizer. Only the text of the error is kept: a traceback holds frames."""
         self.is_between = False
         """Whether a backward pass has updated masters since the last step()."""
 

@@ -154,9 +154,7 @@ CODES = {
 
 
 def make_template(inner: InnerClass, group: dict, device: torch.device) -> dict[str, Entry]:
-    """Entries by name, from a step with a parameter of two elements, or a small matrix, an lr of its own and
-    no gradient but zeros.
-    """
+    """Entries by name, from a step with zeros as gradients of two elements, or of a small matrix."""
     trial = torch.zeros(TRIAL_SHAPE if inner.whole else 2, dtype=torch.float32, device=device)
     chosen = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options(group).items()}
     optimizer = inner.optimizer_class([chosen | {"params": [trial]}], **inner.defaults)
@@ -293,9 +291,7 @@ class SavedState(Mapping):
         return template if self.parameters[i].state == "full" else _with_moments(template, CODES)
 
     def piece(self, i: int, name: str, values: torch.Tensor | None, entry: Entry = MASTER) -> Piece:
-        """A piece of trainable parameter i. values: 1D, those of this rank; None for zeros, which take no
-        memory.
-        """
+        """A piece of trainable parameter i. values: 1D, of this rank; None for zeros without memory."""
         saved = self.parameters[i]
         shape, shard = saved.extent(entry)
         if values is None:
@@ -306,9 +302,7 @@ class SavedState(Mapping):
         return Piece(values, shape, shard.start, about, {self.save_id: label or "a tensor"})
 
     def master(self, parameter: torch.Tensor) -> Piece | None:
-        """A piece of the float32 master; None of a parameter without one. One of 24 bits is converted each
-        time.
-        """
+        """A piece of the float32 master; None without one. One of 24 bits is converted in each call."""
         i = self.indices.get(id(parameter))
         return None if i is None else self.piece(i, "master", self.shards.float_master(i))
 
@@ -452,9 +446,7 @@ def _lies_in(value: Any, parameter: torch.Tensor) -> bool:
 def _match(
     state_dict: Mapping, ids: Sequence[Sequence[ParameterId]]
 ) -> dict[ParameterId, tuple[int, Mapping]]:
-    """The number of the saved group and the saved entries of each parameter: by name if both sides have
-    names, else by position.
-    """
+    """By parameter, its saved group and entries: by name if both sides have names, else by position."""
     state = {_name(key) or key: entries for key, entries in state_dict["state"].items()}
     groups = state_dict["param_groups"]
     names = [[_name(n) for n in group.get("param_names") or group["params"]] for group in groups]
@@ -596,9 +588,7 @@ def read_value(saved: SavedParameter, name: str, value: Any, entry: Entry | None
 def _split(
     state: Mapping[str, Any], template: Mapping[str, Entry], optimized: Sequence[torch.Tensor]
 ) -> dict[int, dict[str, Any]]:
-    """The state of a parameter as that of the parts that are updated, its slice or the matrices in it. By the
-    identity of the part.
-    """
+    """By id, the state of the parts of a parameter that are updated: its slice, or the matrices in it."""
     states: dict[int, dict[str, Any]] = {id(part): {} for part in optimized}
     for name, value in state.items() if optimized else ():
         entry = template.get(name, MASTER)
@@ -651,9 +641,7 @@ def was_read(state_dict: Mapping) -> bool:
 
 
 def find_saves(state_dict: Mapping, present: str | None = None) -> Saves:
-    """The saves that this rank has read. present: the id of what the optimizer has, which a partial load
-    leaves in the options.
-    """
+    """The saves that this rank has read. present: the optimizer's, which a partial load leaves in options."""
     was_in_file, saves = was_read(state_dict), {}
     for piece in pieces_of(state_dict):
         if piece.loaded is not None or not was_in_file:
@@ -665,9 +653,7 @@ def find_saves(state_dict: Mapping, present: str | None = None) -> Saves:
 
 
 def load_error(failure: Exception) -> Exception:
-    """What every rank can raise for it: an error of the rules here and one of a collective as they are, any
-    other as a ValueError.
-    """
+    """The error of a load as every rank can raise it: one that no rule here has raised is a ValueError."""
     if isinstance(failure, TypeError | ValueError | CollectiveError):
         return failure
     return ValueError(f"state_dict cannot be loaded: {type(failure).__name__}: {failure}")

@@ -125,7 +125,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._built, self._sound = False, Soundness()
         group = resolve_group(process_group)
         self.process_group = GroupReference(group)
-        """All ranks that step together."""
         rank, self.world_size = rank_and_size(group)
         announcement, error = None, OwnError()
         with error:  # what this rank can check alone; the parameters stay as they are
@@ -209,7 +208,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._step = Step(self._transport, sends=self._schedule is None, late=late)
         self._agreement.defers = self._can_defer(group)
         self._early: EarlyUpdates | None = None
-        """Updates inside backward passes."""
         if communication.updates_early:
             self._early = EarlyUpdates(
                 self._shards,
@@ -623,8 +621,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         error.raise_if_any()
 
     def _sit_out_clip(self, error: OwnError) -> NoReturn:
-        """Take this rank's part in a clip_grad_norm_ that it cannot take, and in the step() that the other
-        ranks call next, and raise why.
+        """Take this rank's part in a clip_grad_norm_ that it cannot take, and in the next step(). Raises why.
         """
         call = self._agreement.call_of_others()
         self._squares.zero_()
@@ -748,9 +745,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return state_dict
 
     def _check_sound(self, waits: bool = True) -> None:
-        """Raise RuntimeError where masters may be of two steps: also between a pass and its step(). waits:
-        whether the host may wait to find out.
-        """
+        """Raise RuntimeError where masters may be of two steps. waits: whether the host may, to find out."""
         if waits and self._early is not None:
             self._early.find_if_sound()
         self._sound.raise_if_broken()
@@ -868,9 +863,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         }
 
     def _hand_over(self) -> tuple[SavedState, list[int]]:
-        """The masters for an optimizer that is built with this one as masters_from, and which trainable
-        parameters somebody has written to since the last step. Raises ValueError.
-        """
+        """The masters for a later optimizer, and which parameters were written to since the last step."""
         if self.broken is not None:
             raise ValueError(f"masters_from is of no more use: {self.broken}")
         if self.communication.adds_to_slices and self._schedule.is_holding:
