@@ -82,8 +82,8 @@ def readme() -> list[str]:
     four = found.cell("peer", "step", 4)
     assert four.measured is None  # on H200s
     return [
-        f"for four of them the model says {four.predicted:.1f} ms, and four H100s, whose memory is slower, took "
-        f"{of_step('peer_step', 4):.1f} ms.",
+        f"for four of them the model says {four.predicted:.1f} ms, and four H100s, whose memory is slower, "
+        f"took {of_step('peer_step', 4):.1f} ms.",
         f"| {small.model} within {small.card / 1e9:.0f} GB | {speed(small)} |",
         f"| Llama with {large.parameters / 1e9:.2f} billion parameters | {speed(large)} |",
         f"Both ran {train_options()['steps']} steps of {tokens_of_step():,} tokens and recomputed",
