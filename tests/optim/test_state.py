@@ -16,6 +16,7 @@ from cases.optim import (
     make_parameters,
     through_a_file,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
 from zerofp4.optim import ZeroFP4Optimizer
@@ -210,18 +211,28 @@ class Counting(torch.optim.SGD):
 
 
 def test_what_is_kept_is_found_out_once_and_again_where_an_option_changes_it(device):
-    """By a trial step. A look at one parameter makes its pieces alone."""
+    """By a trial step, of which global hooks know nothing. A look at one parameter makes its pieces alone."""
     parameters = make_parameters(device)
     optimizer, steps = ZeroFP4Optimizer(parameters, Counting, lr=0.1), Counting.steps
-    original = SavedState.piece
-    for lr in (0.1, 0.2):
-        optimizer.param_groups[0]["lr"] = lr
-        assert "momentum_buffer" not in optimizer.state_dict()["state"][0]
-    assert Counting.steps == steps + 1
-    optimizer.param_groups[0]["momentum"] = 0.9
-    for _ in range(2):
-        assert "momentum_buffer" in optimizer.state_dict()["state"][0]
-    with mock.patch.object(SavedState, "piece", autospec=True, side_effect=original) as made:
-        assert set(optimizer.state[parameters[-1]]) == {"master", "momentum_buffer", "started"}
-    assert made.call_count == 3
-    assert Counting.steps == steps + 2
+    hooked, original = [], SavedState.piece
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: hooked.append("before")),
+        register_optimizer_step_post_hook(lambda *_: hooked.append("after")),
+    ]
+    try:
+        for lr in (0.1, 0.2):
+            optimizer.param_groups[0]["lr"] = lr
+            assert "momentum_buffer" not in optimizer.state_dict()["state"][0]
+        assert Counting.steps == steps + 1
+        optimizer.param_groups[0]["momentum"] = 0.9
+        for _ in range(2):
+            assert "momentum_buffer" in optimizer.state_dict()["state"][0]
+        with mock.patch.object(SavedState, "piece", autospec=True, side_effect=original) as made:
+            assert set(optimizer.state[parameters[-1]]) == {"master", "momentum_buffer", "started"}
+        assert made.call_count == 3
+        assert Counting.steps == steps + 2 and hooked == []
+        optimizer.step()
+        assert set(hooked) == {"before", "after"}
+    finally:
+        for handle in handles:
+            handle.remove()

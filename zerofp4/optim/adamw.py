@@ -489,8 +489,8 @@ class BucketUpdate:
         exchange: Transport | ArrivingMeans,
     ):
         self._inner, self._buckets, self._exchange = inner, buckets, exchange
-        self._ids = [[id(masters[i]) for i in bucket.indices] for bucket in buckets]
-        """By bucket, those of its masters. Its part may list them in another order."""
+        self._positions = [{id(masters[i]): k for k, i in enumerate(b.indices)} for b in buckets]
+        """By bucket and the id of a master: the position of its parameter in the bucket."""
         # Of one step:
         self._options: list[Any] = []
         self.present: Sequence[bool] | None = None
@@ -528,8 +528,8 @@ class BucketUpdate:
         own = bucket.gradient_views if arrived is None else arrived.own
         if present is not None:
             own = [view if present[i] else None for view, i in zip(own, bucket.indices, strict=True)]
-        by_id = dict(zip(self._ids[b], own, strict=True))
-        gradients = [by_id[id(master)] for master in part.listed]
+        positions = self._positions[b]
+        gradients = [own[positions[id(master)]] for master in part.listed]
         part.run(gradients, self._options, None if arrived is None else arrived.rows)
 
 

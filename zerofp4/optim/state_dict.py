@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zerofp4.distributed import CollectiveError, GroupReference
 from zerofp4.engine import joined
@@ -160,7 +161,16 @@ def make_template(inner: InnerClass, group: dict, device: torch.device) -> dict[
     optimizer = inner.optimizer_class([chosen | {"params": [trial]}], **inner.defaults)
     is_lazy = not optimizer.state.get(trial)
     trial.grad = torch.zeros_like(trial)
-    optimizer.step()
+    # A trial is no step of the run, so torch's global hooks must not see it. To call the function that torch
+    # has wrapped is not enough: a class may call the step() of the class that it is based on.
+    kept = [(hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        optimizer.step()
+    finally:
+        for hooks, own in kept:
+            hooks.update(own)
     found = optimizer.state.get(trial, {})
     entries = {name: entry_of(name, value, trial) for name, value in found.items() if value is not None}
     if entries and is_lazy:
