@@ -200,19 +200,20 @@ def test_a_choice_that_is_changed_later(device, steps):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("name", "change", "error", "message"),
     [
-        ("exp_avg_codes", torch.Tensor.float, "exp_avg_codes must be torch.int8, got torch.float32"),
-        ("exp_avg_sq_codes", lambda codes: codes[1:], "exp_avg_sq_codes has 7488 elements and must"),
-        ("scales", lambda scales: scales[:, :2], "scales has 160 elements and must have 240"),
+        ("exp_avg_codes", torch.Tensor.float, TypeError, "must be a torch.int8 tensor, got torch.float32"),
+        ("exp_avg_sq_codes", lambda c: c[1:], ValueError, "must have shape (40, 192), got (39, 192)"),
+        ("scales", lambda scales: scales[:, :2], ValueError, "must have shape (40, 3, 2), got (40, 2, 2)"),
     ],
 )
-def test_state_that_does_not_fit(device, name, change, message):
+def test_state_that_does_not_fit(device, name, change, error, message):
     optimizer, params = trained(device, state="compact")
     optimizer.state[params[0]][name] = change(optimizer.state[params[0]][name])
     before = [p.clone() for p in params]
     set_random_gradients(params)
-    with pytest.raises(ValueError, match=re.escape("the state of param_groups[0]['params'][0]: ") + message):
+    message = f"the state of param_groups[0]['params'][0]: {name} {message}"
+    with pytest.raises(error, match=re.escape(message)):
         optimizer.step()
     assert_all_equal(params, before, "parameter")
 

@@ -72,9 +72,9 @@ def test_options(device, options, error, message):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: torch.zeros(4).bfloat16(), TypeError, "must be dense float32, got torch.bfloat16"),
-        (lambda: torch.zeros(4).to_sparse(), TypeError, "got torch.float32 of layout torch.sparse_coo"),
-        (lambda: torch.zeros(4, 4).t()[1:], ValueError, r"must be contiguous, got shape \(3, 4\)"),
+        (lambda: torch.zeros(4).bfloat16(), TypeError, "must be a torch.float32 tensor, got torch.bfloat16"),
+        (lambda: torch.zeros(4).to_sparse(), TypeError, "must be dense, got layout torch.sparse_coo"),
+        (lambda: torch.zeros(4, 4).t()[1:], ValueError, r"must be contiguous, got strides \(1, 4\)"),
         (lambda: torch.zeros(4, device="meta"), ValueError, "must be on a CPU or CUDA device, got meta"),
         (lambda: zerofp4.quantize(torch.zeros(16, 16)), TypeError, "must be a plain tensor, got NVFP4Tensor"),
     ],
@@ -96,7 +96,7 @@ def test_a_parameter_twice():
 def test_two_devices(device):
     if device.type == "cpu":
         pytest.skip("needs a second device")
-    with pytest.raises(ValueError, match=r"\['params'\]\[1\] is on cpu, the first parameter on cuda:0"):
+    with pytest.raises(ValueError, match=r"\['params'\]\[1\] must be on cuda:0, got cpu"):
         FusedAdamW([torch.zeros(4, device=device), torch.zeros(4)])
     lr = torch.tensor(0.1, device=device)
     with pytest.raises(ValueError, match=r"param_groups\[0\]\['lr'\] is on cuda:0, the parameters on cpu"):
@@ -119,7 +119,7 @@ def freed(gradient):
         (torch._neg_view, ValueError, "has its negative bit set, which kernels do not see"),
         (freed, RuntimeError, "needs 48 bytes of its storage, which has 0: it was freed"),
         (lambda g: freed(torch.cat([g, g])[4:]), RuntimeError, "needs 96 bytes of its storage, which has 0"),
-        (lambda g: g.t().contiguous().t(), ValueError, r"must be contiguous, got shape \(4, 3\) with"),
+        (lambda g: g.t().contiguous().t(), ValueError, r"must be contiguous, got strides \(1, 4\)"),
     ],
 )
 def test_gradients(device, make, error, message):
@@ -139,18 +139,18 @@ def test_state_that_does_not_fit(device):
     optimizer.step()
     good = optimizer.state[p]
     two = torch.zeros(2, device=device)
-    for bad, message in (
-        ({"exp_avg": torch.zeros(5, device=device)}, "exp_avg has 5 elements and must have 4"),
-        ({"exp_avg_sq": good["exp_avg_sq"].double()}, "exp_avg_sq must be torch.float32, got torch.float64"),
-        ({"step": two}, "step has 2 elements and must have 1"),
+    for bad, error, message in (
+        ({"exp_avg": torch.zeros(5, device=device)}, ValueError, r"exp_avg must have shape \(4,\), got"),
+        ({"exp_avg_sq": good["exp_avg_sq"].double()}, TypeError, "exp_avg_sq must be a torch.float32 tensor"),
+        ({"step": two}, ValueError, r"step must have shape \(\), got \(2,\)"),
     ):
         optimizer.state[p] = good | bad
-        with refused(optimizer, ValueError, message):
+        with refused(optimizer, error, message):
             optimizer.step()
     optimizer.add_param_group({"params": [q]})
     optimizer.param_groups.reverse()
     optimizer.state[p] = good | {"step": two}
-    with pytest.raises(ValueError, match="step has 2 elements"):
+    with pytest.raises(ValueError, match="step must have shape"):
         optimizer.step()
     assert list(optimizer.state) == [p], "a parameter before it got a state"
 
@@ -171,7 +171,7 @@ def test_state_that_comes_back_after_an_error(device):
     good = [optimizer.state[p] for p in params]
     optimizer.state[params[0]] = {key: value.clone() for key, value in good[0].items()}
     optimizer.state[params[1]] = good[1] | {"exp_avg": torch.zeros(3, device=device)}
-    with refused(optimizer, ValueError, "exp_avg has 3 elements and must have 20"):
+    with refused(optimizer, ValueError, r"exp_avg must have shape \(20,\), got \(3,\)"):
         optimizer.step()
     optimizer.state.update(zip(params, good, strict=True))
     optimizer.step()
@@ -203,5 +203,5 @@ def test_a_parameter_that_changes_its_kind(device):
     optimizer = FusedAdamW([p])
     optimizer.step()
     p.data = p.data.t()
-    with pytest.raises(ValueError, match=r"\['params'\]\[0\] must be contiguous, got shape \(4, 4\)"):
+    with pytest.raises(ValueError, match=r"\['params'\]\[0\] must be contiguous, got strides \(1, 4\)"):
         optimizer.step()

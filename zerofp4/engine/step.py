@@ -23,6 +23,7 @@ from zerofp4.engine.buckets import Bucket, GradientMemory, Gradients, is_sendabl
 from zerofp4.engine.late_gather import LateGathers, Waitable
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import RankGradients, increment_versions
+from zerofp4.storage import find_freed
 
 
 class Arrived(NamedTuple):
@@ -120,25 +121,38 @@ def are_as_sent(transport: Transport, gradients: Gradients) -> bool:
 def check_gradients(
     transport: Transport, b: int, gradients: Gradients, names: Sequence[str], are_known: bool = False
 ) -> None:
-    """Raise TypeError for a gradient of bucket b that would lose values on its way without gradient_wire, and
-    RuntimeError for one that aliases the memory of another parameter's gradient.
+    """Raise RuntimeError for a gradient of bucket b that is sparse, elsewhere, freed, of another shape, or in
+    the memory of another parameter's gradient; TypeError for one that would lose values on its way without
+    gradient_wire.
 
-    are_known: whether gradients of the same dtypes have passed before.
+    are_known: whether gradients of the same kinds have passed before.
     """
     bucket, memory = transport.buckets[b], transport.memory[b]
+    for i, shape in () if are_known else zip(bucket.indices, bucket.shapes, strict=True):
+        if gradients[i] is not None:
+            _check_gradient(names[i], gradients[i], shape, bucket)
     if memory is not None:
         memory.check(gradients, names)
-    dtype = bucket.sent_as
-    if are_known or bucket.wire is not None or dtype == torch.float32:
-        return
-    for i in bucket.indices:
-        gradient = gradients[i]
-        if gradient is not None and gradient.dtype != dtype:
-            raise TypeError(
-                f"{names[i]} has a gradient of {gradient.dtype}, which would be rounded to {dtype} to be "
-                "added to those of other ranks: build the optimizer with gradient_wire=torch.float32, or "
-                f"{dtype} if that is meant"
-            )
+
+
+def _check_gradient(name: str, gradient: torch.Tensor, shape: torch.Size, bucket: Bucket) -> None:
+    problem, dtype = None, bucket.sent_as
+    if gradient.layout != torch.strided:
+        problem = f"of layout {gradient.layout}: gradients must be dense"
+    elif gradient.device != bucket.device:
+        problem = f"on {gradient.device}, and its master is on {bucket.device}"
+    elif find_freed([gradient]) is not None:
+        problem = "whose storage was freed in place (resize_)"
+    elif gradient.shape != shape:
+        problem = f"of shape {tuple(gradient.shape)}, and has shape {tuple(shape)}"
+    if problem is not None:
+        raise RuntimeError(f"{name} has a gradient {problem}")
+    if bucket.wire is None and dtype != torch.float32 and gradient.dtype != dtype:
+        raise TypeError(
+            f"{name} has a gradient of {gradient.dtype}, which would be rounded to {dtype} to be added to "
+            f"those of other ranks: build the optimizer with gradient_wire=torch.float32, or {dtype} if that "
+            "is meant"
+        )
 
 
 Update = Callable[[int, Arrived | None], None]

@@ -25,7 +25,7 @@ from zerofp4.optim.moments import (
     scales_shape,
     suits_compact,
 )
-from zerofp4.storage import check_memory, check_plain, check_signs, dispatches
+from zerofp4.storage import check_buffer, check_plain, dispatches
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
 """What else torch.optim.AdamW has in its groups. `fused` tells its load_state_dict where steps belong."""
@@ -393,13 +393,10 @@ class Part:
                 _check_pieces(name, p, pieces)
             for (key, kept_as), tensor in zip(kept.items(), state, strict=True):
                 if tensor is not None:
-                    numel = 1 if key == "step" else p.numel()
+                    shape = () if key == "step" else p.shape
                     if key == "scales":
-                        numel = math.prod(scales_shape(p.shape)) if of is None else 2 * of.groups
-                    what = f"the state of {name}: {key}"
-                    if tensor.dtype != kept_as:
-                        raise ValueError(f"{what} must be {kept_as}, got {tensor.dtype}")
-                    _check_place(what, tensor, p.device, numel)
+                        shape = scales_shape(p.shape) if of is None else (of.groups, 2)
+                    check_buffer(f"the state of {name}: {key}", tensor, shape, kept_as, p.device)
             rest_of_item = dtype, pieces, self._present.get(listed)
             if not compact:
                 item = ops.AdamWItem(p, *state, *rest_of_item)
@@ -612,24 +609,11 @@ def _check_parameter(name: str, p: torch.Tensor, device: _Device, of: Slice | No
     dtype = torch.float32 if of is None or of.low is None else torch.bfloat16
     if dispatches(p):
         raise TypeError(f"{name} must be a plain tensor, got {type(p).__name__}: give its float32 master")
-    if p.layout != torch.strided or p.dtype != dtype:
-        kind = str(dtype).removeprefix("torch.")
-        raise TypeError(f"{name} must be dense {kind}, got {p.dtype} of layout {p.layout}")
+    if p.layout != torch.strided:
+        raise TypeError(f"{name} must be dense, got layout {p.layout}")
     if p.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} must be on a CPU or CUDA device, got {p.device}")
-    _check_place(name, p, device, p.numel())
-
-
-def _check_place(name: str, tensor: torch.Tensor, device: _Device, numel: int) -> None:
-    """Raises ValueError or RuntimeError unless a dense tensor is contiguous on the device, and not freed."""
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, the first parameter on {device}")
-    if tensor.numel() != numel:
-        raise ValueError(f"{name} has {tensor.numel()} elements and must have {numel}")
-    if not tensor.is_contiguous():
-        shape, strides = tuple(tensor.shape), tensor.stride()
-        raise ValueError(f"{name} must be contiguous, got shape {shape} with strides {strides}")
-    check_memory(name, tensor)
+    check_buffer(name, p, p.shape, dtype, device)
 
 
 def _check_pieces(name: str, p: torch.Tensor, pieces: Sequence[ops.MasterPiece]) -> None:
@@ -651,7 +635,6 @@ def _check_gradients(names: Sequence[str], gradients: _Tensors, params: _Tensors
             if gradient.layout != torch.strided:
                 raise RuntimeError(f"{name} must be dense, got layout {gradient.layout}")
             check_plain(name, gradient)
-            check_signs(name, gradient)
             if gradient.dtype not in _GRADIENT_DTYPES:
                 raise TypeError(f"{name} must be float32 or bfloat16, got {gradient.dtype}")
-            _check_place(name, gradient, p.device, p.numel())
+            check_buffer(name, gradient, p.shape, gradient.dtype, p.device)

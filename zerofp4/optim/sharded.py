@@ -25,7 +25,7 @@ from zerofp4.ops import Addresses, versions_of
 from zerofp4.optim.build import Checked, kind_of
 from zerofp4.optim.moments import Slice
 from zerofp4.shard import Shard
-from zerofp4.storage import find_freed, record_of
+from zerofp4.storage import record_of
 from zerofp4.tensors import Holder, NVFP4Tensor
 
 _TAKEN_OVER = (
@@ -49,7 +49,6 @@ class ShardedParameters:
         self.trained, self._late = checked.trained, late
         self.parameters = [one.parameter for one in self.trained]
         self.names = [one.name for one in self.trained]
-        self._shapes = [parameter.shape for parameter in self.parameters]
         named = zip(checked.parameters, checked.names, strict=True)
         self._frozen = {p: name for p, name in named if not p.requires_grad}
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
@@ -156,28 +155,6 @@ class ShardedParameters:
                 self._late.watch(bucket)
 
     # What others have done to the parameters
-
-    def check_gradients(
-        self, gradients: Sequence[torch.Tensor | None], indices: Sequence[int] | None = None
-    ) -> None:
-        """Raise RuntimeError for a gradient that is sparse, elsewhere, freed, or of another shape."""
-        device = self.buckets[0].device
-        indices = range(len(self.names)) if indices is None else indices
-        for i, gradient in zip(indices, gradients, strict=True):
-            if gradient is None:
-                continue
-            name, shape = self.names[i], self._shapes[i]
-            if gradient.layout != torch.strided:
-                problem = f"of layout {gradient.layout}: gradients must be dense"
-            elif gradient.device != device:
-                problem = f"on {gradient.device}, and its master is on {device}"
-            elif find_freed([gradient]) is not None:
-                problem = "whose storage was freed in place (resize_)"
-            elif gradient.shape != shape:
-                problem = f"of shape {tuple(gradient.shape)}, and has shape {tuple(shape)}"
-            else:
-                continue
-            raise RuntimeError(f"{name} has a gradient {problem}")
 
     def check_unchanged(self, param_groups: Sequence[dict]) -> None:
         """Raise RuntimeError for parameters that others exchanged, moved, wrote to or unfroze."""

@@ -550,7 +550,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         try:
             if not is_known:
                 self._kinds = self._launches = None
-                self._shards.check_gradients(gradients)
             for b in range(len(self._shards.buckets)):
                 check_gradients(self._transport, b, gradients, self._shards.names, is_known)
             if not is_known and facts is not None:
