@@ -23,7 +23,6 @@ class HostTransport(Transport):
     them in the memory that the ranks of its host share, or else these send each other rows. The means are
     sent to their owners: 4 bytes an element of a slice from each other host, however many ranks it has.
 
-    buckets: of all ranks of all hosts.
     peers: the ranks of this host, if they share memory.
     """
 

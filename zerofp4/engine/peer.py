@@ -43,7 +43,6 @@ class PeerTransport(Transport):
     has sent bucket b + 3, which is copied over bucket b. Behind the last bucket come the gathers of weights,
     as above.
 
-    buckets: of all ranks of peers.
     early: whether a BackwardSchedule sends gradients.
     in_turns: whether buckets have memory in turns. Then begin() does not wait.
     """

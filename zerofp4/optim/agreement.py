@@ -63,7 +63,6 @@ class Agreement:
 
     slots: one position in the vector for each trainable parameter of any rank.
     group: all ranks that step together.
-    on_nonfinite: "skip" or "raise".
     wire: the dtype that gradients are rounded to when they are sent, None for their own. A gradient that
         becomes infinite by it counts, in a world of any size.
     failed: float32 [], 1 once a rank did not come to a barrier of the GPUs; None where ranks share no memory.

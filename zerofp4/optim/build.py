@@ -88,13 +88,11 @@ class Checked:
         bucket_mb = communication.bucket_mb or find_bucket_mb(trainable, made_as)
         if not communication.is_ordered:
             self._check_sums()
-        shardings = [one.sharding for one in self.trained]
-        self.held = take_over(masters_from, trainable, names, group, shardings)
+        self.held = take_over(masters_from, self.trained, group)
         """Masters of an earlier optimizer, by id(parameter)."""
-        trained = {id(one.parameter): one for one in self.trained}
-        self._numbers = {key: number for number, key in enumerate(trained)}
+        numbers = {id(one.parameter): number for number, one in enumerate(self.trained)}
         self.announcement = Announcement(
-            members=[self._announce(k, trained.get(id(p))) for k, p in enumerate(self.parameters)],
+            members=[self._announce(k, numbers.get(id(p))) for k, p in enumerate(self.parameters)],
             ranks=[place.ranks for place in self.places],
             copies=[place.copies for place in self.places],
             common={
@@ -199,9 +197,10 @@ class Checked:
                     'reduction="reduce_scatter" needs gradient_wire=torch.float32 or torch.bfloat16'
                 )
 
-    def _announce(self, k: int, trained: Trained | None) -> "Member":
-        """Parameter k. trained: None for a frozen one."""
+    def _announce(self, k: int, number: int | None) -> "Member":
+        """Parameter k. number: its position among the trainable ones; None for a frozen one."""
         p, (g, i) = self.parameters[k], self._positions[k]
+        trained = None if number is None else self.trained[number]
         names, sharding = self.param_groups[g].get("param_names"), self.places[g].sharding
         kind = f"{kind_of(p)} in group {g}"
         if self.classes[g].name != self.classes[0].name:
@@ -212,11 +211,11 @@ class Checked:
             kind += f", gradients {gradient_dtype(p)}"
         if trained is not None and trained.work is not None:
             kind += f", updated whole in {trained.work} operations"
-        if trained is not None and self.trained[trained.leader] is not trained:
+        if trained is not None and trained.leader != number:
             kind += f", in amax_groups with {self.trained[trained.leader].name}"
         if trained is not None and trained.is_compact:
             # Random bytes are those of the number: it must be that of all who have the parameter.
-            kind += f", in compact state as number {self._numbers[id(p)]}"
+            kind += f", in compact state as number {number}"
         if id(p) in self.held:
             kind += ", of masters_from"
         if sharding.replicas is not None:

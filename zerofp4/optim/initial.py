@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.distributed import Stage
-from zerofp4.engine import Bucket, Sharding, write_master
+from zerofp4.engine import Bucket, Sharding, Trained, write_master
 from zerofp4.optim.piece import Piece, gathered_range
 from zerofp4.shard import intersect
 from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, note_master
@@ -18,18 +18,10 @@ CHUNK = 1 << 22
 
 
 def take_over(
-    source: Any,
-    parameters: Sequence[torch.Tensor],
-    names: Sequence[str],
-    group: dist.ProcessGroup | None,
-    shardings: Sequence[Sharding],
+    source: Any, trained: Sequence[Trained], group: dist.ProcessGroup | None
 ) -> Mapping[int, Callable[[], Piece]]:
     """This rank's pieces of the masters that an earlier optimizer holds, by id(parameter). One of 24 bits is
     converted when it is asked for.
-
-    source: None, or a ZeroFP4Optimizer.
-    group: all ranks that step together.
-    shardings: by parameter.
 
     Raises TypeError or ValueError for a source that cannot hand over.
     """
@@ -41,17 +33,17 @@ def take_over(
         raise ValueError("masters_from must shard its masters over the same process group")
     saved, written = source._hand_over()
     taken = {}
-    for p, name, sharding in zip(parameters, names, shardings, strict=True):
-        i = saved.indices.get(id(p))
+    for one in trained:
+        i = saved.indices.get(id(one.parameter))
         if i is None:
             continue
-        if not saved.parameters[i].home.group.refers_to(sharding.group):
-            raise ValueError(f"{name} is sharded over another process group than in masters_from")
+        if not saved.parameters[i].home.group.refers_to(one.sharding.group):
+            raise ValueError(f"{one.name} is sharded over another process group than in masters_from")
         if i in written:
             raise ValueError(
-                f"{name} was written to since the last step of masters_from, whose master would undo that"
+                f"{one.name} was written to since the last step of masters_from, whose master would undo that"
             )
-        taken[id(p)] = functools.partial(saved.master, p)
+        taken[id(one.parameter)] = functools.partial(saved.master, one.parameter)
     if not taken:
         raise ValueError("masters_from has the master of none of the trainable parameters of params")
     return taken

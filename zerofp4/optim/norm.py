@@ -11,7 +11,6 @@ from zerofp4.distributed import Stage, reduce_max
 from zerofp4.engine import ALIGNMENT
 
 NORM = "finding the norm of the gradients"
-"""The stage of global_norm()."""
 
 
 def global_norm(
@@ -21,7 +20,6 @@ def global_norm(
 
     means: those that this rank counts, contiguous, cut at multiples of ALIGNMENT elements of a parameter
         or at its end.
-    group: of all ranks that step together.
     squares: the sums that ops.average left of the means, for the 2-norm. It does not depend on the number of
         ranks. For other norms FP32 sums are kept short and added up in float64: one long FP32 sum is off by
         percents for 10**8 elements.

@@ -38,8 +38,6 @@ class ShardedParameters:
     """The trainable parameters of an optimizer. Building it is collective, and moves them into flat buffers;
     the masters have no values until initialize_masters().
 
-    checked: the arguments of the optimizer.
-    bucket_mb: as of build_buckets().
     peers: the ranks that share the memory of weights; None where weights travel by collectives.
     late: takes the gathers of NVFP4 weights that go on behind a step.
     """

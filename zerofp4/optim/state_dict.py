@@ -232,11 +232,7 @@ class SavedState(Mapping):
     the same values.
 
     param_groups: returns those of the optimizer, as they are now.
-    shards, inners: the trainable parameters with their masters, and the optimizers of these.
-    classes: by parameter group, what updates its masters.
-    announced, rank: the Announcement of each rank, and which is this one.
     token: of the ids of saves, the same on every rank.
-    sound: whether what is saved now may be loaded.
     """
 
     def __init__(
