@@ -233,7 +233,7 @@ def test_each_master_of_24_bits_is_converted_once(monkeypatch):
         made.append(weakref.ref(values))
         return values
 
-    monkeypatch.setattr("zerofp4.optim.sharded.joined", join)
+    monkeypatch.setattr("zerofp4.optim.state_dict.joined", join)
     dict(zerofp4.master_state_dict(model, optimizer, torch.bfloat16))
     assert len(made) == 3
     made.clear()

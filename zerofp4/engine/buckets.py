@@ -134,11 +134,6 @@ class Bucket:
         self.part = self.parts[self.replica]
         """What this rank averages of its slice: all of it where there are no replicas."""
 
-    @property
-    def kind(self) -> str:
-        """"nvfp4", or the name of a dtype."""
-        return "nvfp4" if self.is_packed else str(self.parameters[0].dtype).removeprefix("torch.")
-
     @functools.cached_property
     def gradients(self) -> torch.Tensor:
         """float32 [slice_numel], averaged. Made on demand: an update that averages as it reads needs none."""
@@ -199,10 +194,6 @@ class Bucket:
         """What a gather of weights sends: flat, an equal slice of each rank."""
         return [self.weights] if self.scales is None else [self.weights, self.scales.view(-1)]
 
-    def float_masters(self) -> torch.Tensor:
-        """The masters in float32: `masters` itself, but of masters of 24 bits a new tensor."""
-        return self.masters if self.low is None else joined(self.masters, self.low)
-
     # Views
 
     def own_views(self, flat_slice: torch.Tensor) -> list[torch.Tensor | None]:
@@ -240,11 +231,13 @@ NEAREST = 128
 """In place of a random byte: a master that no update has made is the value of 24 bits next to what it was."""
 
 
-def joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """float32 values of masters, 1D. high: bfloat16. low: uint8."""
-    values = torch.empty(high.shape, dtype=torch.float32, device=high.device)
+def joined(master: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
+    """The float32 values of a master, 1D: itself, but with `low` those of 24 bits in a new tensor."""
+    if low is None:
+        return master
+    values = torch.empty(master.shape, dtype=torch.float32, device=master.device)
     for part in _chunks(values):
-        values[part] = join_master(high[part], low[part])
+        values[part] = join_master(master[part], low[part])
     return values
 
 

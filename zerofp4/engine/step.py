@@ -344,9 +344,10 @@ class Step:
         described = []
         for b, bucket in enumerate(self.buckets):
             size, amaxes = bucket.world_size, 0 if bucket.plan is None else bucket.plan.wire.nbytes
+            kind = "nvfp4" if bucket.is_packed else str(bucket.parameters[0].dtype).removeprefix("torch.")
             described.append(
                 {
-                    "kind": bucket.kind,
+                    "kind": kind,
                     "parameters": len(bucket.parameters),
                     "ranks": size,
                     "replicas": bucket.replica_count,

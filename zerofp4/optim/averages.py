@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from zerofp4.distributed import OwnError
+from zerofp4.engine import joined
 from zerofp4.optim.piece import Piece
 from zerofp4.optim.seal import agree_on_save
 from zerofp4.optim.state_dict import MASTER, find_saves, load_error, read_value
@@ -33,7 +34,7 @@ class AveragedMasters:
             raise ValueError(f"decay must be from 0 to 1, got {decay}")
         optimizer._shards.check_not_taken_over()
         self.optimizer, self.decay = optimizer, decay
-        self._slices = [bucket.float_masters().clone() for bucket in optimizer._shards.buckets]
+        self._slices = [joined(bucket.masters, bucket.low).clone() for bucket in optimizer._shards.buckets]
         slices = iter(self._slices)
         self._views = optimizer._shards.by_parameter(lambda bucket: bucket.own_views(next(slices)))
 
@@ -47,8 +48,8 @@ class AveragedMasters:
         """
         self.optimizer._shards.check_not_taken_over()
         self.optimizer._check_sound(waits=False)  # once in every step
-        for average, buffer in zip(self._slices, self.optimizer._shards.buckets, strict=True):
-            average.mul_(self.decay).add_(buffer.float_masters() * (1 - self.decay))
+        for average, bucket in zip(self._slices, self.optimizer._shards.buckets, strict=True):
+            average.mul_(self.decay).add_(joined(bucket.masters, bucket.low) * (1 - self.decay))
 
     def _master(self, parameter: torch.Tensor) -> Piece | None:
         """As SavedState.master(), a piece of the average."""

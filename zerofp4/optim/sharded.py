@@ -13,14 +13,7 @@ import torch
 
 from zerofp4.cast import CastPlan, StagedPlan
 from zerofp4.distributed import OwnError
-from zerofp4.engine import (
-    Bucket,
-    LateGathers,
-    Peers,
-    build_buckets,
-    joined,
-    write_master,
-)
+from zerofp4.engine import Bucket, LateGathers, Peers, build_buckets
 from zerofp4.ops import Addresses, versions_of
 from zerofp4.optim.build import Checked, kind_of
 from zerofp4.optim.moments import Slice
@@ -64,7 +57,7 @@ class ShardedParameters:
         self.lows: list[torch.Tensor | None] = self.by_parameter(
             lambda b: [None] * len(b.indices) if b.low is None else b.own_views(b.low)
         )
-        """By parameter, the bytes of masters of 24 bits."""
+        """By parameter, the bytes of masters of 24 bits, whose other plane is in `masters`; else None."""
         self.shards: list[Shard] = self.by_parameter(lambda b: b.shards)
         """By parameter, what this rank owns."""
         self.optimized = [self._as_optimized(i, master) for i, master in enumerate(self.masters)]
@@ -256,24 +249,6 @@ class ShardedParameters:
             plan.refresh()
         self._watch()
         self._take_addresses()
-
-    # Masters
-
-    def planes(self, i: int) -> tuple[torch.Tensor | None, ...]:
-        """What is kept of this rank's piece of a master: float32 values, or the planes of 24 bits."""
-        is_split = self.trained[i].state == "compact24"
-        return (self.masters[i], self.lows[i]) if is_split else (self.masters[i],)
-
-    def float_master(self, i: int) -> torch.Tensor | None:
-        """This rank's piece of a master in float32; of one of 24 bits a new tensor."""
-        master, low = self.masters[i], self.lows[i]
-        return master if low is None else joined(master, low)
-
-    def load_master(self, i: int, values: torch.Tensor) -> None:
-        """Write float32 values of this rank's piece into a master."""
-        master, low = self.masters[i], self.lows[i]
-        if master is not None:
-            write_master(values, master, low)
 
     # Gathers that go on behind a step
 

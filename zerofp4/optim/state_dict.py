@@ -310,7 +310,9 @@ class SavedState(Mapping):
     def master(self, parameter: torch.Tensor) -> Piece | None:
         """A piece of the float32 master; None without one. One of 24 bits is converted in each call."""
         i = self.indices.get(id(parameter))
-        return None if i is None else self.piece(i, "master", self.shards.float_master(i))
+        if i is None:
+            return None
+        return self.piece(i, "master", joined(self.shards.masters[i], self.shards.lows[i]))
 
     def entries(self, i: int) -> dict[str, Piece]:
         """What is saved of trainable parameter i: pieces of its master, and of its state by the names of the
@@ -329,8 +331,9 @@ class SavedState(Mapping):
             found[name] = torch.as_tensor(value, dtype=entry.dtype, device=entry.device).reshape(-1)
         if STARTED in entries and found:
             found[STARTED] = torch.ones(1, dtype=torch.float32)
-        planes = zip(MASTERS[self.parameters[i].state].items(), self.shards.planes(i), strict=True)
-        pieces = {name: self.piece(i, name, plane, entry) for (name, entry), plane in planes}
+        planes = self.shards.masters[i], self.shards.lows[i]
+        named = zip(MASTERS[self.parameters[i].state].items(), planes, strict=False)  # one or both
+        pieces = {name: self.piece(i, name, plane, entry) for (name, entry), plane in named}
         return pieces | {name: self.piece(i, name, found.get(name), entry) for name, entry in entries.items()}
 
     def groups(self) -> SealedTuple:

@@ -37,6 +37,7 @@ from zerofp4.engine import (
     check_gradients,
     find_advice,
     find_topology,
+    write_master,
 )
 from zerofp4.ops import is_capturing
 from zerofp4.optim.adamw import BucketUpdate, FusedAdamW
@@ -826,9 +827,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             if moved is not None:
                 self.refresh()
             self.inners.pull_options(self.param_groups)
-            for i, values in enumerate(loaded):
-                if values is not None:
-                    self._shards.load_master(i, values)
+            for values, *planes in zip(loaded, self._shards.masters, self._shards.lows, strict=True):
+                if values is not None and planes[0] is not None:
+                    write_master(values, *planes)
             self._saved.steps, self._saved.token = steps, token
             self._forget_clipped()
             self._took_next_step, self._consolidated = False, None
