@@ -221,14 +221,14 @@ def test_state_that_does_not_fit(device, name, change, error, message):
 @pytest.mark.parametrize(
     ("state", "name", "change", "message"),
     [
-        ("full", "exp_avg", torch.t, r"\(40, 192\) and torch.float32, got \(192, 40\)"),
-        ("full", "exp_avg_sq", torch.flatten, r"\(40, 192\) and torch.float32, got \(7680,\)"),
-        ("full", "exp_avg_sq", lambda v: v[1:], r"\(40, 192\) and torch.float32, got \(39, 192\)"),
-        ("compact", "exp_avg_codes", torch.t, r"\(40, 192\) and torch.int8, got \(192, 40\)"),
-        ("compact", "exp_avg_sq_codes", torch.Tensor.short, r"torch.uint8, got \(40, 192\) and torch.int16"),
-        ("compact", "scales", torch.flatten, r"\(40, 3, 2\) and torch.float32, got \(240,\)"),
-        ("compact", "scales", torch.Tensor.half, r"torch.float32, got \(40, 3, 2\) and torch.float16"),
-        ("compact", "scales", torch.Tensor.double, r"torch.float32, got \(40, 3, 2\) and torch.float64"),
+        ("full", "exp_avg", torch.t, "must have shape (40, 192), got (192, 40)"),
+        ("full", "exp_avg_sq", torch.flatten, "must have shape (40, 192), got (7680,)"),
+        ("full", "exp_avg_sq", lambda v: v[1:], "must have shape (40, 192), got (39, 192)"),
+        ("compact", "exp_avg_codes", torch.t, "must have shape (40, 192), got (192, 40)"),
+        ("compact", "exp_avg_sq_codes", torch.Tensor.short, "must be a torch.uint8 tensor, got torch.int16"),
+        ("compact", "scales", torch.flatten, "must have shape (40, 3, 2), got (240,)"),
+        ("compact", "scales", torch.Tensor.half, "must be a torch.float32 tensor, got torch.float16"),
+        ("compact", "scales", torch.Tensor.double, "must be a torch.float32 tensor, got torch.float64"),
     ],
 )
 @pytest.mark.parametrize("loader", ["full", "compact"])
@@ -238,7 +238,8 @@ def test_loaded_state_of_other_shapes_and_dtypes(device, state, name, change, me
     before, hooks = optimizer.state, len(optimizer._optimizer_load_state_dict_pre_hooks)
     saved = given.state_dict()
     saved["state"][0][name] = change(saved["state"][0][name])
-    with pytest.raises(ValueError, match=f"^{name} in the state of AdamW must have shape .*{message}"):
+    error = TypeError if "tensor" in message else ValueError
+    with pytest.raises(error, match=re.escape(f"{name} in the state of AdamW {message}")):
         optimizer.load_state_dict(saved)
     assert optimizer.state is before and len(optimizer._optimizer_load_state_dict_pre_hooks) == hooks
 

@@ -78,8 +78,6 @@ class EarlyUpdates:
         """The last backward pass that has made a gradient."""
         self._is_over = False
         """Whether the rest was taken."""
-        self._noted: set[int] = set()
-        """Parameters that have had a gradient."""
         self._missing = [set(bucket.indices) for bucket in self._buckets]
         """By bucket, the parameters that have had none."""
         self._taken: set[int] = set()
@@ -104,14 +102,14 @@ class EarlyUpdates:
         bucket went with the first.
         """
         b = self._bucket_of[i]
-        if i in self._noted or b in self._taken:
-            which = "a second gradient" if i in self._noted else "a gradient in a second backward pass"
+        is_second = i not in self._missing[b]
+        if is_second or b in self._taken:
+            which = "a second gradient" if is_second else "a gradient in a second backward pass"
             raise RuntimeError(
                 f"{self._shards.names[i]} got {which} before step(), and overlap='update' uses each "
                 "gradient as soon as it is there: call step() after every backward pass, and give "
                 "checkpoint() use_reentrant=False where several segments use one weight"
             )
-        self._noted.add(i)
         self._missing[b].discard(i)
         if self._in_order:
             first = end = len(self._taken)
@@ -262,7 +260,8 @@ class EarlyUpdates:
         """Whether a backward pass of this rank has made gradients since the last step(), or begun with a
         bucket. Another rank may have, and wait for this one.
         """
-        return self._has_begun or bool(self._noted)
+        counts = zip(self._missing, self._buckets, strict=True)
+        return self._has_begun or any(len(missing) < len(bucket.indices) for missing, bucket in counts)
 
     def step(self, closure: Callable[[], Any] | None, is_scaled: bool) -> Any:
         """Take the buckets that no backward pass has completed, and end the step.

@@ -14,6 +14,7 @@ from zerofp4.layout import ceil_div
 from zerofp4.ops import MasterPiece
 from zerofp4.reference import CompactMoments, decode_moments, encode_moments, root
 from zerofp4.shard import Shard, state_groups, state_unit
+from zerofp4.storage import check_buffer
 
 FULL = {"step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 COMPACT = {
@@ -104,7 +105,7 @@ def first_state(p: torch.Tensor, compact: bool, of: Slice | None = None) -> dict
 def converted(p: torch.Tensor, entries: Mapping[str, Any], compact: bool) -> dict[str, Any]:
     """The state of a parameter as full or as compact state, whichever it is.
 
-    Raises ValueError for what is neither, and for another shape or dtype than this parameter's state has.
+    Raises ValueError for what is neither, and what check_buffer() raises.
     """
     kept, other = (COMPACT, FULL) if compact else (FULL, COMPACT)
     given = kept if entries.keys() >= kept.keys() else other
@@ -116,11 +117,7 @@ def converted(p: torch.Tensor, entries: Mapping[str, Any], compact: bool) -> dic
     shape = _local(p).shape
     for name, value in values.items():
         wanted = scales_shape(shape) if name == "scales" else shape
-        if (tuple(value.shape), value.dtype) != (tuple(wanted), given[name]):
-            raise ValueError(
-                f"{name} in the state of AdamW must have shape {tuple(wanted)} and {given[name]}, got "
-                f"{tuple(value.shape)} and {value.dtype}"
-            )
+        check_buffer(f"{name} in the state of AdamW", value, wanted, given[name], value.device)
     if given is kept:
         return dict(entries)
     new = _encoded(**values) if compact else _decoded(**values)
