@@ -81,7 +81,6 @@ class ShardedParameters:
         self._watch()
         self.holder = Holder(self.parameters)
         self._take_addresses()
-        self._versions = [0] * len(self.parameters)
         self.accept_values()
         self.weights_follow = True
         """False from load_state_dict() to the next step: weights written meanwhile yield to the masters."""
@@ -192,8 +191,11 @@ class ShardedParameters:
 
     def accept_values(self, indices: Sequence[int] | None = None) -> None:
         """Take the present values of these weights, or of all, for the optimizer's own."""
-        indices = range(len(self.parameters)) if indices is None else indices
-        for i, version in zip(indices, versions_of([self.parameters[i] for i in indices]), strict=True):
+        if indices is None:
+            self._versions = versions_of(self.parameters)
+            return
+        versions = versions_of([self.parameters[i] for i in indices])
+        for i, version in zip(indices, versions, strict=True):
             self._versions[i] = version
 
     def written(self, indices: Sequence[int] | None = None) -> list[int]:
