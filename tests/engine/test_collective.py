@@ -88,6 +88,21 @@ def test_means_of_a_world_of_one_are_copied_when_they_are_asked_for(device):
             assert squares.sum(0).equal(expected.sum(0))
 
 
+def test_gradients_of_two_dtypes_are_copied_once(device):
+    """To the means, which are FP32."""
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch has no grad_dtype")
+    parameters = [torch.zeros(8, 4, dtype=torch.bfloat16, device=device).requires_grad_() for _ in range(2)]
+    parameters[1].grad_dtype = torch.float32
+    transport = transport_of(parameters)
+    gradients = [torch.randn(8, 4, dtype=d, device=device) for d in (torch.bfloat16, torch.float32)]
+    prepared = transport.prepare(gradients)
+    assert all(mine is theirs for mine, theirs in zip(prepared, gradients, strict=True))
+    transport.average(0, prepared)
+    for gradient, view in zip(gradients, transport.buckets[0].gradient_views, strict=True):
+        assert_bytes_equal(view, gradient.float().view(-1), "mean")
+
+
 def test_what_is_rounded_is_not_read_where_it_is(device):
     parameters = parameters_on(device)
     transport = transport_of(parameters, torch.bfloat16)
