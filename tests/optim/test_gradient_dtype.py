@@ -12,6 +12,7 @@ from torch import nn
 
 import zerofp4
 from zerofp4 import NVFP4Tensor
+from zerofp4.engine import Trained
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer, build
 
 pytestmark = pytest.mark.skipif(
@@ -87,4 +88,4 @@ def test_a_torch_that_has_no_such_gradients(device, monkeypatch):
     """Said, where it is asked for."""
     monkeypatch.setattr(build, "HAS_GRAD_DTYPE", False)
     with pytest.raises(ValueError, match=r"torch 2\..* gives p gradients of its own dtype"):
-        build.check_gradient_dtype(torch.float32, [nn.Parameter(torch.ones(1).bfloat16())], ["p"])
+        build.check_gradient_dtype(torch.float32, [Trained(nn.Parameter(torch.ones(1).bfloat16()), "p")])

@@ -79,12 +79,12 @@ class Checked:
         self._check_update_at_once()
         if communication.updates_early:
             self._check_updates_early(on_nonfinite)
-        trainable, names = [one.parameter for one in self.trained], [one.name for one in self.trained]
-        check_gradient_dtype(communication.gradient_dtype, trainable, names)
+        check_gradient_dtype(communication.gradient_dtype, self.trained)
         self.hosts = find_hosts(communication.hosts, group)
         self.transport, self.why_collective = self._choose_transport(group)
         """The transport to try, and why it is "collective" if nobody asked for that."""
         made_as = communication.gradient_wire or communication.gradient_dtype
+        trainable = [one.parameter for one in self.trained]
         bucket_mb = communication.bucket_mb or find_bucket_mb(trainable, made_as)
         if not communication.is_ordered:
             self._check_sums()
@@ -250,11 +250,9 @@ def kind_of(parameter: torch.Tensor) -> str:
     return f"{dtype} {tuple(parameter.shape)}"
 
 
-def check_gradient_dtype(
-    dtype: torch.dtype | None, parameters: Sequence[torch.Tensor], names: Sequence[str]
-) -> None:
+def check_gradient_dtype(dtype: torch.dtype | None, trained: Sequence[Trained]) -> None:
     """Raises ValueError unless gradients of these parameters can be made in `dtype`; changes nothing."""
-    for parameter, name in zip(parameters, names, strict=True):
+    for parameter, name, *_ in trained:
         if dtype in (None, gradient_dtype(parameter)):
             continue
         if not HAS_GRAD_DTYPE:

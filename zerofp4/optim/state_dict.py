@@ -199,7 +199,7 @@ class SavedParameter(NamedTuple):
     """A trainable parameter as checkpoints have it.
 
     number: in state dicts; it knows the name. label: what messages call it. group: the number of its group.
-    shard: what this rank owns. home: where its pieces are. refusal: as in About. state: as of Trained.
+    shard: what this rank owns. home: where its pieces are. refusal: as in About.
     """
 
     number: ParameterId
@@ -209,7 +209,6 @@ class SavedParameter(NamedTuple):
     shard: Shard
     home: Home
     refusal: str | None
-    state: str
 
     def extent(self, entry: Entry) -> tuple[tuple[int, ...], Shard]:
         """The shape of an entry, and what this rank has of it: its shard of what is like the parameter. All
@@ -270,7 +269,7 @@ class SavedState(Mapping):
             group = one.sharding.group
             home = homes.setdefault(group, Home(GroupReference(group), self.device))
             label, shape = number.name or one.name, one.parameter.shape
-            saved = SavedParameter(number, label, g, shape, shard, home, refusal, one.state)
+            saved = SavedParameter(number, label, g, shape, shard, home, refusal)
             self.parameters.append(saved)
         self.indices = {id(p): i for i, p in enumerate(shards.parameters)}
         """By the identity of a trainable parameter, its position among these."""
@@ -294,7 +293,7 @@ class SavedState(Mapping):
         if key not in self._templates:
             self._templates[key] = make_template(self._classes[g], group, self.device)
         template = self._templates[key]
-        return template if self.parameters[i].state == "full" else _with_moments(template, CODES)
+        return template if self.shards.trained[i].state == "full" else _with_moments(template, CODES)
 
     def piece(self, i: int, name: str, values: torch.Tensor | None, entry: Entry = MASTER) -> Piece:
         """A piece of trainable parameter i. values: 1D, of this rank; None for zeros without memory."""
@@ -332,7 +331,7 @@ class SavedState(Mapping):
         if STARTED in entries and found:
             found[STARTED] = torch.ones(1, dtype=torch.float32)
         planes = self.shards.masters[i], self.shards.lows[i]
-        named = zip(MASTERS[self.parameters[i].state].items(), planes, strict=False)  # one or both
+        named = zip(MASTERS[self.shards.trained[i].state].items(), planes, strict=False)  # one or both
         pieces = {name: self.piece(i, name, plane, entry) for (name, entry), plane in named}
         return pieces | {name: self.piece(i, name, found.get(name), entry) for name, entry in entries.items()}
 
