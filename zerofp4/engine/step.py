@@ -87,7 +87,10 @@ class Transport(Protocol):
         """What is queued next may read the gradients of bucket b, until the next but one bucket is sent."""
 
     def average(self, b: int, gradients: Gradients, squares: torch.Tensor | None = None) -> None:
-        """Average bucket b into its `gradients`; `squares`, int64 ops.SQUARES, take up those of the means."""
+        """Average bucket b into its `gradients`, float32.
+
+        squares: int64 ops.SQUARES, to which the squares of the means are added.
+        """
 
     def discard(self, b: int) -> None:
         """Take this rank's part in arrived() or average() of bucket b, of which nobody uses anything."""
@@ -110,7 +113,7 @@ class Transport(Protocol):
 
 
 def are_as_sent(transport: Transport, gradients: Gradients) -> bool:
-    """Whether each gradient is contiguous, of the dtype in which it is sent, and that in WEIGHT_DTYPES."""
+    """Whether each gradient is contiguous and of the dtype in which it is sent, one of WEIGHT_DTYPES."""
     return set(transport.dtypes) <= set(WEIGHT_DTYPES) and all(
         gradients[i] is None or is_sendable(gradients[i], dtype)
         for bucket, dtype in zip(transport.buckets, transport.dtypes, strict=True)

@@ -409,7 +409,7 @@ class Part:
         self.stages = {kind: ops.AdamWStage(some, reduced) for kind, some in items.items() if some}
 
     def check(self, gradients: _Tensors) -> None:
-        """Raises for the first gradient that kernels cannot read. Kinds that have passed are known."""
+        """Raises for the first gradient that kernels cannot read. Kinds that have passed pass again."""
         facts = ops.plain_facts(gradients)
         kinds = None if facts is None else (facts.kinds, ops.tensor_facts(self.params).kinds)
         if kinds is None or kinds != self._passed:

@@ -71,7 +71,7 @@ class ShardedParameters:
         }
         """By master, of those in compact state."""
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
-        """1 where the last step was skipped, or masters with a NaN or Inf left NVFP4 weights alone."""
+        """1 where the last step was skipped, or a NaN or Inf in masters kept NVFP4 weights as they were."""
         packed = [bucket for bucket in self.buckets if bucket.is_packed]
         self.plans = [self._build_plan(bucket, checked.amax_groups or ()) for bucket in packed]
         """What casts the buckets of NVFP4 weights, one for each of them."""

@@ -155,7 +155,7 @@ CODES = {
 
 
 def make_template(inner: InnerClass, group: dict, device: torch.device) -> dict[str, Entry]:
-    """Entries by name, from a step with zeros as gradients of two elements, or of a small matrix."""
+    """Entries by name, from a trial step with zeros as the gradient of two elements, or a small matrix."""
     trial = torch.zeros(TRIAL_SHAPE if inner.whole else 2, dtype=torch.float32, device=device)
     chosen = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options(group).items()}
     optimizer = inner.optimizer_class([chosen | {"params": [trial]}], **inner.defaults)
