@@ -125,9 +125,8 @@ class PeerTransport(Transport):
         except Exception as error:  # the agreement tells the others
             self.error = self.error or error_text(error)
             return
-        if self._in_turns:
-            return
-        self._left[place] = self._peers.start_copies(*self._copies[b])
+        if self._early:
+            self._left[place] = self._peers.start_copies(*self._copies[b])
 
     def arrived(self, b: int, gradients: Gradients) -> Arrived:
         self._wait()

@@ -10,7 +10,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.cast import CastPlan, StagedPlan
-from zerofp4.engine import Arrived, ArrivingMeans, Bucket, Transport
+from zerofp4.engine import Arrived, Bucket, Transport
 from zerofp4.optim.groups import parameter_name
 from zerofp4.optim.inner import has_hooks
 from zerofp4.optim.moments import (
@@ -483,7 +483,7 @@ class BucketUpdate:
         inner: FusedAdamW,
         buckets: Sequence[Bucket],
         masters: _Tensors,
-        exchange: Transport | ArrivingMeans,
+        exchange: Transport,
     ):
         self._inner, self._buckets, self._exchange = inner, buckets, exchange
         self._positions = [{id(masters[i]): k for k, i in enumerate(b.indices)} for b in buckets]
