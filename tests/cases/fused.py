@@ -51,6 +51,15 @@ def set_random_gradients(parameters: Iterable[torch.Tensor]) -> None:
         set_gradient(p, torch.randn_like(p))
 
 
+def step_alike(one: FusedAdamW, parameters: list[torch.Tensor], other, copies: list[torch.Tensor]) -> None:
+    """A step of both optimizers with the same gradients, from the values of one."""
+    for p, q in zip(parameters, copies, strict=True):
+        q.copy_(p)
+        q.grad = p.grad = torch.randn_like(p)
+    one.step()
+    other.step()
+
+
 class Expected:
     """What reference.adamw_step makes of copies of an optimizer's parameters, option by option, and
     reference.compact_adamw_step of those that are large enough in a group with state="compact".

@@ -65,6 +65,12 @@ def set_gradients(parameters: list[nn.Parameter], gradients: list[torch.Tensor |
         p.grad = None if gradient is None else gradient.to(p.dtype)
 
 
+def take_step(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """seed: of the gradients."""
+    set_gradients(parameters, make_gradients(parameters, seed))
+    optimizer.step()
+
+
 def built(device, optimizer_class=torch.optim.AdamW, seed=None, specifications=SPECIFICATIONS, **options):
     """Parameters and an optimizer of them. seed: of the gradients that they have; None for none."""
     parameters = make_parameters(device, specifications=specifications)

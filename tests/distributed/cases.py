@@ -196,6 +196,10 @@ class Model:
         assert_all_equal(self.snapshot(), snapshot, "a weight that must not change")
 
 
+def is_last(world) -> bool:
+    return world.rank == world.world_size - 1
+
+
 def shared_folder(world) -> Path:
     """The same on every rank, and gone when the ranks are."""
     found = [tempfile.mkdtemp() if world.rank == 0 else None]

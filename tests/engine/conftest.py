@@ -1,7 +1,5 @@
 """What tests of the places of gradients share."""
 
-from __future__ import annotations
-
 import pytest
 from cases.gradient_places import Twice, made
 

@@ -1,7 +1,5 @@
 """How large buckets are, which positions lie in which, and which rank owns which whole matrix."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

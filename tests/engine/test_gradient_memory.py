@@ -2,8 +2,6 @@
 has what travels, whatever users, hooks, checkpoints, errors and threads do in between.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 

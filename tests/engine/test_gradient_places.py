@@ -2,8 +2,6 @@
 that p.grad has the bytes that autograd gives a model without such memory, whatever happens in between.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

@@ -1,7 +1,5 @@
 """Who waits for codes that are on their way, and what is queued behind what: gathers that remember it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

@@ -1,10 +1,7 @@
 """A Step over buckets and a transport that record what was done: the order, and what an error changes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from zerofp4.distributed import CollectiveError, OwnError
@@ -160,48 +157,6 @@ def test_where_a_cast_may_stop(monkeypatch):
     assert seen == [place, None, None, None]
 
 
-FAULTS = {
-    "own gradients": {"arrived_1": ERROR, "average_1": ERROR},
-    "update": {"update_1": ERROR},
-    "amaxes": {"plans": ({}, {"start_step": ERROR}, {}, None)},
-    "cast": {"plans": ({}, {"finish_step": ERROR}, {}, None)},
-    "transpose": {"plans": ({}, {"complete": ERROR}, {}, None)},
-}
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_rank_that_fails_takes_part_and_changes_nothing_more(fault, late):
-    if late and fault == "transpose":
-        pytest.skip("readers transpose then, or a stream")
-    done, _, raised = run(**{"groups": "aaaa", "plans": ({}, {}, {}, None), "late": late, **FAULTS[fault]})
-    assert raised is ERROR
-    well, _, _ = run(groups="aaaa", plans=({}, {}, {}, None), late=late)
-    verbs = ("begin", "send", "arrived", "average", "open", "gather", "end", "start_step", "abstain")
-
-    def collectives(entries):
-        found = [entry for entry in entries if entry.split()[0] in verbs]
-        return [entry.replace("abstain", "start_step") for entry in found]
-
-    assert collectives(done) == collectives(well)
-    before = {"own gradients": 1, "update": 2, "amaxes": 2, "cast": 3, "transpose": 4}[fault]
-    assert [entry for entry in done if entry.startswith("update")] == [f"update {b}" for b in range(before)]
-    assert "cast 3" not in done
-    # What was reduced without a flag the other ranks cast, so this rank does.
-    flagged = {b for b in range(3) if f"abstain {b}" in done} | ({1} if fault == "amaxes" else set())
-    casts = [entry for entry in well if entry.split()[0] in ("finish_step", "complete")]
-    expected = [entry for entry in casts if int(entry.split()[1]) not in flagged]
-    assert [entry for entry in done if entry in casts] == expected
-
-
-def test_what_failed_before_changes_nothing():
-    done, _, raised = run(averages=False, error=ERROR)
-    assert raised is ERROR
-    assert not {entry.split()[0] for entry in done} & {"start_step", "finish_step", "cast", "complete"}
-    assert [e for e in done if e.split()[0] == "abstain"] == ["abstain 0", "abstain 1"]
-    assert [e for e in done if e.split()[0] == "gather"] == ["gather 0", "gather 1", "gather 2"]
-
-
 def test_a_collective_that_fails_ends_it():
     """This rank's own error came first, and may be why the others have gone."""
     gone = CollectiveError("gathering weights failed")
@@ -217,22 +172,3 @@ def test_average():
     error = Step(Transport(done, buckets, average_1=ERROR)).average([None])
     assert done == ["begin", "send 0", "send 1", "average 0", "average 1", "send 2", "average 2", "end"]
     assert error.take() is ERROR
-
-
-def test_a_rank_that_only_takes_its_part_does_what_the_others_wait_for():
-    """In a step and in an average: every message leaves, and nobody uses what arrives."""
-    done = []
-    buckets = [Bucket(str(b), done, group, b) for b, group in enumerate("aab")]
-    buckets[0].plan, buckets[1].plan = Log("0", done), Log("1", done)
-    step = Step(Transport(done, buckets))
-    with pytest.raises(RuntimeError) as caught:
-        step.run(None, (), OwnError(ERROR))
-    assert caught.value is ERROR
-    ours = [entry for entry in done if entry.split()[0] in ("begin", "send", "discard", "abstain", "gather")]
-    assert ours == [
-        *("begin", "send 0", "send 1", "discard 0", "abstain 0", "discard 1", "abstain 1"),
-        *("gather 0", "gather 1", "send 2", "discard 2", "gather 2"),
-    ]
-    done.clear()
-    assert not step.average(())
-    assert done == ["begin", "send 0", "send 1", "discard 0", "discard 1", "send 2", "discard 2", "end"]

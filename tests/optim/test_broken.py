@@ -9,9 +9,9 @@ import torch.distributed.checkpoint as dcp
 from cases.optim import (
     assert_all_equal,
     assert_weights_follow,
-    make_gradients,
     make_parameters,
     set_gradients,
+    take_step,
 )
 
 import zerofp4
@@ -49,11 +49,6 @@ def build(device, groups):
     return parameters, ZeroFP4Optimizer(
         groups(parameters), FusedAdamW, lr=0.1, communication=Communication(bucket_mb=0.003)
     )
-
-
-def take_step(parameters, optimizer, step) -> None:
-    set_gradients(parameters, make_gradients(parameters, step))
-    optimizer.step()
 
 
 def masters_of(optimizer) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from cases.optim import (
     make_net,
     make_parameters,
     set_gradients,
+    take_step,
 )
 from helpers import assert_bytes_equal
 from torch import nn
@@ -71,8 +72,7 @@ def test_after_a_step_gradients_are_reduced_anew(device):
         optimizer.clip_grad_norm_(1e9)
         optimizer.step()
         plain.step()
-        set_gradients(parameters, make_gradients(parameters, 10 + step))
-        optimizer.step()
+        take_step(parameters, optimizer, 10 + step)
         plain.step()
         check(optimizer, plain, f"step {step}:")
 

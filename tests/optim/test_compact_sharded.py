@@ -2,15 +2,13 @@
 in distributed/optim/test_compact.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 
 import pytest
 import torch
 from cases.compact import HYPERS, Whole, make_sharded
-from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
+from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients, take_step
 from helpers import assert_bytes_equal
 from torch import nn
 
@@ -80,34 +78,11 @@ def test_muon_keeps_its_own_state(device):
 # What else reads masters
 
 
-def test_masters_in_float32(device):
-    model = nn.ModuleDict({str(i): nn.Linear(1, 1) for i in range(2)})
-    model["0"].weight = nn.Parameter(torch.randn(6, 70, device=device, dtype=torch.bfloat16))
-    model["1"].weight = nn.Parameter(
-        zerofp4.quantize(torch.randn(32, 64, device=device, dtype=torch.bfloat16))
-    )
-    weights = [model[str(i)].weight for i in range(2)]
-    optimizer = build([(f"{i}.weight", w) for i, w in enumerate(weights)])
-    averages = zerofp4.optim.AveragedMasters(optimizer, 0.5)
-    before = optimizer.gathered_masters()
-    set_gradients(weights, make_gradients(weights, 0))
-    optimizer.step()
-    averages.update()
-    masters = optimizer.gathered_masters()
-    exported = dict(zerofp4.master_state_dict(model, optimizer))
-    averaged = dict(zerofp4.master_state_dict(model, averages))
-    for i, (master, old) in enumerate(zip(masters, before, strict=True)):
-        assert master.dtype == torch.float32 and not torch.equal(master, old)
-        assert_bytes_equal(exported[f"{i}.weight"], master, "exported")
-        assert_bytes_equal(averaged[f"{i}.weight"], old * 0.5 + master * 0.5, "averaged")
-
-
 def test_masters_move_between_optimizers(device):
     """Those of 24 bits stay what they are in 32 bits, and come back so."""
     parameters = make_sharded(device)
     optimizer = build(parameters)
-    set_gradients(parameters, make_gradients(parameters, 0))
-    optimizer.step()
+    take_step(parameters, optimizer, 0)
     masters = optimizer.gathered_masters()
     full = ZeroFP4Optimizer(parameters, FusedAdamW, masters_from=optimizer, **HYPERS)
     assert_all_equal(full.gathered_masters(), masters, "full")
@@ -130,6 +105,12 @@ def test_masters_move_between_optimizers(device):
         ),
         ({"optimizer_class": torch.optim.AdamW}, {"state": "compact"}, "and its class is AdamW"),
         ({"whole_matrices": True, "state": "compact"}, {}, "excludes whole_matrices=True"),
+        (
+            {"optimizer_class": torch.optim.SGD, "whole_matrices": True, "state": "compact"},
+            {},
+            "is of FusedAdamW, and its class is SGD",
+        ),
+        ({"optimizer_class": torch.optim.SGD}, {"state": "small"}, 'state must be "full" or "compact", got'),
     ],
 )
 def test_bad_arguments(options, group, message):
@@ -154,16 +135,6 @@ def test_an_amax_group_of_two_states():
         build([wide, narrow], amax_groups=[[wide, narrow]])
 
 
-def test_a_group_of_another_class_has_no_state_to_choose():
-    """Whole matrices or not, and whatever the value is."""
-    p, q = (nn.Parameter(torch.zeros(4, 64)) for _ in range(2))
-    with pytest.raises(ValueError, match="is of FusedAdamW, and its class is SGD"):
-        ZeroFP4Optimizer([p], torch.optim.SGD, whole_matrices=True, state="compact")
-    beside = {"params": [q], "optimizer_class": torch.optim.SGD, "lr": 0.1, "state": "small"}
-    with pytest.raises(ValueError, match=r'\[1\]: state must be "full" or "compact", got .small.'):
-        ZeroFP4Optimizer([{"params": [p]}, beside], FusedAdamW)
-
-
 @pytest.mark.parametrize("beside", [[], [torch.optim.SGD]])
 def test_a_choice_that_is_changed_later(beside):
     """Updated bucket by bucket, and all at once. Nothing else has changed."""
@@ -173,8 +144,7 @@ def test_a_choice_that_is_changed_later(beside):
     groups = [{"params": [p], "state": s} for p, s in zip(parameters, ("compact", "full"), strict=False)]
     groups += [{"params": [parameters[-1]], "optimizer_class": c, "lr": 0.1} for c in beside]
     optimizer = ZeroFP4Optimizer(groups, FusedAdamW, lr=0.1)
-    set_gradients(parameters, make_gradients(parameters, 0))
-    optimizer.step()
+    take_step(parameters, optimizer, 0)
     before = [optimizer.gathered_masters(), optimizer.state_dict()]
     for group, other in zip(optimizer.param_groups, ("full", "compact", "compact"), strict=False):
         missing = object()

@@ -230,30 +230,6 @@ def test_amaxes_of_values_at_the_edges(device, value):
 # Flags and ranks
 
 
-def test_what_is_skipped_changes_nothing(device):
-    """Because of a flag, or because no rank has a gradient: no byte of the state, and no count."""
-    tensors = [
-        Tensor.make(torch.randn(20, 128, device=device), split, i) for i, split in enumerate((True, False))
-    ]
-    gradients = [torch.randn(t.matrix, device=device) for t in tensors]
-    skip = torch.zeros((), device=device)
-    options = ops.adamw_options(**PLAIN, skip=skip)
-    present = [torch.tensor(float(i), dtype=torch.float64, device=device) for i in range(2)]
-    for flag, updated in ((0.0, [False, True]), (1.0, [False, False]), (math.inf, [False, False])):
-        skip.fill_(flag)
-        for t, gradient, now in zip(tensors, gradients, updated, strict=True):
-            if now:
-                t.update(gradient, **PLAIN)
-        items = [t.item(torch.float32, present=word) for t, word in zip(tensors, present, strict=True)]
-        stage = ops.AdamWStage(items, None)
-        before = [t.step.item() for t in tensors]
-        stage.begin(options, 0, [g.view(-1) for g in gradients])
-        stage.update()
-        for t, count, now in zip(tensors, before, updated, strict=True):
-            assert t.step.item() == count + now
-            t.check(f"flag {flag}")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 @pytest.mark.parametrize("split", [False, True])
@@ -320,23 +296,3 @@ def test_masters_of_24_bits_with_float_moments(device):
             assert_bytes_equal(reference.join_master(high.cpu(), low.cpu()), master, f"{shape}: masters")
             for mine, other in zip((m, v), moments, strict=True):
                 assert_bytes_equal(mine.cpu(), other, f"{shape}: moments")
-
-
-def test_a_stack_is_its_matrices_one_after_another(device):
-    """A piece for each of them, and one step count: the bytes of one tall matrix."""
-    master = torch.randn(3 * 20, 200, device=device)
-    tall, stack = Tensor.make(master, True, 1), Tensor.make(master, True, 1)
-    pieces = tuple(
-        ops.MasterPiece(None, stack.piece().shard._replace(numel=4000), (20, 200), torch.bfloat16, -1, -1)
-        for _ in range(3)
-    )
-    stage = ops.AdamWStage([stack.item(torch.float32)._replace(pieces=pieces)], None)
-    options = ops.adamw_options(**PLAIN)
-    for _ in range(2):
-        gradient = torch.randn(60, 200, device=device)
-        run([tall], [gradient], options)
-        stage.begin(options, 0, [gradient])
-        stage.update()
-    assert stack.step.item() == 2
-    for name in ("high", "low", "exp_avg", "exp_avg_sq", "scales"):
-        assert_bytes_equal(getattr(stack, name), getattr(tall, name), name)

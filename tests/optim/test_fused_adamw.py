@@ -7,7 +7,15 @@ import pickle
 
 import pytest
 import torch
-from cases.fused import HYPERS, OPTIONS, Expected, each_state, set_gradient, set_random_gradients
+from cases.fused import (
+    HYPERS,
+    OPTIONS,
+    Expected,
+    each_state,
+    set_gradient,
+    set_random_gradients,
+    step_alike,
+)
 from cases.optim import assert_all_equal
 from helpers import assert_bytes_equal
 from hypothesis import given
@@ -264,15 +272,6 @@ def trained(optimizer_class, device, steps, **options):
             p.grad = torch.randn(p.shape, generator=generator).to(device)
         optimizer.step()
     return optimizer, parameters
-
-
-def step_alike(one, parameters, other, copies):
-    """A step of both with the same gradients, from the values of one."""
-    for p, q in zip(parameters, copies, strict=True):
-        q.copy_(p)
-        q.grad = p.grad = torch.randn_like(p)
-    one.step()
-    other.step()
 
 
 @pytest.mark.parametrize(

@@ -174,17 +174,6 @@ def test_amaxes_of_masters_that_were_written_are_outdated(device):
         case.cast()
 
 
-def test_a_master_without_gradient_is_only_read(device):
-    case = Offered(*make(device))
-    first, second = case.masters
-    before = first.clone()
-    second.grad = torch.randn_like(second)
-    case.optimizer.step()
-    assert_bytes_equal(first, before, "master")
-    assert list(case.optimizer.state) == [second]
-    case.cast()
-
-
 @pytest.mark.parametrize("when", ["gradient", "update"])
 def test_after_a_step_that_raises_the_plan_takes_the_amaxes_itself(device, monkeypatch, when):
     case = Offered(*make(device))
@@ -223,11 +212,6 @@ def test_a_parameter_that_left_its_master(device):
     parameters[1].data = parameters[1].data.clone()
     with pytest.raises(RuntimeError, match=r"\['params'\]\[1\] is not where the plan's master is"):
         case.optimizer.step()
-
-
-def test_a_rank_that_owns_nothing(device):
-    case = Offered(make(device)[0], [None, None], [None, None], [{"params": []}])
-    case.step()
 
 
 def experts_offered(device):

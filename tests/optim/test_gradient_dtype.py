@@ -1,7 +1,5 @@
 """gradient_dtype: what p.grad is and micro-batches are added up in."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

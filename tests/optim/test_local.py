@@ -10,6 +10,7 @@ from cases.optim import (
     SPECIFICATIONS,
     Plain,
     assert_all_equal,
+    assert_weights_follow,
     built,
     check,
     make_gradients,
@@ -126,40 +127,34 @@ def test_gradients_that_were_not_used_are_not_kept(device, fails, monkeypatch):
     assert [ref() for ref in kept] == [None] * len(kept)
 
 
-@pytest.mark.parametrize("accumulate", ["local", "sharded"])
-@pytest.mark.parametrize("overlap", [None, "backward", "forward", "both"])
-@pytest.mark.parametrize("cls", [FusedAdamW, torch.optim.AdamW])
-def test_what_ranks_do_that_have_others(device, cls, overlap, accumulate):
-    """Alone it changes nothing; assigned gradients are those that step() adds."""
-    parameters, optimizer = build(device, cls, overlap=overlap, accumulate=accumulate)
-    plain = Plain(parameters, cls, **DEFAULTS)
-    for step in range(3):
-        set_gradients(parameters, make_gradients(parameters, step))
-        plain.step()
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.check()
-        check(optimizer, plain, f"step {step}:")
-
-
 @needs_gpu
-def test_clipped_steps_in_a_cuda_graph():
-    """Of gradients of which some must be copied, with a NaN in some replays."""
-    models = [build(torch.device("cuda"), capturable=True) for _ in range(2)]
+@pytest.mark.parametrize(
+    ("specifications", "clips", "turned"),
+    [(READ_THERE, True, True), (SPECIFICATIONS, False, True), (SPECIFICATIONS, False, False)],
+)
+def test_steps_in_a_cuda_graph(specifications, clips, turned):
+    """Clipped or not, of gradients of which some must be copied, with a NaN in some replays."""
+    device = torch.device("cuda")
+    models = [build(device, specifications=specifications, capturable=True) for _ in range(2)]
+
+    def step_of(one):
+        norm = one.clip_grad_norm_(0.5) if clips else None
+        one.step()
+        return norm
+
     (parameters, optimizer), (others, other) = models
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for ps, one in models:
             set_gradients(ps, make_gradients(ps, 0))
-            turn_gradients(ps[1::2])
-            one.clip_grad_norm_(0.5)
-            one.step()
+            if turned:
+                turn_gradients(ps[1::2])
+            step_of(one)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        norm = optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
+        norm = step_of(optimizer)
     for step in range(1, 5):
         gradients = make_gradients(others, step)
         if step == 2:
@@ -167,11 +162,12 @@ def test_clipped_steps_in_a_cuda_graph():
         for p, q, gradient in zip(parameters, others, gradients, strict=True):
             p.grad.copy_(gradient)
             q.grad = p.grad.clone()
-        expected = other.clip_grad_norm_(0.5)
-        other.step()
+        expected = step_of(other)
         graph.replay()
-        assert_bytes_equal(norm, expected, f"step {step}: norm")
+        if clips:
+            assert_bytes_equal(norm, expected, f"step {step}: norm")
         assert (optimizer.found_inf.item() != 0) == (step == 2)
         assert optimizer.first_nonfinite() == ("param_groups[0]['params'][3]" if step == 2 else None)
         assert_same_masters(optimizer, other, f"step {step}")
+        assert_weights_follow(parameters, optimizer.gathered_masters())
     assert optimizer.skipped_steps == 1

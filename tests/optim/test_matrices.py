@@ -1,7 +1,5 @@
 """Optimizers that need whole matrices, in one process: what they take, save and load."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

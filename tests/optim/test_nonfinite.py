@@ -12,7 +12,6 @@ from cases.optim import (
     everything,
     make_gradients,
     set_gradients,
-    turn_gradients,
 )
 
 from zerofp4.optim import FusedAdamW
@@ -83,37 +82,6 @@ def test_what_was_found_is_told_until_the_next_step_looks(device):
             optimizer.load_state_dict(state_dict)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_replays_of_a_cuda_graph_skip_steps(device, turned):
-    if device.type != "cuda":
-        pytest.skip("CUDA graphs are captured on a GPU")
-    parameters, optimizer = built(device, FusedAdamW, capturable=True, **DEFAULTS)
-    plain = Plain(parameters, FusedAdamW, **DEFAULTS)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        set_gradients(parameters, make_gradients(parameters, 0))
-        if turned:
-            turn_gradients(parameters)
-        optimizer.step()
-        plain.step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    for step in range(1, 5):
-        for p, gradient in zip(parameters, make_gradients(parameters, step), strict=True):
-            p.grad.copy_(gradient)
-        bad = step % 2
-        if bad:
-            parameters[3].grad[0, 0] = math.nan
-        else:
-            plain.step()
-        graph.replay()
-        assert (optimizer.found_inf.item(), optimizer.skipped_steps) == (bad, (step + 1) // 2)
-        check(optimizer, plain, f"step {step}:")
-
-
 def test_skipped_gradients_are_not_used_again(device):
     parameters, optimizer = built(device, torch.optim.SGD, seed=0, lr=0.1)
     plain = Plain(parameters, torch.optim.SGD, lr=0.1)
@@ -137,60 +105,12 @@ def test_a_sum_of_squares_that_overflows_is_no_reason_to_skip(device):
         assert optimizer.skipped_steps == 0
 
 
-def first_word(gradients, rounded_to=None):
-    return first_nonfinite(gradients, range(len(gradients), 0, -1), rounded_to)
-
-
-@pytest.mark.parametrize("value", VALUES)
-def test_the_first_of_a_list(device, value):
-    """Of any dtype, wherever in the gradient; empty and missing ones hold nothing."""
-    assert first_word([None, None]) is None
-    assert first_word([None, torch.zeros(0, device=device)]) is None
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for at in (0, 1, 1000, 4999):
-            gradients = [
-                None,
-                *(torch.full((5000,), 6e4, dtype=d) for d in (torch.float32, dtype, dtype)),
-                None,
-            ]
-            gradients = [g if g is None else g.to(device) for g in gradients]
-            assert first_word(gradients).item() == 0
-            for i in (3, 2):
-                gradients[i][at] = value
-                assert len(gradients) - first_word(gradients).item() == i
-
-
-@pytest.mark.parametrize("turned", [None, 2, 30])
-@pytest.mark.parametrize("bad", [(3,), (3, 20), (20, 39), ()])
-def test_the_first_of_a_long_list(device, bad, turned):
-    """turned: one that is looked at otherwise."""
-    gradients = [torch.ones(24, 10, device=device) for _ in range(40)]
-    for i in bad:
-        gradients[i][2, 3] = float("nan")
-    if turned is not None:
-        gradients[turned] = gradients[turned].t()
-    found = first_word(gradients)
-    assert found.item() == (len(gradients) - min(bad) if bad else 0)
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_the_first_that_is_infinite_once_it_is_rounded(device, sign):
-    """Where a copy to that dtype is: on both sides of the value between the largest and infinity."""
-    for dtype in (torch.bfloat16, torch.float16):
-        step = torch.tensor(torch.finfo(dtype).max, dtype=torch.float64)
-        beyond = (1.5 * step - 0.5 * step.to(dtype).nextafter(torch.zeros((), dtype=dtype)).double()).float()
-        for value in (beyond.nextafter(torch.zeros(())), beyond):
-            gradient = torch.zeros(1000, device=device)
-            gradient[77] = sign * value
-            infinite = bool(gradient.to(dtype).isinf().any())
-            assert infinite == (value == beyond).item()
-            assert bool(first_word([gradient], dtype).item()) == infinite
-            assert first_word([gradient]).item() == 0
-
-
 def test_what_is_infinite_in_fp32(device):
-    """A gradient of another dtype than those of weights becomes FP32 before anything is done with it."""
-    gradients = [torch.ones(3, device=device), torch.tensor([1.0, 1e300], device=device, dtype=torch.float64)]
-    assert first_word(gradients).item() == 1
+    """A gradient of another dtype than those of weights becomes FP32 before anything is done with it. An
+    empty one holds nothing.
+    """
+    values = torch.ones(3), torch.tensor([1.0, 1e300], dtype=torch.float64), torch.ones(0).double()
+    gradients = [value.to(device) for value in values]
+    assert first_nonfinite(gradients, [3, 2, 1]).item() == 2
     gradients[1][1] = 1e30
-    assert first_word(gradients).item() == 0
+    assert first_nonfinite(gradients, [3, 2, 1]).item() == 0

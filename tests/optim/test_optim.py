@@ -6,11 +6,7 @@ import pytest
 import torch
 from cases.optim import (
     OPTIMIZERS,
-    SPECIFICATIONS,
-    Net,
     Plain,
-    assert_all_equal,
-    assert_weights_follow,
     batch,
     both,
     built,
@@ -19,12 +15,12 @@ from cases.optim import (
     make_net,
     make_parameters,
     set_gradients,
+    take_step,
     take_steps,
 )
 from helpers import assert_bytes_equal
 
-import zerofp4
-from zerofp4 import NVFP4Tensor, reference
+from zerofp4 import NVFP4Tensor
 from zerofp4.engine import ALIGNMENT
 from zerofp4.optim import ZeroFP4Optimizer
 
@@ -75,24 +71,6 @@ def test_options_that_the_inner_optimizer_changes_come_back(device):
     assert optimizer.param_groups[0]["steps"] == 3
 
 
-def test_closure_is_evaluated_with_gradients(device):
-    net = make_net(device)
-    optimizer = ZeroFP4Optimizer(net.parameters(), lr=0.01)
-    calls = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = net(batch(device, 0)).square().mean()
-        loss.backward()
-        calls.append(optimizer.clip_grad_norm_(1.0))
-        return loss
-
-    with torch.no_grad():
-        loss = optimizer.step(closure)
-    assert loss.requires_grad and len(calls) == 1
-    assert net(batch(device, 0)).square().mean().item() != loss.item()
-
-
 # Missing gradients and frozen parameters
 
 
@@ -136,19 +114,6 @@ def test_parameters_frozen_before_keep_their_bytes(device):
 # Initial values, views and non-finite masters
 
 
-def test_masters_begin_with_the_values_before_conversion(device):
-    torch.manual_seed(0)
-    net = Net(torch.float32).to(device)
-    values = [p.detach().clone() for p in net.parameters()]
-    zerofp4.convert_model(net, columnwise=True)
-    parameters = list(net.parameters())
-    assert isinstance(net.first.weight, NVFP4Tensor)
-    optimizer = ZeroFP4Optimizer(parameters)
-    assert_all_equal(optimizer.gathered_masters(), values, "master")
-    assert net.first.weight.get_high_precision_init_val() is None
-    assert_weights_follow(parameters, values)
-
-
 def test_weights_lie_in_the_gather_buffers(device):
     """One behind the other, each in a storage of its own: who saves a model takes tensors over one storage
     for tied weights. FP32 parameters are their own masters.
@@ -174,27 +139,8 @@ def test_weights_lie_in_the_gather_buffers(device):
         pointers.add(tuple(t.data_ptr() for tensors in kinds.values() for t in tensors))
         if step == 1:
             optimizer.refresh()
-        set_gradients(parameters, make_gradients(parameters, 0))
-        optimizer.step()
+        take_step(parameters, optimizer, 0)
     assert len(pointers) == 1
-
-
-def test_amax_groups(device):
-    """Matrices share one amax, experts those of the experts with the same index."""
-    more = [((16, 96), torch.bfloat16, True), ((3, 16, 32), torch.bfloat16, True)]
-    parameters = make_parameters(device, 0, [*SPECIFICATIONS, *more])
-    groups = [[parameters[i] for i in members] for members in ((0, 9), (8, 10))]
-    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, amax_groups=groups, lr=0.1)
-    set_gradients(parameters, make_gradients(parameters, 0))
-    optimizer.step()
-    masters = dict(zip(parameters, optimizer.gathered_masters(), strict=True))
-    for group in groups:
-        values = [masters[p].to(torch.bfloat16) for p in group]
-        amax = torch.stack([v.float().abs().amax((-2, -1)).view(-1) for v in values]).amax(0)
-        for p, v in zip(group, values, strict=True):
-            specified = reference.quantize if p.dim() == 2 else reference.quantize_experts
-            for name, value in specified(v.view(p.shape), amax=amax)._asdict().items():
-                assert_bytes_equal(getattr(p, name), value, name)
 
 
 def test_a_backward_pass_through_old_weights_fails(device):

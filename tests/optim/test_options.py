@@ -1,4 +1,4 @@
-"""Parameter groups: options that ranks compare or no optimizer takes, and what messages call parameters."""
+"""Options: of parameter groups, which ranks compare or no optimizer takes, and of Communication."""
 
 import copy
 import math
@@ -9,16 +9,12 @@ from cases.optim import (
     assert_all_equal,
     assert_weights_follow,
     keywords,
-    make_gradients,
     make_parameters,
-    set_gradients,
+    take_step,
 )
-from torch import nn
 
-from zerofp4 import quantize
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 from zerofp4.optim.inner import HASH_BITS, OptionsHash, compared_options, show_option
-from zerofp4.storage import called
 
 
 def groups(*lrs, **options):
@@ -100,8 +96,7 @@ def test_options_must_be_finite(device, name, value):
             with pytest.raises(ValueError, match=r"inf|nan"):
                 ZeroFP4Optimizer(params, optimizer_class, **keywords({"lr": 0.1, **options}))
         optimizer = ZeroFP4Optimizer(groups(), optimizer_class, lr=0.1)
-        set_gradients(parameters, make_gradients(parameters, 0))
-        optimizer.step()
+        take_step(parameters, optimizer, 0)
         before, state_dict = optimizer.gathered_masters(), copy.deepcopy(optimizer.state_dict())
         message = rf"param_groups\[1\]\['{name}'\] must be finite, got .*(inf|nan)"
         kept, optimizer.param_groups[1][name] = optimizer.param_groups[1][name], value
@@ -119,22 +114,41 @@ def test_options_must_be_finite(device, name, value):
 # Names
 
 
-def named_weight(name):
-    weight = nn.Parameter(quantize(torch.ones(16, 16)))
-    weight.record.name = name
-    return weight
-
-
-def test_a_name_is_a_place_and_what_the_tensor_is_called():
-    assert called("x[0]", torch.ones(2)) == "x[0]"
-    assert called("x[0]", torch.ones(2), "bias") == "x[0] 'bias'"
-    assert called("x[0]", named_weight("fc1")) == called("x[0]", named_weight("fc1").record) == "x[0] 'fc1'"
-    assert called("x[0]", named_weight("fc1"), "layers.fc1.weight") == "x[0] 'layers.fc1.weight'"
-    assert called("x[0]", named_weight(None)) == "x[0]"
-
-
 @pytest.mark.parametrize("optimizer_class", [ZeroFP4Optimizer, FusedAdamW])
 def test_both_optimizers_call_a_parameter_the_same(optimizer_class):
     groups = [{"params": [("a", torch.ones(3)), ("b", torch.ones(4, dtype=torch.float64))]}]
     with pytest.raises(TypeError, match=r"param_groups\[0\]\['params'\]\[1\] 'b' must"):
         optimizer_class(groups)
+
+
+# How gradients and weights travel
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overlap": True}, "overlap must be one of"),
+        ({"overlap": "forwards"}, "overlap must be one of"),
+        ({"accumulate": None}, "accumulate must be one of"),
+        ({"accumulate": "sharded", "transport": "peer"}, "is not supported with transport"),
+        ({"accumulate": "sharded", "overlap": "backward", "transport": "peer"}, "is not supported with"),
+        ({"accumulate": "sharded", "overlap": "update"}, 'is not supported with overlap="update"'),
+        ({"transport": "nvlink"}, "transport must be one of"),
+        ({"gradient_wire": torch.float64}, "gradient_wire must be None or one of"),
+        ({"gradient_dtype": torch.float16}, "gradient_dtype must be one of"),
+        ({"reduction": "sum"}, "reduction must be one of"),
+        ({"reduction": "reduce_scatter", "transport": "peer"}, 'not supported with transport="peer"'),
+    ],
+)
+def test_options_that_cannot_be_meant(options, message):
+    with pytest.raises(ValueError, match=message):
+        Communication(**options)
+
+
+def test_an_option_of_communication_that_is_given_to_the_optimizer():
+    """It would be an option of torch's class, which does not know it."""
+    parameters = make_parameters(torch.device("cpu"))
+    with pytest.raises(TypeError, match=r"give communication=zerofp4.optim.Communication\(overlap='both'\)"):
+        ZeroFP4Optimizer(parameters, overlap="both")
+    with pytest.raises(TypeError, match="communication must be a Communication, got str"):
+        ZeroFP4Optimizer(parameters, communication="peer")

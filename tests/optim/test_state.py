@@ -10,11 +10,9 @@ import torch
 from cases.optim import (
     OPTIMIZERS,
     assert_all_equal,
-    assert_weights_follow,
     batch,
     make_net,
     make_parameters,
-    through_a_file,
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
@@ -39,24 +37,6 @@ def build(device, seed, name="adamw"):
     groups.append({"params": [p for p in net.parameters() if p.dim() < 2], "lr": 0.02})
     optimizer = ZeroFP4Optimizer(groups, optimizer_class, **defaults)
     return net, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad"])
-def test_a_resumed_run_is_the_same_run(device, name):
-    through = build(device, 0, name)
-    run_steps(*through, range(6))
-    stopped = build(device, 0, name)
-    run_steps(*stopped, range(3))
-    resumed, states = build(device, 1, name), through_a_file([part.state_dict() for part in stopped[1:]])
-    for part, state in zip(resumed[1:], states, strict=True):
-        part.load_state_dict(state)
-    parameters = [p for group in resumed[1].param_groups for p in group["params"]]
-    assert_weights_follow(parameters, resumed[1].gathered_masters())
-    run_steps(*resumed, range(3, 6))
-    assert_all_equal(resumed[1].gathered_masters(), through[1].gathered_masters(), "master")
-    assert_all_equal(parameter_values(resumed[0]), parameter_values(through[0]), "weight")
-    assert [g["lr"] for g in resumed[1].param_groups] == [g["lr"] for g in through[1].param_groups]
-    assert len(resumed[1].inner.state) == len(resumed[1].state) == resumed[1].state_dict()["steps"] == 6
 
 
 def parameter_values(net):

@@ -1,7 +1,5 @@
 """overlap="update" of one rank alone: backward passes update each weight as soon as its gradient is there."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
@@ -62,18 +60,6 @@ def test_compiled(world, whole):
     for step in range(2):
         step_of(world, models, step)
     assert_same(models, "the end")
-
-
-def test_steps_without_gradients(world):
-    """They change no weight and no master, before and after steps that do."""
-    net, optimizer = make(world, bucket_mb=TINY)
-    with nothing_changes(net, optimizer):
-        optimizer.step()
-    step_of(world, [(net, optimizer)], 0)
-    with nothing_changes(net, optimizer):
-        optimizer.step()
-        optimizer.step(lambda: None)
-    assert optimizer._saved.steps == 4
 
 
 def test_members_of_an_amax_group_are_updated_together(world):

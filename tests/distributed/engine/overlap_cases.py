@@ -1,7 +1,5 @@
 """A model whose gradients are made in every way, and optimizers of it that the tests of overlap compare."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

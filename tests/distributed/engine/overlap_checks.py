@@ -2,8 +2,6 @@
 share or, with FilePeers, through files on the CPU.
 """
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -2,8 +2,6 @@
 of GPUs the same checks run in test_peers.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,12 +1,10 @@
 """A step in buckets on several ranks: the bytes of one that does one thing after the other."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
+from cases.optim import assert_all_equal, keywords, set_gradients, take_step
 
 from distributed.engine.peer_checks import OPTIONS, InSequence
 from distributed.optim.cases import all_bytes, check_weights, gradients_of, parameters_of
@@ -106,8 +104,7 @@ def test_gradients_take_no_memory_until_they_are_clipped(world):
     parameters, optimizer = build(world, FusedAdamW, bucket_mb=0.1)
     dtypes = {torch.float32, torch.bfloat16}
     for step in range(2):
-        set_gradients(parameters, make_gradients(parameters, step))
-        optimizer.step()
+        take_step(parameters, optimizer, step)
         for buffer, dtype in zip(optimizer._shards.buckets, optimizer._transport.dtypes, strict=True):
             assert ("gradients" in vars(buffer)) == (dtype not in dtypes)
     optimizer.clip_grad_norm_(1.0)

@@ -1,7 +1,5 @@
 """Steps of several ranks in a CUDA graph: the bytes of eager ones. On the CPU what they capture is done."""
 
-from __future__ import annotations
-
 import math
 from unittest import mock
 
@@ -9,7 +7,8 @@ import pytest
 import torch
 from cases.optim import assert_all_equal, keywords, make_parameters, set_gradients
 
-from distributed.optim.cases import SPECIFICATIONS, as_if_captured, model_bytes
+from distributed.engine.peer_checks import all_bytes
+from distributed.optim.cases import SPECIFICATIONS, as_if_captured
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.optim.adamw import BucketUpdate
@@ -60,15 +59,10 @@ class Run:
         else:
             self.graph.replay()
 
-    def bytes(self):
-        state = [
-            entry.present() for p in self.parameters for _, entry in sorted(self.optimizer.state[p].items())
-        ]
-        return [tensor.cpu() for tensor in (*model_bytes(self.parameters), *state)]
-
 
 def assert_equal(run, other, step):
-    assert_all_equal(run.bytes(), other.bytes(), f"step {step}: tensor")
+    sides = [all_bytes(one.parameters, one.optimizer) for one in (run, other)]
+    assert_all_equal(*sides, f"step {step}: tensor")
 
 
 @on_ranks(2, 3, time_limit=60)

@@ -1,7 +1,5 @@
 """Gradients that travel while a backward pass makes the others: the bytes of a step that waits for all."""
 
-from __future__ import annotations
-
 import math
 from unittest import mock
 
@@ -163,15 +161,3 @@ def test_masters_from_an_optimizer_that_holds_sums(world, overlap):
     before = [master.clone() for master in optimizer.gathered_masters()]
     new = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, masters_from=optimizer, **keywords(options))
     assert_all_equal(new.gathered_masters(), before, "masters")
-
-
-# Options
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    "options", [{"overlap": "backward"}, {"overlap": "forward"}, {"accumulate": "sharded"}]
-)
-def test_ranks_must_overlap_alike(world, options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))} is .* on rank 0 and .* on rank 1"):
-        make(world, **(options if world.rank else {}))

@@ -1,7 +1,5 @@
 """What goes wrong while gradients travel: all ranks hear of it, and the step after it is right."""
 
-from __future__ import annotations
-
 import datetime
 import math
 from unittest import mock
@@ -9,12 +7,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases.optim import keywords
+from cases.optim import assert_all_equal, keywords
 
 from distributed.cases import raising
 from distributed.engine.overlap_cases import (
     OPTIONS,
     SMALL,
+    TINY,
     assert_same,
     break_off,
     loss_of,
@@ -22,7 +21,7 @@ from distributed.engine.overlap_cases import (
     nothing_changes,
     step_of,
 )
-from distributed.optim.cases import check_weights
+from distributed.optim.cases import check_weights, raise_in_turn
 from distributed.run import on_ranks
 from zerofp4.distributed import CollectiveError
 from zerofp4.engine import GradientMemory
@@ -178,3 +177,24 @@ def test_a_rank_that_never_comes_ends_in_the_groups_timeout(world):
         loss_of(net, world, 0).backward()
         with pytest.raises(CollectiveError):
             optimizer.step()
+
+
+@on_ranks(2)
+def test_gradients_in_the_memory_of_another_are_refused(world):
+    """By every rank, before anything has changed; clones of the same gradients are taken."""
+    net, optimizer = make(world, transport="auto", bucket_mb=TINY)
+    masters = optimizer.gathered_masters()
+    loss_of(net, world, 0).backward()
+    if world.rank == 1:
+        a, b = net.layers[0].weight, net.layers[1].weight
+        a.grad, b.grad = b.grad, a.grad
+    others = "rank 1 found an error, and no rank takes this step"
+    found = "exchanged, shared or transposed" if world.rank == 1 else others
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(0.3)):
+        with pytest.raises(RuntimeError, match=found):
+            raise_in_turn(optimizer, call)
+    assert_all_equal(optimizer.gathered_masters(), masters, "master")
+    for p in net.parameters():
+        p.grad = None if p.grad is None else p.grad.clone()
+    optimizer.step()
+    assert optimizer.skipped_steps == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from cases.optim import make_gradients, set_gradients
+from cases.optim import take_step
 from early import waits_for
 
 from distributed.cases import raised_everywhere
@@ -205,8 +205,7 @@ def share_unequally_often(world):
         assert optimizer.describe()["transport"] == "peer"
     parameters, optimizer = built(world, FusedAdamW)
     assert optimizer.describe()["transport"] == "collective"
-    set_gradients(parameters, make_gradients(parameters, world.rank))
-    optimizer.step()
+    take_step(parameters, optimizer, world.rank)
     check_weights(parameters, optimizer)
 
 

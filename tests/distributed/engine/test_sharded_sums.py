@@ -1,7 +1,5 @@
 """accumulate="sharded": each backward pass adds to the FP32 slices, and leaves no gradients behind."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

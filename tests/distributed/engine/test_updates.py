@@ -1,7 +1,5 @@
 """overlap="update" of several ranks: backward passes exchange, update, cast and gather each bucket."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from cases.optim import assert_all_equal, keywords, make_parameters
 from cases.updates import OPTIONS, SERVED, SMALL, TINY, loss_of, make, make_pair, moved, step_of
 
+from distributed.cases import is_last
 from distributed.engine.file_peers import sharing_files
 from distributed.engine.overlap_cases import assert_same, nothing_changes
 from distributed.engine.update_checks import whole_steps
@@ -235,7 +234,7 @@ def test_buckets_with_a_nan_or_inf_on_one_rank(world, bad):
     net, optimizer = make(world, bucket_mb=TINY, transport="collective")
     step_of(world, [(net, optimizer)], 0)
     before = [master.clone() for master in optimizer.gathered_masters()]
-    factor = bad if world.rank == world.world_size - 1 else 1
+    factor = bad if is_last(world) else 1
     hooks = [net.layers[i].weight.register_hook(lambda g: g * factor) for i in (2, 0)]
     loss_of(net, world, 1).backward()
     for hook in hooks:
@@ -258,10 +257,6 @@ def test_buckets_with_a_nan_or_inf_on_one_rank(world, bad):
 def of_last_rank(world, mine, others=FOUND):
     """Around a call that raises on every rank: what the last one found, and what the others are told."""
     return pytest.raises((ValueError, RuntimeError), match=mine if is_last(world) else others)
-
-
-def is_last(world):
-    return world.rank == world.world_size - 1
 
 
 @on_ranks(1, 2, 3)

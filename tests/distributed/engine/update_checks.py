@@ -1,7 +1,5 @@
 """What ranks do that update in backward passes: by collectives, or with memory that they share."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from cases.updates import loss_of, make_pair

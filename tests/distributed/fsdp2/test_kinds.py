@@ -1,7 +1,5 @@
 """FSDP2 gathers the scales of blocks of 1x16 behind the codes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """quantization_error with an optimizer: every rank compares with the whole masters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases.fsdp2 import start, unsharded

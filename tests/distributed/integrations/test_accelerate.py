@@ -1,7 +1,5 @@
 """accelerate around a ZeroFP4Optimizer: what it prepares trains on, and what it saves."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from pathlib import Path

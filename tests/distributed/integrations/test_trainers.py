@@ -2,8 +2,6 @@
 world of another size; and adapters of peft.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import tempfile

@@ -1,7 +1,5 @@
 """zerofp4.launch on several ranks, under torchrun and under mpirun."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 

@@ -1,7 +1,5 @@
 """zerofp4.testing on several ranks: one wrong byte on one of them is seen by all."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -57,7 +57,7 @@ def gradients_of(world, parameters, step):
         if (i + step + world.rank) % 4 == 0 or (i + step) % 7 == 0:
             gradients[i] = None
     if gradients[0] is not None:
-        gradients[0] = gradients[0].t().contiguous().t()
+        gradients[0] = gradients[0].transpose(0, -1).contiguous().transpose(0, -1)
     return gradients
 
 

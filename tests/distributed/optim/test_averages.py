@@ -1,7 +1,5 @@
 """AveragedMasters: an average of masters that are sharded."""
 
-from __future__ import annotations
-
 import math
 import shutil
 
@@ -46,7 +44,7 @@ def check(model, averages, expected):
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("case", ["adamw", "fused", "muon"])
+@pytest.mark.parametrize("case", ["adamw", "fused", "muon", "compact"])
 def test_the_average_is_that_of_whole_masters(world, case):
     model, optimizer, averages, expected = averaged(world, case=case)
     check(model, averages, expected)

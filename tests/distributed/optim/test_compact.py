@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases.compact import HYPERS, Whole, make_sharded
 from cases.fused import COMPACT_STATE, is_compact
-from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
+from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients, take_step
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -104,8 +104,7 @@ def test_replicas(world):
     groups = [{"params": parameters, "process_group": mesh}]
     optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **HYPERS, state="compact")
     for step in range(2):
-        set_gradients(parameters, make_gradients(parameters, step))
-        optimizer.step()
+        take_step(parameters, optimizer, step)
         expected.step([p.grad for p in parameters])
     expected.check(optimizer)
 

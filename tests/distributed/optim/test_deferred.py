@@ -3,8 +3,6 @@
 With NCCL it is so by itself; here any backend does as it is told.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from unittest import mock

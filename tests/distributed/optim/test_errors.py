@@ -56,6 +56,9 @@ def test_what_one_rank_builds_otherwise_all_refuse(world):
         (parameters, {"on_nonfinite": "raise"}, "on_nonfinite is skip on rank 0 and raise on rank"),
         (parameters, {"bucket_mb": 2.0}, "bucket_mb is None on rank 0 and 2.0"),
         (parameters, {"gradient_dtype": torch.float32}, "gradient_dtype is None on rank 0 and torch.float32"),
+        (parameters, {"overlap": "backward"}, "overlap is None on rank 0 and backward on rank"),
+        (parameters, {"overlap": "forward"}, "overlap is None on rank 0 and forward on rank"),
+        (parameters, {"accumulate": "sharded"}, "accumulate is local on rank 0 and sharded on rank"),
     ]:
         with pytest.raises((ValueError, TypeError), match=message):
             ZeroFP4Optimizer(params if bad else parameters, **keywords(options if bad else {}))

@@ -7,6 +7,7 @@ import torch
 from cases.optim import assert_all_equal, keywords
 from torch import nn
 
+from distributed.cases import is_last
 from distributed.optim.cases import assert_same_on_all_ranks, model_bytes, raise_in_turn
 from distributed.run import on_ranks
 from zerofp4 import convert_model
@@ -34,10 +35,6 @@ def loss_of(world, model, index: int) -> torch.Tensor:
     batch = torch.randn(8, 32, generator=generator).to(world.device, next(model.parameters()).dtype)
     loss = model(batch).float().square().mean()
     return loss * torch.inf if index == 1 and is_last(world) else loss
-
-
-def is_last(world) -> bool:
-    return world.rank == world.world_size - 1
 
 
 @on_ranks(1, 2)

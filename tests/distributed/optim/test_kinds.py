@@ -1,7 +1,5 @@
 """Weights in blocks of 1x16 and with four over six: scales are made by who owns a block, and gathered."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -171,14 +169,6 @@ def test_scales_that_arrive_late_are_waited_for(world, read):
 
 
 @on_ranks(2)
-def test_buckets_of_one_kind(world):
-    _, optimizer = make(world)
-    packed = [bucket.parameters for bucket in optimizer._shards.buckets if bucket.is_packed]
-    kinds = [{(p.block, p.four_over_six) for p in parameters} for parameters in packed]
-    assert all(len(kind) == 1 for kind in kinds) and len(kinds) == len(KINDS)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize(("kind", "scales"), [(ROWS, 2**16), (KINDS[2], 2**12), ({}, 0)])
 def test_the_bytes_that_are_gathered(world, kind, scales):
     """Half a byte an element, the scales that travel, and a word of each rank beside them."""
@@ -204,13 +194,17 @@ def test_kinds_that_differ_between_ranks_are_refused(world):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("kind", [ROWS, {}], ids=["rows", "tiles"])
-def test_members_of_an_amax_group_are_in_one_bucket(world, kind):
-    """Though they are no neighbours: alone in it, or beside all others."""
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [(ROWS, (48, 64)), ({}, (48, 64)), ({}, (3, 18, 64))],
+    ids=["rows", "tiles", "experts"],
+)
+def test_members_of_an_amax_group_are_in_one_bucket(world, kind, shape):
+    """Though they are no neighbours: alone in it, or beside all others. Experts share it by their index."""
     models = []
     for bucket_mb in (1e-4, None):
         generator = torch.Generator().manual_seed(2)
-        values = [torch.randn(48, 64, generator=generator).to(world.device) * 3**i for i in range(4)]
+        values = [torch.randn(shape, generator=generator).to(world.device) * 3**i for i in range(4)]
         parameters = [nn.Parameter(zerofp4.quantize(value, **kind)) for value in values]
         options = keywords(OPTIONS, bucket_mb=bucket_mb, amax_groups=[parameters[::2]])
         models.append((parameters, ZeroFP4Optimizer(parameters, FusedAdamW, **options)))

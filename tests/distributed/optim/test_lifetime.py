@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cases.fsdp2 import make_model, mesh_of, shard, take_experts
 
 import zerofp4
-from distributed.cases import Model, raised_by
+from distributed.cases import Model, is_last, raised_by
 from distributed.optim.cases import built, parameters_of, raise_in_turn
 from distributed.run import on_ranks
 from zerofp4.integrations import fsdp2
@@ -29,10 +29,6 @@ def without_collector() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def is_last(world) -> bool:
-    return world.rank == world.world_size - 1
 
 
 def fail(*_) -> None:

@@ -8,7 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.matrices import BESIDE, MATRICES, MUON, OneProcess, make_groups
-from cases.optim import assert_all_equal, check, keywords, make_gradients, make_parameters, set_gradients
+from cases.optim import (
+    assert_all_equal,
+    check,
+    keywords,
+    make_gradients,
+    make_parameters,
+    set_gradients,
+    take_step,
+)
 from helpers import assert_bytes_equal
 
 from distributed.optim.cases import (
@@ -162,8 +170,7 @@ def test_weights_that_share_an_amax_have_different_owners(world):
     parameters = make_parameters(world.device, 0, [((34, 48), torch.bfloat16, True)] * 4)
     options = keywords(MUON, amax_groups=[parameters[::3]], bucket_mb=0.001)
     optimizer = ZeroFP4Optimizer(parameters, torch.optim.Muon, **options)
-    set_gradients(parameters, make_gradients(parameters, world.rank))
-    optimizer.step()
+    take_step(parameters, optimizer, world.rank)
     largest = max(m.to(torch.bfloat16).float().abs().max() for m in optimizer.gathered_masters()[::3])
     for p in parameters[::3]:
         assert_bytes_equal(p.amax, largest.view(p.amax.shape), "amax")
@@ -191,8 +198,7 @@ def test_masters_go_from_elements_to_matrices_and_back(world):
     parameters = parameters_of(world)
     matrices, others = ([p for p in parameters if (p.dim() > 1) == whole] for whole in (True, False))
     first = ZeroFP4Optimizer(parameters, lr=0.1)
-    set_gradients(parameters, make_gradients(parameters, world.rank))
-    first.step()
+    take_step(parameters, first, world.rank)
     beside = {"params": others, "optimizer_class": FusedAdamW, "lr": 0.1}
     second = ZeroFP4Optimizer([beside, {"params": matrices}], torch.optim.Muon, masters_from=first)
     order = {id(p): m for p, m in zip(parameters, first.gathered_masters(), strict=True)}

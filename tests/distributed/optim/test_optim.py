@@ -1,7 +1,5 @@
 """ZeroFP4Optimizer over several ranks: the bytes of one machine, at any world size."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -16,6 +14,7 @@ from cases.optim import (
     make_gradients,
     make_parameters,
     set_gradients,
+    take_step,
     take_steps,
     through_a_file,
 )
@@ -95,8 +94,7 @@ def test_gradients_are_averaged_in_rank_order(world, bucket_mb, wire):
     optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, **keywords(options))
     before = optimizer.gathered_masters()
     for round_ in range(2):  # every piece of staging is used again
-        set_gradients(parameters, make_gradients(parameters, world.rank + 10 * round_))
-        optimizer.step()
+        take_step(parameters, optimizer, world.rank + 10 * round_)
         means = averages([p.grad.to(wire or p.dtype) for p in parameters])
         expected = [m - mean for m, mean in zip(before, means, strict=True)]
         assert_all_equal(optimizer.gathered_masters(), expected, "master")
@@ -132,38 +130,6 @@ def test_wider_gradients_travel_as_they_are_or_not_at_all(world):
         with pytest.raises((TypeError, RuntimeError), match=r"gradient_wire=torch\.float32|rank 1"):
             optimizer.step()
     check_weights(surprised, optimizer)
-
-
-@pytest.mark.heavy
-@on_ranks(2, time_limit=300)
-def test_200_steps_equal_quantizing_whole_masters_without_sharding(world):
-    """Losses bitwise equal to a loop with whole FP32 masters and the mean gradients in rank order."""
-    options = {"lr": 0.003, "weight_decay": 0.01}
-    sharded, whole = make_net(world), make_net(world)
-    optimizer = ZeroFP4Optimizer(sharded.parameters(), **keywords(options))
-    parameters = list(whole.parameters())
-    masters = optimizer.gathered_masters()
-    plain = torch.optim.AdamW(masters, **options)
-    losses = []
-    for step in range(200):
-        loss = loss_of(sharded, world, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected = loss_of(whole, world, step)
-        expected.backward()
-        for master, mean in zip(masters, averages([p.grad for p in parameters]), strict=True):
-            master.grad = mean
-        plain.step()
-        whole.zero_grad()
-        with torch.no_grad():
-            for master, p in zip(masters, parameters, strict=True):
-                p.copy_(master)
-        assert loss.item() == expected.item(), f"step {step}: {loss.item()!r}, not {expected.item()!r}"
-        losses.append(loss.item())
-    assert_weights_follow(parameters, masters)
-    assert_all_equal(model_bytes(list(sharded.parameters())), model_bytes(parameters), "weight")
-    assert sum(losses[-20:]) < 0.3 * sum(losses[:20])
 
 
 @on_ranks(2, 4)
@@ -315,8 +281,7 @@ def test_a_subgroup(world):
     parameters = parameters_of(world, seed=world.rank)
     optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=1.0, process_group=group)
     before = optimizer.gathered_masters()
-    set_gradients(parameters, make_gradients(parameters, world.rank))
-    optimizer.step()
+    take_step(parameters, optimizer, world.rank)
     a, b = (make_gradients(parameters, rank) for rank in (0, 2))
     for i, (p, master) in enumerate(zip(parameters, optimizer.gathered_masters(), strict=True)):
         mean = (a[i].to(p.dtype).float() + b[i].to(p.dtype).float()) / 2

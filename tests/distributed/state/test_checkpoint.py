@@ -27,6 +27,7 @@ from distributed.optim.cases import model_bytes
 from distributed.run import on_ranks
 from distributed.state.cases import (
     CASES,
+    KINDS,
     assert_goes_on,
     assert_same_model,
     contents,
@@ -36,6 +37,7 @@ from distributed.state.cases import (
     trained,
     whole,
 )
+from zerofp4.testing import verify_model
 
 LONG = ("adamw", "fused", "compact", "sgd", "muon")
 """Cases that are loaded in worlds of every size and go on for 4 steps; the others in two, for 2 steps."""
@@ -183,6 +185,21 @@ def test_a_weight_in_pieces_is_not_read_into_copies_of_a_quantized_one(world):
     dcp.load({"weight": (state := layer.state_dict())["weight"]}, checkpoint_id=path)
     layer.load_state_dict(state)
     assert_bytes_equal(layer.weight.get_high_precision_init_val(), values.cpu(), "weight")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "other_kind"), [("fused", "rows"), ("rows, four over six", "tiles, four over six")]
+)
+def test_another_kind_follows_the_masters_that_are_loaded(world, kind, other_kind):
+    _, optimizer = trained(world, 2, kind)
+    path = saved(world, optimizer)
+    other, resumed = trained(world, 0, other_kind, seed=1)
+    dcp.load({"optimizer": resumed}, checkpoint_id=path)
+    expected, masters = optimizer.gathered_masters(), resumed.gathered_masters()
+    assert_all_equal([m for m in masters if m is not None], [m for m in expected if m is not None], "master")
+    assert other.first.weight.block == KINDS[other_kind].get("block", (16, 16))
+    verify_model(other, resumed)
 
 
 def train(world, model, optimizer, steps) -> None:

@@ -1,7 +1,5 @@
 """consolidate_state_dict(): the whole state of an optimizer on one rank, for what saves it there alone."""
 
-from __future__ import annotations
-
 import copy
 import io
 

@@ -1,7 +1,5 @@
 """Models out of a ZeRO run: masters, safetensors, ordinary parameters; and one optimizer after another."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from unittest import mock
@@ -21,8 +19,9 @@ from zerofp4.serving import files
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_master_state_dict_is_the_model_in_its_own_keys(world, dtype):
-    model, optimizer = trained(world)
+@pytest.mark.parametrize("case", ["adamw", "compact"])
+def test_master_state_dict_is_the_model_in_its_own_keys(world, case, dtype):
+    model, optimizer = trained(world, case=case)
     found = dict(zerofp4.master_state_dict(model, optimizer, dtype))
     assert list(found) == list(model.state_dict())
     for (name, p), master in zip(model.named_parameters(), optimizer.gathered_masters(), strict=True):

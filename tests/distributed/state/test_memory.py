@@ -1,7 +1,5 @@
 """Memory that a save and a load take beside the state itself, and what was read between the two."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 tensor, with its values, and nothing else.
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from pathlib import Path

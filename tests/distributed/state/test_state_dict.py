@@ -1,7 +1,5 @@
 """State dicts of ZeroFP4Optimizer: torch's form of them, by whose names they are loaded."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
