@@ -12,7 +12,7 @@ from torch import nn
 import zerofp4
 from distributed.engine.file_peers import sharing_files
 from distributed.engine.forward_cases import late_gathers
-from distributed.optim.cases import all_bytes, assert_same_on_all_ranks, gradients_of, model_bytes
+from distributed.optim.cases import all_bytes, gradients_of, model_bytes
 from distributed.run import on_ranks
 from zerofp4 import FourOverSix
 from zerofp4.format import SCALE_LAYOUTS
@@ -61,17 +61,9 @@ def take_step(world, parameters, optimizer, step):
 
 
 def check(parameters, optimizer):
-    """Every buffer is what quantize makes of the whole master, and the same on all ranks."""
-    for i, (p, master) in enumerate(zip(parameters, optimizer.gathered_masters(), strict=True)):
-        values = master.to(p.dtype).view(p.shape)
-        if not isinstance(p, zerofp4.NVFP4Tensor):
-            assert_bytes_equal(p.detach(), values, f"parameter {i}")
-            continue
-        options = {"block": p.block, "four_over_six": p.four_over_six, "scale_layouts": SCALE_LAYOUTS}
-        expected = zerofp4.quantize(values, columnwise=p.columnwise_data is not None, **options)
-        for name, buffer in p.record.buffers():
-            assert_bytes_equal(buffer, expected.record.buffer(name), f"parameter {i}: {name}")
-    assert_same_on_all_ranks(model_bytes(parameters), optimizer.process_group())
+    """Every buffer is what the specification makes of the whole master, and the same on all ranks."""
+    named = {str(i): p for i, p in enumerate(parameters)}
+    verify_weights(named, optimizer.gathered_masters(), process_group=optimizer.process_group())
 
 
 @on_ranks(1, 2, 3, nightly=[4])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from cases.optim import make_gradients, set_gradients, take_step, unchanged
 
-from distributed.cases import raised_by, raised_everywhere
+from distributed.cases import is_last, raised_by, raised_everywhere
 from distributed.optim.cases import built, check_weights, parameters_of, raise_in_turn
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
@@ -93,59 +93,41 @@ def test_a_sum_that_overflows_is_left_to_the_cast(world):
 
 @on_ranks(2, 3, time_limit=30)
 def test_options_that_differ_are_named(world):
-    parameters = parameters_of(world)
-    bad = world.rank == world.world_size - 1
-    groups = [{"params": parameters[:3]}, {"params": parameters[3:]}]
-    optimizer = ZeroFP4Optimizer(groups, lr=0.1, weight_decay=0.0)
-    set_gradients(parameters, make_gradients(parameters, 0))
-    group = optimizer.param_groups[1]
-    same = "must be the same on every rank, but is"
-    with unchanged(parameters, optimizer):
-        for name, good, other, message in [
-            ("lr", 0.1, 0.2, f"param_groups[1]['lr'] {same} 0.1 on rank 0 and 0.2 on "),
-            ("betas", (0.9, 0.999), (0.9, 0.99), f"{same} (0.9, 0.999) on rank 0 and (0.9, 0.99) on rank"),
-            ("mine", 1, None, "param_groups: rank 0 has"),
-        ]:
-            group[name] = other if bad else good
-            for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
-                assert message in raised_everywhere(world, RuntimeError, call)
-            group[name] = good
-    group["weight_decay"] = 0 if bad else 0.0  # the same number
-    optimizer.step()
-    check_weights(parameters, optimizer)
-
-
-@on_ranks(2, 3, time_limit=30)
-def test_tensor_options_that_differ_are_named(world):
-    parameters = parameters_of(world)
-    last = world.world_size - 1
-    bad = world.rank == last
+    parameters, bad = parameters_of(world), is_last(world)
     tensor = lambda value: torch.tensor(value, device=world.device)  # noqa: E731
     groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": tensor(0.5)}]
-    optimizer = ZeroFP4Optimizer(groups, FusedAdamW, lr=tensor(0.25))
+    optimizer = ZeroFP4Optimizer(groups, FusedAdamW, lr=tensor(0.25), weight_decay=0.0)
     take_step(parameters, optimizer, 0)
     first, second = optimizer.param_groups
+    calls = optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)
     with unchanged(parameters, optimizer):
-        for group, others, here, there in [
-            (first, tensor(0.125), "a tensor of 0.25", "a tensor of 0.125"),
-            (second, tensor(0.25), "a tensor of 0.5", "a tensor of 0.25"),
-            (first, 0.25, "a tensor of 0.25", "0.25"),
-            (second, tensor(math.nan), "a tensor of 0.5", "a tensor of nan"),
+        for g, name, other, here, there in [
+            (0, "lr", tensor(0.125), "a tensor of 0.25", "a tensor of 0.125"),
+            (1, "lr", tensor(0.25), "a tensor of 0.5", "a tensor of 0.25"),
+            (0, "lr", 0.25, "a tensor of 0.25", "0.25"),
+            (1, "lr", tensor(math.nan), "a tensor of 0.5", "a tensor of nan"),
+            (1, "betas", (0.9, 0.99), "(0.9, 0.999)", "(0.9, 0.99)"),
+            (1, "weight_decay", 0.2, "0.0", "0.2"),
         ]:
-            good = group["lr"]
-            group["lr"] = others if bad else good
-            place = f"param_groups[{0 if group is first else 1}]['lr']"
+            group = optimizer.param_groups[g]
+            good, group[name] = group[name], other if bad else group[name]
+            place = f"param_groups[{g}]['{name}']"
             message = f"{place} must be the same on every rank, but is {here} on rank 0 and {there} on rank "
-            steps = [] if there == "a tensor of nan" else [optimizer.step]  # which looks at lr itself
-            for call in (*steps, lambda: optimizer.clip_grad_norm_(1.0)):
+            for call in calls[there == "a tensor of nan" :]:  # step() looks at lr itself
                 assert message in raised_everywhere(world, RuntimeError, raise_in_turn, optimizer, call)
-            group["lr"] = good
+            group[name] = good
         if bad:
             first["lr"], second["lr"] = second["lr"], first["lr"]
         raised = raised_everywhere(world, RuntimeError, raise_in_turn, optimizer, optimizer.step)
         assert "['lr'] must be the same" in raised
         if bad:
             first["lr"], second["lr"] = second["lr"], first["lr"]
+        first |= {} if bad else {"mine": 1}
+        for call in calls:
+            raised = raised_everywhere(world, RuntimeError, raise_in_turn, optimizer, call)
+            assert "param_groups: rank 0 has" in raised
+        first.pop("mine", None)
+    second["weight_decay"] = 0 if bad else 0.0  # the same number
     optimizer.step()
     check_weights(parameters, optimizer)
 
