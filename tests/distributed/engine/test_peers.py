@@ -19,7 +19,7 @@ from distributed.cases import raised_everywhere
 from distributed.engine import peer_checks
 from distributed.engine.overlap_cases import SMALL, TINY
 from distributed.engine.overlap_checks import on_gpu as early_check
-from distributed.engine.update_checks import on_gpu as update_check
+from distributed.engine.test_updates import on_gpu as update_check
 from distributed.optim.cases import built, check_weights
 from distributed.processes import device_for
 from distributed.run import Check, Launch, Setting, on_ranks, run_ranks
