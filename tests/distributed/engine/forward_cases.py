@@ -77,14 +77,6 @@ def _written(net: nn.Module) -> list[torch.Tensor]:
     return [weight.dequantize() for weight in quantized(other)]
 
 
-def _overwritten(net: nn.Module) -> list[torch.Tensor]:
-    """What is written must not be overwritten by what arrives then."""
-    with torch.no_grad():
-        for weight in quantized(net):
-            weight.copy_(torch.linspace(-1, 1, weight.numel(), device=weight.device).view(weight.shape))
-    return _codes([weight.detach().clone() for weight in quantized(net)])
-
-
 def _compiled(net: nn.Module) -> list[torch.Tensor]:
     tokens = torch.arange(16, device=net.embedding.weight.device) % 32
     return [torch.compile(net, backend="aot_eager")(tokens).detach()]
@@ -102,13 +94,10 @@ def _broadcast(net: nn.Module) -> list[torch.Tensor]:
 
 
 READS: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
-    "rowwise_data": lambda net: [weight.rowwise_data for weight in quantized(net)],
-    "columnwise_data": lambda net: _codes(quantized(net)),
     "torch.save": _loaded,
     "deepcopy": lambda net: _codes(quantized(copy.deepcopy(net))),
     "state_dict": lambda net: _codes(v for v in net.state_dict().values() if isinstance(v, NVFP4Tensor)),
     "load_state_dict": _written,
-    "copy_": _overwritten,
     "plain_state_dict": _plain,
     "compiled": _compiled,
     "broadcast": _broadcast,
