@@ -38,6 +38,7 @@ def whole_steps(world, models):
     """Of real gradients: of a parameter that only some ranks use, of recomputed segments, of ranks without a
     backward pass; and checkpoints that the one takes over from the other.
     """
+    before = models[0][1].state_dict()["steps"]
     for step in range(5):
         rare = (step + world.rank) % 3 > 0
         reentrant = (None, False, True)[step % 3]
@@ -52,6 +53,7 @@ def whole_steps(world, models):
             for (_, optimizer), state in zip(models, reversed(states), strict=True):
                 optimizer.load_state_dict(state)
     for net, optimizer in models:
+        assert optimizer.state_dict()["steps"] == 5 + before
         verify_model(net, optimizer, process_group=optimizer.process_group())
 
 
