@@ -52,6 +52,15 @@ def test_gradients_of_two_dtypes_are_copied_once(device):
         assert_bytes_equal(view, gradient.float().view(-1), "mean")
 
 
+def test_messages_of_a_step_that_was_left_are_waited_for():
+    """They would arrive where those of the next one do."""
+    transport, waited = transport_of([torch.zeros(300)]), []
+    works = [SimpleNamespace(wait=lambda: waited.append(1))] * 2
+    transport._sent = {0: (works, OwnError(ValueError("of that step")))}
+    transport.begin()
+    assert len(waited) == 2 and not transport._sent
+
+
 def test_a_ranks_own_error_is_the_first_that_is_no_interrupt():
     error = OwnError()
     with error:
