@@ -207,3 +207,22 @@ def test_average():
     error = Step(Transport(done, buckets, average_1=ERROR)).average([None])
     assert done == ["begin", "send 0", "send 1", "average 0", "average 1", "send 2", "average 2", "end"]
     assert error.take() is ERROR
+
+
+def test_a_rank_that_only_takes_its_part_does_what_the_others_wait_for():
+    """In a step and in an average: every message leaves, and nobody uses what arrives."""
+    done = []
+    buckets = [Bucket(str(b), done, group, b) for b, group in enumerate("aab")]
+    buckets[0].plan, buckets[1].plan = Log("0", done), Log("1", done)
+    step = Step(Transport(done, buckets))
+    with pytest.raises(RuntimeError) as caught:
+        step.run(None, (), OwnError(ERROR))
+    assert caught.value is ERROR
+    ours = [entry for entry in done if entry.split()[0] in ("begin", "send", "discard", "abstain", "gather")]
+    assert ours == [
+        *("begin", "send 0", "send 1", "discard 0", "abstain 0", "discard 1", "abstain 1"),
+        *("gather 0", "gather 1", "send 2", "discard 2", "gather 2"),
+    ]
+    done.clear()
+    assert not step.average(())
+    assert done == ["begin", "send 0", "send 1", "discard 0", "discard 1", "send 2", "discard 2", "end"]

@@ -161,6 +161,14 @@ def test_scales_that_arrive_late_are_waited_for(world, read):
 
 
 @on_ranks(2)
+def test_buckets_of_one_kind(world):
+    _, optimizer = make(world)
+    packed = [bucket.parameters for bucket in optimizer._shards.buckets if bucket.is_packed]
+    kinds = [{(p.block, p.four_over_six) for p in parameters} for parameters in packed]
+    assert all(len(kind) == 1 for kind in kinds) and len(kinds) == len(KINDS)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(("kind", "scales"), [(ROWS, 2**16), (KINDS[2], 2**12), ({}, 0)])
 def test_the_bytes_that_are_gathered(world, kind, scales):
     """Half a byte an element, the scales that travel, and a word of each rank beside them."""
