@@ -12,6 +12,7 @@ from cases.optim import (
     everything,
     make_gradients,
     set_gradients,
+    turn_gradients,
 )
 
 from zerofp4.optim import FusedAdamW
@@ -34,7 +35,8 @@ INNER = {
 @pytest.mark.parametrize("first", [0, 1], ids=["a good step", "a bad step"])
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("name", INNER)
-def test_a_step_is_skipped_and_the_next_one_goes_on(device, name, clip, first):
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_step_is_skipped_and_the_next_one_goes_on(device, turned, name, clip, first):
     """As if the step had not been called: masters, moments and step counts are those of the steps taken."""
     optimizer_class, defaults = INNER[name]
     parameters, optimizer = built(device, optimizer_class, **defaults)
@@ -46,6 +48,8 @@ def test_a_step_is_skipped_and_the_next_one_goes_on(device, name, clip, first):
             i = (0, 3, 5)[step // 2]
             parameters[i].grad.view(-1)[-1] = VALUES[step // 2]
             skipped += 1
+        if turned:
+            turn_gradients(parameters)
         before = optimizer.gathered_masters() if step == first else everything(parameters, optimizer)
         if clip is not None:
             total = optimizer.clip_grad_norm_(1e30)  # scales by 1
