@@ -167,7 +167,7 @@ class CollectiveTransport(Transport):
                 ops.add_squares([bucket.gradients], squares)
             return
         out = bucket.gradients if out is None else out
-        self._wait(b).raise_if_any()
+        error = self._wait(b)  # raised once this rank has taken its part among the replicas, too
         has_replicas = bucket.replica_count > 1
         counted = None if has_replicas else squares
         if self._ordered or bucket.world_size == 1:
@@ -178,6 +178,7 @@ class CollectiveTransport(Transport):
                 ops.add_squares([out], counted)
         if has_replicas:
             self._average_over_replicas(bucket, out, squares)
+        error.raise_if_any()
 
     def _average_over_replicas(
         self, bucket: Bucket, means: torch.Tensor, squares: torch.Tensor | None

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients, take_step
+from torch.distributed.device_mesh import init_device_mesh
 
 from distributed import cases
 from distributed.optim.cases import (
@@ -155,6 +156,20 @@ def test_a_norm_without_the_gradients_of_a_rank_is_used_by_nobody(world):
     assert_all_equal(optimizer.gathered_masters(), masters, "master")
     optimizer.zero_grad()
     assert_broken(world, optimizer, checkpoint, parameters, False)
+
+
+@on_ranks(2)
+def test_a_rank_whose_gradients_cannot_be_taken_keeps_no_replica_waiting(world):
+    mesh = init_device_mesh(world.device.type, (2, 1))
+    parameters = [torch.nn.Parameter(torch.full((6, 64), 2.0, device=world.device)) for _ in range(3)]
+    groups = [{"params": parameters, "process_group": mesh}]
+    optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **keywords(OPTIONS, {"bucket_mb": SMALL}))
+    assert {bucket["replicas"] for bucket in optimizer.describe()["buckets"]} == {2}
+    set_gradients(parameters, make_gradients(parameters, 1))
+    error = ValueError("cannot be taken")
+    with on_rank_1(world, GradientMemory, "take", error):
+        assert raised_by(lambda: optimizer.clip_grad_norm_(1.0)) is (error if world.rank == 1 else None)
+    assert_told(world, raised_in_turn(optimizer, optimizer.step), error, FOUND)
 
 
 @on_ranks(2)
