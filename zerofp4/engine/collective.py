@@ -41,9 +41,9 @@ class CollectiveTransport(Transport):
     By reduce-scatter: the library adds them up, in the dtype in which they are sent and in an order of its
     own, in one call a bucket whose cost hardly grows with the number of ranks. The owner divides in FP32.
 
-    Gradients that are sent as autograd makes them lie in flat memory from the backward pass on, and are not
-    copied. Gradients that are rounded are copied to memory that buckets share in turns; so is what is
-    received. A step reads the gradients of a bucket of one rank where they are.
+    Gradients that are sent as autograd makes them lie in flat memory from the backward pass on. Others are
+    copied to memory that buckets share in turns; so is what is received. A step reads the gradients of a
+    bucket of one rank where they are, unless they are rounded.
 
     buckets: those of each process group side by side.
     early: how many buckets are on their way at once where a BackwardSchedule sends them; None where a step
@@ -90,11 +90,14 @@ class CollectiveTransport(Transport):
             for bucket, memory, adds in zip(buckets, self.memory, self.adds_in_update, strict=True)
             for i in (bucket.indices if memory is None else ())
         }
-        """What kernels read in place: the dtype that an update reads; None for the gradient's own."""
-        self._ranks = [torch.full((), b.world_size, dtype=torch.float32, device=device) for b in buckets]
-        """By bucket, as a tensor: torch multiplies what is on a GPU by the rounded reciprocal of a number."""
+        """By trainable parameter whose gradient kernels read in place: the dtype that an update reads; None
+        for the gradient's own.
+        """
+        divided = [] if ordered else buckets
+        self._divisors = [torch.full((), b.world_size, dtype=torch.float32, device=device) for b in divided]
+        """By bucket. Tensors: torch would multiply by the rounded reciprocal of a number."""
         self._slices: dict[int, GradientMemory] = {}
-        """By bucket whose gradients are read in place, its averaged gradients as what those are copied to."""
+        """By bucket without `memory`, its `gradients` as what average() copies to."""
         self._sent: dict[int, tuple[list[Pending], OwnError]] = {}
         """By bucket, what is on its way, and what went wrong on this rank before it was sent."""
         needed = [b.replica_count * (b.part.stop - b.part.start) for b in buckets if b.replica_count > 1]
@@ -173,7 +176,7 @@ class CollectiveTransport(Transport):
         if self._ordered or bucket.world_size == 1:
             ops.average(self._received[b], out, self.memory[b].flat[bucket.rank], bucket.rank, counted)
         else:
-            out.copy_(self._received[b][0]).div_(self._ranks[b])
+            out.copy_(self._received[b][0]).div_(self._divisors[b])
             if counted is not None:
                 ops.add_squares([out], counted)
         if has_replicas:

@@ -1,15 +1,17 @@
 """The program of an optimizer step: the same launches and collectives, in the same order, on every rank.
 
-Four buckets are in flight. In turn b, in this order:
+Four buckets are in flight. In turn t, in this order:
 
-    gradients of bucket b + 1 are sent
-    bucket b is updated, as soon as its gradients are here, and the all-reduce of its amaxes starts
-    bucket b - 1 is cast, as soon as its amaxes are reduced, and the all-gather of its codes starts
-    bucket b - 2 is transposed, as soon as its codes are here
+    gradients of bucket t are sent
+    bucket t - 1 is updated, as soon as its gradients are here, and the all-reduce of its amaxes starts
+    bucket t - 2 is cast, as soon as its amaxes are reduced, and the all-gather of its codes starts
+    bucket t - 3 is transposed, as soon as its codes are here
+
+Weights that are no codes have no amaxes and nothing to transpose.
 
 Collectives run on the network's own stream, after what the current stream holds when they begin. The current
 stream waits for them, never the host of a GPU. One thread queues everything, in an order that depends on the
-number of buckets alone, so that ranks cannot wait for each other's collectives crosswise.
+buckets alone, so that ranks cannot wait for each other's collectives crosswise.
 """
 
 import itertools
@@ -54,7 +56,7 @@ class Transport(Protocol):
     dtypes: what its gradients are sent as.
     memory: where this rank's own gradients are sent from; None in a bucket of one rank whose gradients are
         read in place, as the means.
-    sent_bytes: what a rank sends of its gradients in a step, or other ranks read from its memory.
+    sent_bytes: what a rank sends of its gradients to their owners in a step, or these read from its memory.
     adds_in_update: whether an update averages its gradients as it reads them, from arrived(); else average()
         does before it.
     """
@@ -109,7 +111,9 @@ class Transport(Protocol):
         """
 
     def gather(self, b: int) -> Waitable | None:
-        """Begin to send this rank's slice of the weights of bucket b to all ranks; None if there is one."""
+        """Begin to send this rank's slice of the weights of bucket b to the others. None in a bucket of one
+        rank.
+        """
 
 
 def are_as_sent(transport: Transport, gradients: Gradients) -> bool:
@@ -177,9 +181,10 @@ class Step:
     [Note: an error after the agreement] What fails on this rank while the program runs is kept in `failure`,
     and the program goes on, since the other ranks wait for this rank's part in every collective. From then on
     this rank updates nothing, and joins every further amax reduction with a flag, so that no rank changes the
-    NVFP4 weights of those buckets. A bucket whose reduction it joined without the flag is cast and transposed
-    all the same, as the other ranks do. run() raises the error at the end. A collective that failed is raised
-    at once, since nobody is left who would wait.
+    NVFP4 weights of those buckets; masters of other ranks, and weights that are no codes, do change. A bucket
+    whose reduction it joined without the flag is cast and transposed all the same, as the other ranks do.
+    run() raises the error at the end. A collective that failed is raised at once, since nobody is left who
+    would wait.
     """
 
     def __init__(self, transport: Transport, sends: bool = True, late: LateGathers | None = None):
@@ -267,7 +272,7 @@ class Step:
             in_phase("amaxes", bucket.plan.abstain)()
         else:
             with self.failure:  # start_step() itself joins with a flag where it raises
-                # It returns an error of an earlier step on another rank, which the agreement has told by now.
+                # It returns an error of an earlier step on another rank, which the agreement tells.
                 in_phase("amaxes", bucket.plan.start_step)()
         if self.failure:
             self._flagged.add(b)
@@ -311,7 +316,7 @@ class Step:
         late = filter(self._is_late, range(len(self.buckets)))
         late = sorted(late, key=lambda b: min(self.buckets[b].indices))
         if late and averages:
-            # No gather that the current stream waits for says that the other ranks have read their rows.
+            # The current stream waits for no gather, which would say that others have read this rank's rows.
             in_phase("gradients", self.transport.end)()
         for b in late:
             bucket = self.buckets[b]

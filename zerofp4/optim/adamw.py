@@ -10,7 +10,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.cast import CastPlan, StagedPlan
-from zerofp4.engine import Arrived, Bucket, Transport
+from zerofp4.engine import UPDATE_DTYPES, Arrived, Bucket, Transport
 from zerofp4.optim.groups import parameter_name
 from zerofp4.optim.inner import has_hooks
 from zerofp4.optim.moments import (
@@ -35,7 +35,6 @@ _KEPT = {False: FULL, True: COMPACT}
 
 _NO_STATE = {compact: dict.fromkeys(kept) for compact, kept in _KEPT.items()}
 _entries = {compact: operator.itemgetter(*kept) for compact, kept in _KEPT.items()}
-_GRADIENT_DTYPES = {torch.float32, torch.bfloat16}
 _Tensors = Sequence[torch.Tensor | None]
 _Words = Mapping[torch.Tensor, torch.Tensor]
 _Device = torch.device | None
@@ -635,6 +634,6 @@ def _check_gradients(names: Sequence[str], gradients: _Tensors, params: _Tensors
             if gradient.layout != torch.strided:
                 raise RuntimeError(f"{name} must be dense, got layout {gradient.layout}")
             check_plain(name, gradient)
-            if gradient.dtype not in _GRADIENT_DTYPES:
+            if gradient.dtype not in UPDATE_DTYPES:
                 raise TypeError(f"{name} must be float32 or bfloat16, got {gradient.dtype}")
             check_buffer(name, gradient, p.shape, gradient.dtype, p.device)

@@ -260,7 +260,7 @@ class ShardedParameters:
             self._late.settle()
 
     def check(self) -> None:
-        """Wait for the device. Raises RuntimeError for what has gone wrong in a cast, or has moved since."""
+        """Wait for the casts. Raises RuntimeError for what has gone wrong in them, or has moved since."""
         if self._late is not None:
             self._late.synchronize()
         OwnError(self.find_moved()).raise_if_any()

@@ -66,7 +66,7 @@ class _Ready(NamedTuple):
 
     word: which of `gradients` holds the first NaN or Inf (Agreement), on the device; None where
         nothing was looked at.
-    to_average: what the transport has made of them; None where clip_grad_norm_ has averaged them.
+    to_average: what the transport has made of them; None where they are averaged already.
     loss: what a closure has returned.
     """
 
@@ -84,8 +84,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     step() averages the gradients of all ranks, updates the masters that this rank owns, casts them, and
     gathers the weights in place: 4-bit codes for NVFP4 weights. Building, step() and clip_grad_norm_() are
     collective. What one rank finds wrong before an update changes nothing, and raises on every rank: with
-    NCCL on the others in their next step. The masters are the truth: they begin as rank 0's values, and from
-    then on the weights follow them, so load a model first.
+    NCCL and FusedAdamW on the others in their next step. The masters are the truth: they begin as rank 0's
+    values, and from then on the weights follow them, so load a model first.
 
     params: parameters or groups of them, as for any torch optimizer, the same on every rank that they are
         sharded over; named_parameters() for checkpoints by name. A group may carry `optimizer_class`,
@@ -250,7 +250,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._built = True
 
     def _make_transport(self) -> tuple[Transport, BackwardSchedule | None]:
-        """The transport, and what sends gradients in backward passes; None where a step sends them."""
+        """The transport, and what has backward passes send gradients for a step; None where none does."""
         shards, options = self._shards, self.communication
         early, adds = options.overlaps_backward and self.world_size > 1, options.adds_to_slices
         if self._hosts is not None:
@@ -295,7 +295,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return "whole matrices are updated all at once" if has_matrices else None
 
     def _can_defer(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether no host needs to know what the ranks agree on. The same on every rank."""
+        """Whether no host needs to know what the ranks agree on, if all make the same call. The same on
+        every rank.
+        """
         if self.world_size == 1 or dist.get_backend(group) != "nccl":  # the host waits for gloo anyway
             return False
         has_replicas = any(bucket.replica_count > 1 for bucket in self._shards.buckets)
@@ -312,8 +314,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
         Raises RuntimeError for gradients that changed since clip_grad_norm_, sparse gradients, another list
         of parameters, a parameter that was moved, written to or unfrozen, or where the optimizer is `broken`;
-        ValueError for an lr, betas, eps, weight_decay or momentum that is not finite (the host does not read
-        a tensor on a GPU); FloatingPointError, with on_nonfinite="raise", for gradients with a NaN or Inf.
+        TypeError for a gradient that would lose precision on its way (gradient_wire); ValueError for an lr,
+        betas, eps, weight_decay or momentum that is not finite (the host does not read a tensor on a GPU);
+        FloatingPointError, with on_nonfinite="raise", for gradients with a NaN or Inf.
 
         A CUDA graph of several ranks may capture it where masters are updated in buckets, after an eager step
         with gradients of the same parameters. In a replay a NaN or Inf skips the step on every rank, whatever
@@ -386,7 +389,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             else:
                 self._launches.add_squares(self._squares)
             if call.averages:
-                found = self._squares[:, -2:].sum(0)  # how many NaNs and Infs there were
+                found = self._squares[:, -2:].sum(0)  # how many Infs and NaNs there were
                 word = self._word(ready.gradients, found)
         if call.averages:
             self._forget_clipped()
@@ -491,10 +494,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 in_slices=not averages and not self._averages_nothing,
                 factor=self._factor,
             )
-        to_average = None
+        return _Ready(call, gradients, word, self._to_average(gradients, averages), loss)
+
+    def _to_average(self, gradients: Gradients, averages: bool) -> Gradients | None:
+        """What the transport makes of gradients that are averaged in this call, or are their own means."""
         if averages or self._averages_nothing:
-            to_average = self._transport.prepare(gradients, self._launches is not None)
-        return _Ready(call, gradients, word, to_average, loss)
+            return self._transport.prepare(gradients, self._launches is not None)
+        return None
 
     def _unscale(self, gradients: Gradients) -> None:
         """Divide the gradients by the scale of a GradScaler, unless its unscale_() has."""
@@ -540,8 +546,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         call = Call(True, averages, self._saved.steps, max_norm, norm_type)
         for bucket in () if self._averages_nothing else self._shards.buckets:
             _ = bucket.gradients  # makes their memory
-        to_average = self._transport.prepare(gradients, self._launches is not None)
-        return _Ready(call, gradients, word, to_average)
+        return _Ready(call, gradients, word, self._to_average(gradients, averages))
 
     def _collect_gradients(self) -> Gradients:
         """p.grad of all trainable parameters. Raises for one that cannot be sent."""
@@ -592,7 +597,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             else:
                 ballot = present, call, error, word, self.param_groups, rounds
                 in_phase("vote", agreement.begin)(*ballot)
-                if self._agreement.defers or self._is_capturing():
+                if agreement.defers or self._is_capturing():
                     return None
                 present = agreement.read(self.param_groups, error)
         except Exception:
@@ -921,9 +926,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
         transport: "peer", "collective", or "none" in a world of one; why_collective. hosts: their number and
         that of the ranks of each, or None. in_buckets: whether each bucket is updated as soon as its
-        gradients are here, or the obstacle. reduction, overlap, accumulate: as given. world_size, bucket_mb.
-        buckets: in their order, each with its kind, parameters, elements, bytes, optimizer, gathered_in
-        ("step", "forward" or None), and state, of which "compact24" has masters of 24 bits. bytes_sent: by
+        gradients are here; obstacle: why not. reduction, overlap, accumulate: as given. world_size,
+        bucket_mb. buckets: in their order, each with its kind, parameters, elements, optimizer, gathered_in
+        ("step", "forward" or None), state, of which "compact24" has masters of 24 bits, and the bytes of
+        gradients, amaxes and weights that this rank sends for it in a step. bytes_sent: by
         this rank in a step, by phase. shared_bytes: memory that other ranks can access. advice: what would
         make it faster.
         """
@@ -949,9 +955,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Wait for what the last step() has queued, and raise RuntimeError where no rank took it, a rank kept
-        the others from writing or did not come to a barrier of the GPUs, a parameter, a master or a buffer
-        has moved, or the optimizer is `broken`. Not collective.
+        """Raise RuntimeError where no rank took the last step(), a rank kept the others from writing or did
+        not come to a barrier of the GPUs, a parameter, a master or a buffer has moved, or the optimizer is
+        `broken`. Waits until the device has agreed and cast. Not collective.
 
         With overlap="forward", call it before a CUDA graph is captured that reads weights, and before each of
         its replays behind a step.
@@ -996,7 +1002,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def first_nonfinite(self) -> str | None:
         """What messages call the first parameter whose gradient held a NaN or Inf, on any rank, when step()
-        or clip_grad_norm_ last looked; None if there was none. Waits for the device in a world of one.
+        or clip_grad_norm_ last looked; None if there was none. Waits for the device.
         """
         return self._agreement.first_nonfinite()
 
