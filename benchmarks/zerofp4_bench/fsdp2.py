@@ -137,7 +137,8 @@ def fsdp2(session: Session, options: argparse.Namespace, world: World) -> None:
     FP32 masters, bf16 parameters and products, gradients reduced in FP32, torch's fused AdamW. `gather` is
     the time that NCCL's kernels take for the all-gathers of the layers in one step, from a profile. 1.5b is a
     whole model of smaller layers. float8 is measured where torchao can be imported. `link` is the rate of one
-    large all-gather: NCCL_P2P_DISABLE=1, and NCCL_SHM_DISABLE=1 beside it, make it slow.
+    large all-gather: NCCL_P2P_DISABLE=1, and NCCL_SHM_DISABLE=1 beside it, make it slow. One rank alone has
+    no link, and measures what a small layer that is kept costs the host.
     """
     timer = Timer(session, world, options.repeats)
     mesh = init_device_mesh(world.device.type, (world.world_size,))

@@ -37,7 +37,6 @@ struct GivenGradient {
 // Where this lane's elements are in the memory of each rank: in what this rank received, and its own.
 template <typename G>
 struct ReceivedRows {
-    static constexpr int kAhead = 2;
     const G* own;
     const G* received;             // rank 0's
     const GradientPieces& pieces;  // in constant memory, not in registers
@@ -60,7 +59,6 @@ struct ReceivedRows {
 // In the memory of the ranks themselves, this one's too. All begin at a vector's alignment.
 template <typename G>
 struct PeerRowsOf {
-    static constexpr int kAhead = 2;
     const GradientPieces& pieces;
     int64_t place;
 
@@ -81,7 +79,7 @@ class MeanGradient {
   public:
     static constexpr int kWords = kCount / kPerWord<G>;
     // Ranks whose vectors are loaded before the first is used: more would not fit into registers.
-    static constexpr int kAhead = kWords > 8 ? 1 : Rows::kAhead;
+    static constexpr int kAhead = kWords > 8 ? 1 : 2;
     using Words = uint32_t[kAhead][kWords];
     static constexpr bool kIsOneArray = false;
 
