@@ -7,21 +7,18 @@ behind that, and the host for nothing. On the CPU the first reader waits for the
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
-from zerofp4.distributed import in_phase
+from zerofp4.distributed import Pending, in_phase
 from zerofp4.engine.buckets import Bucket
 from zerofp4.ops import current_stream, is_capturing
 from zerofp4.storage import Gate
 
-
-class Waitable(Protocol):
-    """A gather of weights that has begun."""
-
-    def wait(self) -> None:
-        """What is queued next on the current stream finds the slices of all ranks."""
+Waitable = Pending | torch.cuda.Event
+"""A gather of weights that has begun. What is queued on the current stream behind wait() finds the slices of
+all ranks.
+"""
 
 
 class LateGather:
@@ -35,17 +32,8 @@ class LateGather:
         self._waiting: set[int] = set()
         """Streams that wait for the event already: asked at every read, and faster than the event."""
 
-    def queue(self, stream: "torch.cuda.Stream") -> None:
-        """Complete the gather on the stream of a GPU, behind the current one."""
-        event = torch.cuda.Event()
-        try:
-            with torch.cuda.stream(stream):
-                self._complete()
-        finally:
-            event.record(stream)
-            self.event = event
-
-    def _complete(self) -> None:
+    def complete(self) -> None:
+        """Wait for the codes of all ranks, and derive the rest from them, once."""
         if self._rest is not None:
             (gather, derive), self._rest = self._rest, None
             in_phase("weights", gather.wait)()
@@ -60,7 +48,7 @@ class LateGather:
         if self.event is None:
             with self._lock:
                 try:
-                    self._complete()
+                    self.complete()
                 finally:
                     self.gate.open()
             return
@@ -78,13 +66,6 @@ class LateGather:
             return
         self.event.wait(torch.cuda.current_stream(self._device))
         self._waiting.add(stream)
-
-    def synchronize(self) -> None:
-        """The host waits for the codes."""
-        if self.event is None:
-            self.wait()
-        else:
-            self.event.synchronize()
 
 
 class LateGathers:
@@ -114,27 +95,24 @@ class LateGathers:
         self._pending.append(late)
         try:
             if self._stream is not None:
-                late.queue(self._stream)
-        finally:  # not before: a reader in another thread finds no event that is not recorded
+                with torch.cuda.stream(self._stream):
+                    late.complete()
+        finally:
+            if self._stream is not None:
+                event = torch.cuda.Event()
+                event.record(self._stream)
+                late.event = event
+            # Not before: a reader in another thread finds no event that is not recorded.
             bucket.gate.close(late.wait)
 
     def settle(self) -> None:
-        """What is queued next on the current stream finds all codes. Raises the first error of a gather."""
-        self._end(LateGather.wait)
+        """What is queued next on the current stream finds all codes. Raises the error of a gather, once."""
+        while self._pending:
+            self._pending[0].wait()
+            self._pending.pop(0).gate.open()
 
     def synchronize(self) -> None:
         """The same, and the host waits for the device."""
-        self._end(LateGather.synchronize)
-
-    def _end(self, wait: Callable[[LateGather], None]) -> None:
-        pending, self._pending = self._pending, []
-        errors = []
-        for late in pending:
-            try:
-                wait(late)
-            except Exception as error:
-                errors.append(error)
-            late.gate.open()
-        if errors:
-            del errors[1:]  # see OwnError
-            raise errors.pop()
+        if self._stream is not None:
+            self._stream.synchronize()
+        self.settle()
