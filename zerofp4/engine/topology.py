@@ -39,10 +39,6 @@ class Hosts(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return self.count, self.size
 
-    def position(self, rank: int) -> tuple[int, int]:
-        """The host of a rank, and its local rank there."""
-        return divmod(rank, self.size)
-
     def ranks_of(self, host: int) -> range:
         return range(host * self.size, (host + 1) * self.size)
 
@@ -73,28 +69,27 @@ def find_topology(
     if hosts is None and transport == "auto" and may_use_hosts:
         hosts = find_hosts(locations)
     local = hosts or Hosts(1, size, GroupReference(group))
-    found = [find_obstacle(locations, local.ranks_of(host)) for host in range(local.count)]
-    if local.within is None:
-        found += [_find_group_obstacle(locations, local.ranks_of(host)) for host in range(local.count)]
+    found = (find_obstacle(locations, local.ranks_of(h), local.within is None) for h in range(local.count))
     peers, obstacle = None, next(filter(None, found), None)
     if obstacle is None:
+        peers, error = attempt(_share_on_host, local, rank, group, device)
         try:  # a system may keep processes from each other's memory, as containers do
-            peers = Peers(_group_of_host(local, rank, group, device), device)
+            exchange(None, error, group, "sharing memory")
         except CollectiveError:  # no rank is left that would wait
             raise
-        except RuntimeError as error:
-            obstacle = str(error)
-        told = enumerate(exchange(obstacle, None, group, "sharing memory"))
-        obstacle = next((f"on rank {r}: {text}" for r, text in told if text is not None), None)
-        peers = peers if obstacle is None else None
+        except RuntimeError as failure:
+            peers, obstacle = None, str(failure)
     if transport == "peer" and obstacle is not None:
         raise ValueError(f'transport="peer" cannot be: {obstacle}; "collective" works everywhere')
     return peers, hosts, obstacle
 
 
 class Location(NamedTuple):
-    """Where a rank runs. reachable: the indices of the GPUs whose memory its own can access. obstacle: what
-    keeps this rank from sharing memory, whatever the others are. groups: how many process groups it is in.
+    """Where a rank runs.
+
+    reachable: the indices of the GPUs whose memory its own can access.
+    obstacle: what keeps this rank from sharing memory, whatever the others are.
+    groups: how many process groups it is in.
     rendezvous_count: that of Peers.
     """
 
@@ -113,19 +108,18 @@ def locate(device: torch.device) -> Location:
     if device.type != "cuda":
         obstacle = f"the parameters are on {device}, and only GPUs read each other's memory"
         return Location(host, -1, [], obstacle, groups)
+    from torch.distributed._symmetric_memory import get_backend
+
     index = torch.cuda.current_device() if device.index is None else device.index
-    others = [i for i in range(torch.cuda.device_count()) if i != index]
-    reachable = [i for i in others if torch.cuda.can_device_access_peer(index, i)]
-    return Location(host, index, reachable, _torch_obstacle(device), groups, Peers.rendezvous_count)
-
-
-def _torch_obstacle(device: torch.device) -> str | None:
-    try:
-        from torch.distributed._symmetric_memory import get_backend
-    except ImportError:
-        return "this torch has no symmetric memory"
-    found = get_backend(device)
-    return None if found == "CUDA" else f"the backend of torch's symmetric memory is {found!r}, not 'CUDA'"
+    is_shared = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"  # as torch has it
+    reachable = [
+        other
+        for other in range(torch.cuda.device_count())
+        if (is_shared if other == index else torch.cuda.can_device_access_peer(index, other))
+    ]
+    backend = get_backend(device)
+    obstacle = f"the backend of torch's symmetric memory is {backend!r}" if backend != "CUDA" else None
+    return Location(host, index, reachable, obstacle, groups, Peers.rendezvous_count)
 
 
 def find_hosts(locations: Sequence[Location]) -> Hosts | None:
@@ -135,45 +129,39 @@ def find_hosts(locations: Sequence[Location]) -> Hosts | None:
     return Hosts(len(runs), runs[0]) if is_regular and len(runs) > 1 and runs[0] > 1 else None
 
 
-def find_obstacle(locations: Sequence[Location], ranks: range) -> str | None:
-    """Why these ranks cannot share memory. locations: of all ranks."""
+_EQUAL = {
+    "host": "the host",
+    "rendezvous_count": "how often they have shared memory: build first what all share",
+    "groups": "how many process groups they are in: give Communication(hosts=) a mesh",
+}
+"""By field of Location, in what the ranks of a host must not differ. torch tells exchanges of memory apart by
+their number, and names a group of some ranks by how many groups these are in: ranks that differ would wait
+for each other until the timeout.
+"""
+
+
+def find_obstacle(locations: Sequence[Location], ranks: range, makes_group: bool = False) -> str | None:
+    """Why these ranks cannot share memory.
+
+    locations: of all ranks.
+    makes_group: whether torch is to make a process group of these ranks alone.
+    """
     if len(ranks) > MAX_PEERS:
         return f"{len(ranks)} ranks are more than {MAX_PEERS}"
+    first = ranks[0]
     for rank in ranks:
         if locations[rank].obstacle is not None:
             return f"on rank {rank}: {locations[rank].obstacle}"
-        if locations[rank].host != locations[ranks[0]].host:
-            return f"ranks {ranks[0]} and {rank} are on different hosts"
-        counts = [locations[each].rendezvous_count for each in (ranks[0], rank)]
-        if counts[0] != counts[1]:
+        for field, what in _EQUAL.items():
+            values = [getattr(locations[each], field) for each in (first, rank)]
+            if values[0] != values[1] and (makes_group or field != "groups"):
+                return f"ranks {first} and {rank} differ ({values[0]} and {values[1]}) in {what}"
+    for rank, other in itertools.permutations(ranks, 2):
+        mine, theirs = locations[rank], locations[other]
+        if theirs.index not in mine.reachable:
             return (
-                f"ranks {ranks[0]} and {rank} have shared memory {counts[0]} and {counts[1]} times, with "
-                "others too, and torch would have them wait for each other: build first what all share"
-            )
-    overlapping = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"  # as torch has it
-    for other, rank in itertools.combinations(ranks, 2):
-        theirs, mine = locations[other], locations[rank]
-        if mine.index == theirs.index and not overlapping:
-            return (
-                f"ranks {other} and {rank} both use cuda:{mine.index} (each needs a GPU of another "
-                "number, and has to see those of the others)"
-            )
-        if mine.index != theirs.index and theirs.index not in mine.reachable:
-            return f"cuda:{mine.index} of rank {rank} cannot access the memory of cuda:{theirs.index}"
-    return None
-
-
-def _find_group_obstacle(locations: Sequence[Location], ranks: range) -> str | None:
-    """Why torch cannot make a group of these ranks alone: it names such a group by the number of groups that
-    a rank is in, and ranks that use different names wait for each other until the timeout.
-    """
-    first = ranks[0]
-    for rank in ranks:
-        if locations[rank].groups != locations[first].groups:
-            return (
-                f"ranks {first} and {rank} of a host are in {locations[first].groups} and "
-                f"{locations[rank].groups} process groups, so torch cannot make one of that host: give "
-                "Communication(hosts=) a mesh"
+                f"cuda:{mine.index} of rank {rank} cannot access the memory of cuda:{theirs.index} of rank "
+                f"{other} (each rank needs another GPU, and has to see those of all)"
             )
     return None
 
@@ -182,12 +170,12 @@ _groups_of_hosts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 """By the default process group: those of some of its ranks on this host, made once for all optimizers."""
 
 
-def _group_of_host(
-    hosts: Hosts, rank: int, group: dist.ProcessGroup, device: torch.device
-) -> dist.ProcessGroup:
-    """The group of this rank's host. Raises RuntimeError if it has the ranks in another order."""
+def _share_on_host(hosts: Hosts, rank: int, group: dist.ProcessGroup, device: torch.device) -> Peers:
+    """The ranks of this rank's host. Raises RuntimeError if they cannot share memory, or if the group of this
+    host has them in another order.
+    """
     everyone, seconds = dist.get_process_group_ranks(group), timeout_seconds(group, device)
-    named = tuple(everyone[r] for r in hosts.ranks_of(hosts.position(rank)[0]))
+    named = tuple(everyone[r] for r in hosts.ranks_of(rank // hosts.size))
     if hosts.within is not None:
         within = hosts.within()
     else:
@@ -201,4 +189,4 @@ def _group_of_host(
         within = made[key]
     if tuple(dist.get_process_group_ranks(within)) != named:
         raise RuntimeError(f"the group of this host does not have global ranks {named} in this order")
-    return within
+    return Peers(within, device)

@@ -221,22 +221,22 @@ def test_auto_without_the_permission_to_share_memory(world):
         patch.setattr(topology, "locate", lambda _: FINE._replace(index=world.rank, reachable=[0, 1]))
         patch.setattr(topology, "Peers", share)
         found = find_topology("auto", None, dist.group.WORLD, world.device)
-        assert found == (None, None, "on rank 1: no permission")
+        assert found == (None, None, "rank 1: no permission")
         arguments = "peer", None, dist.group.WORLD, world.device
         message = raised_everywhere(world, ValueError, find_topology, *arguments)
-        assert 'transport="peer" cannot be: on rank 1: no permission' in message
+        assert 'transport="peer" cannot be: rank 1: no permission' in message
 
 
 @pytest.mark.parametrize(
     ("locations", "message"),
     [
         ([FINE, Location("a", 1, [0], None)], None),
-        ([FINE, Location("b", 1, [0], None)], "ranks 0 and 1 are on different hosts"),
-        ([FINE, Location("a", 0, [1], None)], "ranks 0 and 1 both use cuda:0"),
+        ([FINE, Location("b", 1, [0], None)], "ranks 0 and 1 differ (a and b) in the host"),
+        ([FINE, Location("a", 0, [1], None)], "cuda:0 of rank 0 cannot access the memory of cuda:0"),
         ([FINE, Location("a", 1, [], None)], "cuda:1 of rank 1 cannot access the memory of cuda:0"),
-        ([FINE, Location("a", 1, [0], None), Location("a", 2, [1], None)], "cuda:2 of rank 2 cannot access"),
+        ([FINE, Location("a", 1, [0, 2], None), Location("a", 2, [1], None)], "cuda:2 of rank 2 cannot"),
         ([FINE, Location("a", 1, [0], "this torch has none")], "on rank 1: this torch has none"),
-        ([FINE, Location("a", 1, [0], None, 1, 3)], "ranks 0 and 1 have shared memory 0 and 3 times"),
+        ([FINE, Location("a", 1, [0], None, 1, 3)], "ranks 0 and 1 differ (0 and 3) in how often"),
         ([FINE] * 17, "17 ranks are more than 16"),
     ],
 )
