@@ -20,6 +20,7 @@ from zerofp4.distributed.collectives import (
     reduce_scatter_slices,
     resolve_group,
     start_exchange,
+    start_gather,
     start_reduce_max,
     timeout_seconds,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "reduce_scatter_slices",
     "resolve_group",
     "start_exchange",
+    "start_gather",
     "start_reduce_max",
     "timeout_seconds",
 ]

@@ -127,17 +127,18 @@ class Stage:
 
 
 class Pending:
-    """A collective that is under way."""
+    """Collectives that are under way."""
 
-    __slots__ = ("_stage", "_work")
+    __slots__ = ("_stage", "_works")
 
-    def __init__(self, work: dist.Work, stage: Stage):
-        self._work, self._stage = work, stage
+    def __init__(self, stage: Stage, *works: dist.Work):
+        self._stage, self._works = stage, works
 
     def wait(self) -> None:
-        """As that of torch's work: with NCCL the device's stream waits, else the host."""
+        """As that of torch's works: with NCCL the device's stream waits, else the host."""
         try:
-            self._work.wait()
+            for work in self._works:
+                work.wait()
         except RuntimeError as error:
             self._stage.raise_named(error)
             raise
@@ -271,23 +272,33 @@ def start_reduce_max(
         return None
     named = Stage(stage, group)
     with named:
-        return Pending(dist.all_reduce(vector, dist.ReduceOp.MAX, group=group, async_op=True), named)
+        return Pending(named, dist.all_reduce(vector, dist.ReduceOp.MAX, group=group, async_op=True))
 
 
 def all_gather_slices(
-    flat: torch.Tensor,
-    group: dist.ProcessGroup,
-    async_op: bool = False,
-    stage: str = "gathering slices",
-) -> Pending | None:
+    flat: torch.Tensor, group: dist.ProcessGroup, stage: str = "gathering slices"
+) -> None:
     """All-gather in place: on entry a rank's own equal slice is valid, afterwards all slices are."""
+    with Stage(stage, group):
+        _gather(flat, group)
+
+
+def start_gather(
+    flats: Sequence[torch.Tensor], group: dist.ProcessGroup | None, stage: str = "gathering slices"
+) -> Pending | None:
+    """Begin all_gather_slices() of each; None in a world of one."""
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    named = Stage(stage, group)
+    with named:
+        return Pending(named, *[_gather(flat, group, async_op=True) for flat in flats])
+
+
+def _gather(flat: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
     rank, size = rank_and_size(group)
     # torch 2.13 renamed both collectives and warns of the old names.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    named = Stage(stage, group)
-    with named:
-        work = gather(flat, flat.chunk(size)[rank], group=group, async_op=async_op)
-    return Pending(work, named) if async_op else None
+    return gather(flat, flat.chunk(size)[rank], group=group, async_op=async_op)
 
 
 def reduce_scatter_slices(
@@ -299,7 +310,7 @@ def reduce_scatter_slices(
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     named = Stage(stage, group)
     with named:
-        return Pending(reduce(out, flat, group=group, async_op=True), named)
+        return Pending(named, reduce(out, flat, group=group, async_op=True))
 
 
 def start_exchange(
@@ -307,7 +318,7 @@ def start_exchange(
     sent: Sequence[Sequence[torch.Tensor]],
     group: dist.ProcessGroup,
     stage: str = "exchanging rows",
-) -> list[Pending]:
+) -> Pending:
     """Begin to send the messages sent[r] to every other rank r, and to receive received[r] from it.
 
     Messages are contiguous, as many and of the same lengths and dtypes as the other rank expects. Those of
@@ -325,9 +336,9 @@ def start_exchange(
         with named, _coalescing_manager(group, device, async_ops=True) as together:
             for call, message, peer in calls:
                 call([message], peer, 0)
-        return [Pending(work, named) for work in together.works]
+        return Pending(named, *together.works)
     with named:  # to begin fails too, where the other rank has gone
-        return [Pending(call([message], peer, 0), named) for call, message, peer in calls]
+        return Pending(named, *[call([message], peer, 0) for call, message, peer in calls])
 
 
 # Phases of a step

@@ -21,7 +21,7 @@ from zerofp4.engine.buckets import (
     with_own_storage,
     write_master,
 )
-from zerofp4.engine.collective import CollectiveTransport, find_advice
+from zerofp4.engine.collective import CollectiveTransport
 from zerofp4.engine.hosts import HostTransport
 from zerofp4.engine.late_gather import LateGathers
 from zerofp4.engine.peer import PeerTransport
@@ -55,7 +55,6 @@ __all__ = [
     "are_sendable",
     "build_buckets",
     "check_gradients",
-    "find_advice",
     "find_bucket_mb",
     "find_topology",
     "gradient_dtype",

@@ -427,57 +427,44 @@ def _storage_address(tensor: torch.Tensor) -> int:
 
 # Gradient memory of the buckets of a transport
 
+Zeros = Callable[..., torch.Tensor]
+"""Makes memory from a shape and `dtype`: torch.zeros() on a device, or Peers.zeros(), which is collective."""
+
+
+def zeros_on(device: torch.device) -> Zeros:
+    return functools.partial(torch.zeros, device=device)
+
 
 def in_turns(
-    layouts: Sequence[tuple[tuple[int, ...], torch.dtype] | None],
-    device: torch.device,
-    count: int = 2,
-    make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+    layouts: Sequence[tuple[tuple[int, ...], torch.dtype] | None], zeros: Zeros, count: int
 ) -> list[torch.Tensor | None]:
     """Contiguous tensors of these shapes and dtypes, of which only `count` neighbours are used at a time, so
     that each shares memory with the one `count` before it. None for None.
-
-    make: makes the memory, from a shape and dtype; None is for torch.empty().
     """
     sizes = [math.prod(layout[0]) * layout[1].itemsize for layout in layouts if layout is not None]
-    make = make or functools.partial(torch.empty, device=device)
-    memory = make((min(count, len(sizes)), max(sizes, default=0)), dtype=torch.uint8)
-    turns = itertools.cycle(memory)
+    turns = itertools.cycle(zeros((min(count, len(sizes)), max(sizes)), dtype=torch.uint8) if sizes else ())
     return [
         None if layout is None else next(turns).view(layout[1])[: math.prod(layout[0])].view(layout[0])
         for layout in layouts
     ]
 
 
-def private_memory(buckets: Sequence[Bucket], count: int = 2, aliased: bool = True) -> list[GradientMemory]:
+def gradient_memory(
+    buckets: Sequence[Bucket], zeros: Zeros, count: int | None = None, aliased: bool = True
+) -> list[GradientMemory]:
     """By bucket, memory for this rank's own gradients. p.grad aliases it where gradients travel as autograd
-    makes them; other gradients are copied to memory that buckets use in turns.
+    makes them; other gradients are copied there.
 
-    count: how many buckets are on their way at once.
+    count: how many of the latter buckets are on their way at once, and use memory in turns; None for all.
     aliased: whether p.grad may alias the memory.
     """
+    storages: set[int] = set()
+    aliases = [storages if aliased and bucket.keeps_gradients else None for bucket in buckets]
     layouts = [((b.world_size, b.slice_numel), b.sent_as) for b in buckets]
-    stays = [aliased and bucket.keeps_gradients for bucket in buckets]
-    copied = [None if keeps else layout for keeps, layout in zip(stays, layouts, strict=True)]
-    device = buckets[0].device if buckets else None
-    turns, storages, found = in_turns(copied, device, count), set(), []
-    for bucket, (shape, dtype), turn in zip(buckets, layouts, turns, strict=True):
-        flat = torch.zeros(shape, dtype=dtype, device=device) if turn is None else turn
-        found.append(GradientMemory(bucket, flat, storages if turn is None else None))
-    return found
-
-
-def shared_memory(buckets: Sequence[Bucket], peers: Peers, count: int | None = None) -> list[GradientMemory]:
-    """By bucket, memory for this rank's own gradients that the other ranks read. Collective.
-
-    count: how many buckets use it at a time, in turns; None for all, which p.grad may alias.
-    """
-    if count is not None:
-        layouts = [((b.world_size, b.slice_numel), b.sent_as) for b in buckets]
-        turns = in_turns(layouts, buckets[0].device, count, peers.zeros)
-        return [GradientMemory(bucket, flat) for bucket, flat in zip(buckets, turns, strict=True)]
-    storages, found = set(), []
-    for bucket in buckets:
-        flat = peers.zeros((bucket.world_size, bucket.slice_numel), bucket.sent_as)
-        found.append(GradientMemory(bucket, flat, storages if bucket.keeps_gradients else None))
-    return found
+    if count is None:
+        memory = [zeros(shape, dtype=dtype) for shape, dtype in layouts]
+    else:
+        copied = [layout if a is None else None for layout, a in zip(layouts, aliases, strict=True)]
+        turns = zip(in_turns(copied, zeros, count), layouts, strict=True)
+        memory = [zeros(shape, dtype=dtype) if turn is None else turn for turn, (shape, dtype) in turns]
+    return list(map(GradientMemory, buckets, memory, aliases))

@@ -2,28 +2,20 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from zerofp4 import ops
-from zerofp4.distributed import (
-    OwnError,
-    Pending,
-    all_gather_slices,
-    reduce_scatter_slices,
-    start_exchange,
-)
+from zerofp4.distributed import OwnError, Pending, reduce_scatter_slices, start_exchange, start_gather
 from zerofp4.engine.buckets import (
     Bucket,
     GradientMemory,
     Gradients,
+    gradient_memory,
     in_order,
     in_turns,
-    private_memory,
+    zeros_on,
 )
-from zerofp4.engine.late_gather import Waitable
 from zerofp4.engine.step import UPDATE_DTYPES, Arrived, Transport
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import RankGradients
@@ -46,8 +38,8 @@ class CollectiveTransport(Transport):
     bucket of one rank where they are, unless they are rounded.
 
     buckets: those of each process group side by side.
-    early: how many buckets are on their way at once where a BackwardSchedule sends them; None where a step
-        does.
+    in_flight: how many buckets are on their way at once where a BackwardSchedule sends them; None where a
+        step does, which has two.
     aliased: whether p.grad may alias the memory that it is sent from.
     ordered: whether gradients are added up in rank order, or by reduce-scatter.
     """
@@ -55,53 +47,55 @@ class CollectiveTransport(Transport):
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        early: int | None = None,
+        in_flight: int | None = None,
         aliased: bool = True,
         ordered: bool = True,
     ):
-        self.buckets, self.in_flight, device = buckets, early or 2, buckets[0].device
-        self._ordered = ordered
+        self.buckets, self._ordered, device = buckets, ordered, buckets[0].device
+        self.in_flight, zeros = in_flight or 2, zeros_on(device)
         self.dtypes = [bucket.sent_as for bucket in buckets]
         self.sent_bytes = [bucket.sent_bytes for bucket in buckets]
         rounds = buckets[0].wire not in (None, torch.float32)
-        travels = [bool(early or rounds or b.world_size * b.replica_count > 1) for b in buckets]
-        made = iter(private_memory(list(itertools.compress(buckets, travels)), self.in_flight, aliased))
+        travels = [bool(in_flight or rounds or b.world_size * b.replica_count > 1) for b in buckets]
+        sent = list(itertools.compress(buckets, travels))
+        made = iter(gradient_memory(sent, zeros, self.in_flight, aliased))
         self.memory = [next(made) if is_sent else None for is_sent in travels]
         layouts = [
             ((b.world_size if ordered else 1, b.slice_numel), b.sent_as) if b.world_size > 1 else None
             for b in buckets
         ]
-        self._received = in_turns(layouts, device, self.in_flight)
+        self._received = in_turns(layouts, zeros, self.in_flight)
         """By bucket, [world_size, slice_numel] for what the other ranks have of this rank's slice, or [1,
-        slice_numel] for the sum; in a bucket of one rank its own gradients, or None where they are read in
-        place.
+        slice_numel] for its sum; of one rank its own memory, or None where gradients are read in place.
         """
-        self._own_views: list[list[torch.Tensor | None]] = [[]] * len(buckets)
+        self._own_views: list[list[torch.Tensor | None] | None] = [None] * len(buckets)
+        """By bucket with memory, this rank's own row by parameter."""
         self.adds_in_update = [bucket.sent_as in UPDATE_DTYPES for bucket in buckets]
-        for b, (bucket, memory) in enumerate(zip(buckets, self.memory, strict=True)):
-            if memory is None:
-                self.adds_in_update[b] &= bucket.keeps_gradients
-                continue
-            self.adds_in_update[b] &= ordered and bucket.world_size > 1 and bucket.replica_count == 1
-            self._own_views[b] = bucket.own_views(memory.flat[bucket.rank])
-            self._received[b] = memory.flat if bucket.world_size == 1 else self._received[b]
-        self._in_place = {
-            i: bucket.sent_as if adds else None
-            for bucket, memory, adds in zip(buckets, self.memory, self.adds_in_update, strict=True)
-            for i in (bucket.indices if memory is None else ())
-        }
+        self._in_place: dict[int, torch.dtype | None] = {}
         """By trainable parameter whose gradient kernels read in place: the dtype that an update reads; None
         for the gradient's own.
         """
+        for b, (bucket, memory) in enumerate(zip(buckets, self.memory, strict=True)):
+            if memory is None:
+                self.adds_in_update[b] &= bucket.keeps_gradients
+                dtype = bucket.sent_as if self.adds_in_update[b] else None
+                self._in_place |= dict.fromkeys(bucket.indices, dtype)
+                continue
+            self.adds_in_update[b] &= ordered and bucket.world_size > 1 and bucket.replica_count == 1
+            self._own_views[b] = bucket.own_views(memory.flat[bucket.rank])
+            if bucket.world_size == 1:
+                self._received[b] = memory.flat
         divided = [] if ordered else buckets
         self._divisors = [torch.full((), b.world_size, dtype=torch.float32, device=device) for b in divided]
         """By bucket. Tensors: torch would multiply by the rounded reciprocal of a number."""
         self._slices: dict[int, GradientMemory] = {}
         """By bucket without `memory`, its `gradients` as what average() copies to."""
-        self._sent: dict[int, tuple[list[Pending], OwnError]] = {}
-        """By bucket, what is on its way, and what went wrong on this rank before it was sent."""
+        self._sent: dict[int, Pending] = {}
+        """By bucket, what is on its way."""
+        self._error = OwnError()
+        """What went wrong on this rank before something was sent."""
         needed = [b.replica_count * (b.part.stop - b.part.start) for b in buckets if b.replica_count > 1]
-        self._of_replicas = torch.empty(max(needed, default=0), dtype=torch.float32, device=device)
+        self._of_replicas = zeros(max(needed, default=0), dtype=torch.float32)
 
     def prepare(self, gradients: Gradients, as_sent: bool = False) -> Gradients:
         if as_sent:
@@ -119,37 +113,34 @@ class CollectiveTransport(Transport):
     def begin(self) -> None:
         for b in list(self._sent):  # of a step that was left in the middle, in the same memory
             self.discard(b)
+        self._error = OwnError()
 
     def send_gradients(self, b: int, gradients: Gradients | None) -> None:
-        if self.memory[b] is None:
+        own, bucket, received = self.memory[b], self.buckets[b], self._received[b]
+        if own is None:
             return
-        error, own, bucket = OwnError(), self.memory[b], self.buckets[b]
         if gradients is not None:
-            with error:  # the others wait for this rank's rows, whatever they hold
+            with self._error:  # the others wait for this rank's rows, whatever they hold
                 own.take(gradients)
-        works, received = [], self._received[b]
-        if bucket.world_size > 1 and self._ordered:
-            messages = ([[row] for row in rows] for rows in (received, own.flat))
-            works = start_exchange(*messages, bucket.group(), STAGE)
-        elif bucket.world_size > 1:
-            works = [reduce_scatter_slices(received.view(-1), own.flat.view(-1), bucket.group(), STAGE)]
-        self._sent[b] = works, error
-
-    def _wait(self, b: int) -> OwnError:
-        works, error = self._sent.pop(b)
-        for work in works:
-            work.wait()
-        return error
+        if bucket.world_size == 1:
+            return
+        if self._ordered:
+            self._sent[b] = start_exchange(_messages(received), _messages(own.flat), bucket.group(), STAGE)
+        else:
+            flats = received.view(-1), own.flat.view(-1)
+            self._sent[b] = reduce_scatter_slices(*flats, bucket.group(), STAGE)
 
     def discard(self, b: int) -> None:
-        if b in self._sent:
-            self._wait(b).take()
+        pending = self._sent.pop(b, None)
+        if pending is not None:
+            pending.wait()
 
     def arrived(self, b: int, gradients: Gradients) -> Arrived:
         bucket = self.buckets[b]
         if self.memory[b] is None:
             return Arrived([gradients[i] for i in bucket.indices], None)
-        self._wait(b).raise_if_any()
+        self.discard(b)
+        self._error.raise_if_any()
         return Arrived(self._own_views[b], RankGradients(self._received[b], bucket.masters, bucket.rank))
 
     def average(
@@ -170,7 +161,7 @@ class CollectiveTransport(Transport):
                 ops.add_squares([bucket.gradients], squares)
             return
         out = bucket.gradients if out is None else out
-        error = self._wait(b)  # raised once this rank has taken its part among the replicas, too
+        self.discard(b)
         has_replicas = bucket.replica_count > 1
         counted = None if has_replicas else squares
         if self._ordered or bucket.world_size == 1:
@@ -181,7 +172,7 @@ class CollectiveTransport(Transport):
                 ops.add_squares([out], counted)
         if has_replicas:
             self._average_over_replicas(bucket, out, squares)
-        error.raise_if_any()
+        self._error.raise_if_any()  # now that this rank has taken its part among the replicas, too
 
     def _average_over_replicas(
         self, bucket: Bucket, means: torch.Tensor, squares: torch.Tensor | None
@@ -193,48 +184,16 @@ class CollectiveTransport(Transport):
         parts = [means[part] for part in bucket.parts]
         own = parts[bucket.replica]
         received = self._of_replicas[: len(parts) * own.numel()].view(len(parts), own.numel())
-
-        def messages(rows: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-            return [[row] if row.numel() else [] for row in rows]
-
-        for work in start_exchange(messages(received), messages(parts), group, stage):
-            work.wait()
+        start_exchange(_messages(received), _messages(parts), group, stage).wait()
         if own.numel():
             received[bucket.replica].copy_(own)
             ops.average(received, own, None, 0, squares)
-        for work in start_exchange(messages(parts), messages([own] * len(parts)), group, stage):
-            work.wait()
+        start_exchange(_messages(parts), _messages([own] * len(parts)), group, stage).wait()
 
-    def gather(self, b: int) -> Waitable | None:
-        return gather_by_collective(self.buckets[b])
-
-
-class _Gathers(NamedTuple):
-    """Several that are under way."""
-
-    gathers: list[Pending]
-
-    def wait(self) -> None:
-        for gather in self.gathers:
-            gather.wait()
+    def gather(self, b: int) -> Pending | None:
+        return start_gather(self.buckets[b].gathered, self.buckets[b].group(), "gathering weights")
 
 
-def gather_by_collective(bucket: Bucket) -> Waitable | None:
-    if bucket.world_size == 1:
-        return None
-    options = {"async_op": True, "stage": "gathering weights"}
-    return _Gathers([all_gather_slices(flat, bucket.group(), **options) for flat in bucket.gathered])
-
-
-def find_advice(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
-    """What would make collectives of a group faster, or None."""
-    if group is None or device.type != "cuda" or dist.get_world_size(group) == 1:
-        return None
-    options = getattr(group._get_backend(device), "options", None)
-    if getattr(options, "is_high_priority_stream", True):
-        return None
-    return (
-        "NCCL's stream has the priority of the others, so that what travels waits until kernels that were "
-        "queued before it have begun all of their blocks; zerofp4.launch.init_process_group makes a group "
-        "with one of high priority, as pg_options=ProcessGroupNCCL.Options(is_high_priority_stream=True) does"
-    )
+def _messages(rows: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """By rank, one message, or none where a row is empty."""
+    return [[row] if row.numel() else [] for row in rows]

@@ -6,7 +6,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.distributed import error_text
-from zerofp4.engine.buckets import Bucket, GradientMemory, Gradients, private_memory, shared_memory
+from zerofp4.engine.buckets import Bucket, GradientMemory, Gradients, gradient_memory, zeros_on
 from zerofp4.engine.peers import Copies, Peers, halves
 from zerofp4.engine.step import UPDATE_DTYPES, Arrived, Transport
 from zerofp4.format import BLOCK
@@ -70,17 +70,21 @@ class PeerTransport(Transport):
         self._sent_halfway: dict[int, int] = {}
         """By bucket, how many elements of the slice of weights left halfway through its cast."""
         if early:
-            self.memory = private_memory(buckets)
-            for bucket, memory in zip(buckets, self.memory, strict=True):
-                self._connect(bucket, memory)
+            self.memory = gradient_memory(buckets, zeros_on(peers.device), count=2)
         else:
-            self.memory = shared_memory(buckets, peers, 3 if in_turns else None)
-            for bucket, memory in zip(buckets, self.memory, strict=True):
-                self._rows.append(peers.rows_like(memory.flat[peers.rank]))
-                self._own_views.append(bucket.own_views(memory.flat[peers.rank]))
+            self.memory = gradient_memory(buckets, peers.zeros, 3 if in_turns else None, aliased=not in_turns)
+        for bucket, memory in zip(buckets, self.memory, strict=True):
+            own = memory.flat[peers.rank]
+            if early:
+                own = self._connect(bucket, memory)
+            else:
+                self._rows.append(peers.rows_like(own))
+            self._own_views.append(bucket.own_views(own))
 
-    def _connect(self, bucket: Bucket, memory: GradientMemory) -> None:
-        """Make rows for what other ranks send, and for this rank's own where its memory is used in turns."""
+    def _connect(self, bucket: Bucket, memory: GradientMemory) -> torch.Tensor:
+        """Make rows for what other ranks send, and for this rank's own where its memory is used in turns.
+        Returns this rank's own row.
+        """
         peers = self._peers
         received = peers.zeros((peers.size - memory.aliased, bucket.slice_numel), memory.flat.dtype)
 
@@ -94,9 +98,9 @@ class PeerTransport(Transport):
             mine = row(peers.rank, peers.rank)
         rows = [mine if r == peers.rank else row(r, peers.rank) for r in range(peers.size)]
         self._rows.append(PeerRows(tuple(r.data_ptr() for r in rows), bucket.slice_numel, received.dtype))
-        self._own_views.append(bucket.own_views(mine))
         self._copies.append(halves(copies))
         self._received.append(received)
+        return mine
 
     def prepare(self, gradients: Gradients, as_sent: bool = False) -> Gradients:
         for memory in () if self._early or self._in_turns else self.memory:

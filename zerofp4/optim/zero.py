@@ -35,7 +35,6 @@ from zerofp4.engine import (
     Transport,
     are_as_sent,
     check_gradients,
-    find_advice,
     find_topology,
     write_master,
 )
@@ -263,7 +262,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 in_flight = len(shards.buckets) if self.found_inf.device.type == "cpu" else 2
             aliased = not (adds or options.updates_early)
             transport = CollectiveTransport(
-                shards.buckets, early=in_flight, aliased=aliased, ordered=options.is_ordered
+                shards.buckets, in_flight, aliased=aliased, ordered=options.is_ordered
             )
             transport = transport if in_flight is None else ArrivingMeans(transport, adds)
         if options.updates_early and not all(transport.adds_in_update):
@@ -930,8 +929,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         bucket_mb. buckets: in their order, each with its kind, parameters, elements, optimizer, gathered_in
         ("step", "forward" or None), state, of which "compact24" has masters of 24 bits, and the bytes of
         gradients, amaxes and weights that this rank sends for it in a step. bytes_sent: by
-        this rank in a step, by phase. shared_bytes: memory that other ranks can access. advice: what would
-        make it faster.
+        this rank in a step, by phase. shared_bytes: memory that other ranks can access.
         """
         described = self._step.describe()
         for entry, bucket in zip(described["buckets"], self._shards.buckets, strict=True):
@@ -949,7 +947,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             "world_size": self.world_size,
             "bucket_mb": self._bucket_mb,
             "shared_bytes": 0 if self._peers is None else self._peers.nbytes,
-            "advice": find_advice(self.process_group(), self.found_inf.device),
             **described,
         }
 

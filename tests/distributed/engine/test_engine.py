@@ -94,7 +94,6 @@ def test_describe(world):
     for phase, nbytes in described["bytes_sent"].items():
         assert nbytes == sum(bucket[phase] for bucket in buckets)
         assert (nbytes > 0) == (size > 1)
-    assert described["advice"] is None
     obstacle = ZeroFP4Optimizer(parameters_of(world), torch.optim.SGD).describe()["obstacle"]
     assert size == 1 or "SGD updates all" in obstacle
 
