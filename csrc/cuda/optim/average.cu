@@ -38,6 +38,7 @@ __device__ __forceinline__ void average_vectors(const AverageArgs& args, int64_t
         }
     }
     const float count = static_cast<float>(args.count);
+    float of_chunks[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
@@ -46,8 +47,9 @@ __device__ __forceinline__ void average_vectors(const AverageArgs& args, int64_t
 #pragma unroll
         for (int k = 0; k < kVector<T>; k += 4)
             output[k / 4] = make_float4(sums[v][k], sums[v][k + 1], sums[v][k + 2], sums[v][k + 3]);
-        if constexpr (kSquares) add_vector(sums[v], squares);
+        if constexpr (kSquares) of_chunks[v] = squares_of_vector(sums[v]);
     }
+    if constexpr (kSquares) add_chunks<kSquareChunk / kVector<T>>(of_chunks, squares);
 }
 
 template <typename T>

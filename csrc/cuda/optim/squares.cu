@@ -19,12 +19,14 @@ __device__ __forceinline__ void add_vectors(const T* first, SquareSums& sums) {
     uint32_t words[kSquareVectors][kVectorWords];
 #pragma unroll
     for (int v = 0; v < kSquareVectors; ++v) load_words<false>(first + v * kNext, words[v]);
+    float of_chunks[kSquareVectors];
 #pragma unroll
     for (int v = 0; v < kSquareVectors; ++v) {
         float values[kVector<T>];
         unpack<T>(words[v], values);
-        add_vector(values, sums);
+        of_chunks[v] = squares_of_vector(values);
     }
+    add_chunks<kSquareChunk / kVector<T>>(of_chunks, sums);
 }
 
 template <typename T>
