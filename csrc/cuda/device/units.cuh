@@ -80,7 +80,8 @@ class ItemCursor {
         return true;
     }
 
-    __device__ __forceinline__ const Item& item() const { return items_[kSingle ? 0 : index_]; }
+    __device__ __forceinline__ int64_t index() const { return kSingle ? 0 : index_; }
+    __device__ __forceinline__ const Item& item() const { return items_[index()]; }
 
   private:
     __device__ __forceinline__ int64_t end_of_item() const {

@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kThreads) adamw_begin_kernel(const __grid_cons
     args.steps[i] = adamw_scalars(args.options, args.tensors[i], gradient);
 }
 
-// The arrays of a tensor at this lane's first element of a strip, which a masked lane may not own.
+// The arrays of a tensor at this lane's first element of a row, which a masked lane may not own. They advance
+// row by row: an offset beside them would take registers that are not there, and spilled ones cost 2%.
 template <typename Gradient>
 struct LaneArrays {
     int64_t index;  // of that element, counted from the first owned one
@@ -53,6 +54,11 @@ struct LaneArrays {
     float* exp_avg;
     float* exp_avg_sq;
     Gradient gradient;
+
+    __device__ __forceinline__ void advance(int64_t pitch) {
+        index += pitch, master += pitch, exp_avg += pitch, exp_avg_sq += pitch;
+        gradient.advance(pitch);
+    }
 };
 
 template <typename Gradient>
@@ -87,21 +93,21 @@ __device__ __forceinline__ void load_vector(const float* p, float (&values)[kLan
 }
 
 template <typename Gradient>
-__device__ __forceinline__ void load_vectors(const LaneArrays<Gradient>& arrays, int64_t offset,
+__device__ __forceinline__ void load_vectors(const LaneArrays<Gradient>& arrays,
                                              typename Gradient::Words& words, Values& values) {
-    arrays.gradient.load(offset, words);
-    load_vector(arrays.exp_avg_sq + offset, values.exp_avg_sq);
-    load_vector(arrays.exp_avg + offset, values.exp_avg);
-    load_vector(arrays.master + offset, values.master);
+    arrays.gradient.load(0, words);
+    load_vector(arrays.exp_avg_sq, values.exp_avg_sq);
+    load_vector(arrays.exp_avg, values.exp_avg);
+    load_vector(arrays.master, values.master);
 }
 
 template <int kApart, typename Gradient>
-__device__ __forceinline__ void load_masked(const LaneArrays<Gradient>& arrays, int64_t offset,
-                                            const LaneRange& owned, Values& values) {
+__device__ __forceinline__ void load_masked(const LaneArrays<Gradient>& arrays, const LaneRange& owned,
+                                            Values& values) {
 #pragma unroll
     for (int k = 0; k < kLaneColumns; ++k) {
         const bool has = owned.has(k);
-        const int64_t at = offset + k * kApart;
+        const int at = k * kApart;
         values.gradient[k] = has ? arrays.gradient.at(at) : 0.0f;
         values.exp_avg_sq[k] = has ? arrays.exp_avg_sq[at] : 0.0f;
         values.exp_avg[k] = has ? arrays.exp_avg[at] : 0.0f;
@@ -115,20 +121,19 @@ __device__ __forceinline__ float4 vector_of(const float (&values)[kLaneColumns])
 
 // (A plain store of a vector made of floats is split into stores of its floats.)
 template <typename Gradient>
-__device__ __forceinline__ void store_vectors(const LaneArrays<Gradient>& arrays, int64_t offset,
-                                              const Values& values) {
-    __stwb(reinterpret_cast<float4*>(arrays.exp_avg_sq + offset), vector_of(values.exp_avg_sq));
-    __stwb(reinterpret_cast<float4*>(arrays.exp_avg + offset), vector_of(values.exp_avg));
-    __stwb(reinterpret_cast<float4*>(arrays.master + offset), vector_of(values.master));
+__device__ __forceinline__ void store_vectors(const LaneArrays<Gradient>& arrays, const Values& values) {
+    __stwb(reinterpret_cast<float4*>(arrays.exp_avg_sq), vector_of(values.exp_avg_sq));
+    __stwb(reinterpret_cast<float4*>(arrays.exp_avg), vector_of(values.exp_avg));
+    __stwb(reinterpret_cast<float4*>(arrays.master), vector_of(values.master));
 }
 
 template <int kApart, typename Gradient>
-__device__ __forceinline__ void store_masked(const LaneArrays<Gradient>& arrays, int64_t offset,
-                                             const LaneRange& owned, const Values& values) {
+__device__ __forceinline__ void store_masked(const LaneArrays<Gradient>& arrays, const LaneRange& owned,
+                                             const Values& values) {
 #pragma unroll
     for (int k = 0; k < kLaneColumns; ++k) {
         if (!owned.has(k)) continue;
-        const int64_t at = offset + k * kApart;
+        const int at = k * kApart;
         arrays.exp_avg_sq[at] = values.exp_avg_sq[k];
         arrays.exp_avg[at] = values.exp_avg[k];
         arrays.master[at] = values.master[k];
@@ -199,30 +204,30 @@ __device__ __forceinline__ void leave(const LaneBits<kApart>& bits, WarpBits& of
 // what is owned, as it is afterwards.
 template <int kApart, typename Gradient>
 __device__ __forceinline__ void update_rows(const AdamWDescriptor& tensor, const AdamWStep& step,
-                                            const LaneArrays<Gradient>& arrays, int64_t lane_col, bool whole,
+                                            LaneArrays<Gradient> arrays, int64_t lane_col, bool whole,
                                             WarpBits& of_warps) {
-    const int64_t pitch = tensor.cols;
     LaneBits<kApart> bits;
 #pragma unroll 1  // more rows at once, and with them fewer blocks, or registers spilled, are slower
     for (int r = 0; r < kWarpRows; ++r) {
         const LaneRange owned =
-            whole ? LaneRange{0, kLaneColumns} : range_of<kApart>(tensor, arrays.index + r * pitch, lane_col);
+            whole ? LaneRange{0, kLaneColumns} : range_of<kApart>(tensor, arrays.index, lane_col);
         const bool vectors = kApart == kNeighbours && owned.begin == 0 && owned.end == kLaneColumns;
         Values values;
         if (vectors) {
             typename Gradient::Words words;
-            load_vectors(arrays, r * pitch, words, values);
-            arrays.gradient.take(r * pitch, words, values.gradient);
+            load_vectors(arrays, words, values);
+            arrays.gradient.take(0, words, values.gradient);
         } else {
-            load_masked<kApart>(arrays, r * pitch, owned, values);
+            load_masked<kApart>(arrays, owned, values);
         }
         update_values(step, values);
         bits.raise(values.master, owned);
         if (vectors) {
-            store_vectors(arrays, r * pitch, values);
+            store_vectors(arrays, values);
         } else {
-            store_masked<kApart>(arrays, r * pitch, owned, values);
+            store_masked<kApart>(arrays, owned, values);
         }
+        arrays.advance(tensor.cols);
     }
     if (wants_amaxes(tensor)) leave(bits, of_warps);
 }
@@ -280,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocksPerSm)
     const bool whole = is_whole(tensor, first_row, col);
     const int64_t row = first_row + warp_index() * kWarpRows;
     const int64_t lane_col = col + lane_column<kNeighbours>();
-    const AdamWStep step = table.steps[&tensor - table.tensors];
+    const AdamWStep step = table.steps[cursor.index()];
     __shared__ WarpBits of_warps;
     if (step.gradient == nullptr) {
         if (wants_amaxes(tensor)) read_rows(tensor, row, lane_col, whole, of_warps);

@@ -7,7 +7,7 @@
 
 namespace zerofp4::cuda {
 
-// At a lane's first element of a strip, which a masked lane may not own.
+// At a lane's first element of a row, which a masked lane may not own.
 template <typename G, int kCount>
 struct GivenGradient {
     using Words = uint32_t[kCount / kPerWord<G>];
@@ -19,6 +19,7 @@ struct GivenGradient {
                                              int64_t index)
         : own(in_global(static_cast<const G*>(step.gradient)) + index), factor(step.factor) {}
 
+    __device__ __forceinline__ void advance(int64_t elements) { own += elements; }
     __device__ __forceinline__ bool has_vectors() const {
         return is_aligned(own, kCount * static_cast<int>(sizeof(G)));
     }
@@ -47,6 +48,7 @@ struct ReceivedRows {
           received(in_global(static_cast<const G*>(pieces.received)) + place),
           pieces(pieces) {}
 
+    __device__ __forceinline__ void advance(int64_t elements) { own += elements, received += elements; }
     __device__ __forceinline__ const G* of_rank(int r) const {
         return r == pieces.rank ? own : received + r * pieces.stride;
     }
@@ -66,6 +68,7 @@ struct PeerRowsOf {
                                           int64_t place)
         : pieces(pieces), place(place) {}
 
+    __device__ __forceinline__ void advance(int64_t elements) { place += elements; }
     __device__ __forceinline__ const G* of_rank(int r) const {
         return in_global(static_cast<const G*>(pieces.rows.of[r])) + place;
     }
@@ -89,6 +92,7 @@ class MeanGradient {
           sign(step.maximize ? -1.0f : 1.0f),
           rows(table.pieces, step, index, place_in_rows(table.pieces, tensor) + index) {}
 
+    __device__ __forceinline__ void advance(int64_t elements) { rows.advance(elements); }
     __device__ __forceinline__ bool has_vectors() const { return rows.are_aligned(kCount); }
     __device__ __forceinline__ void load(int64_t offset, Words& words) const {
 #pragma unroll
@@ -140,7 +144,7 @@ class MeanGradient {
 
     const GradientPieces& pieces;
     const float sign;
-    const Rows rows;
+    Rows rows;
 };
 
 template <typename G, int kCount>
