@@ -1,8 +1,7 @@
 """Checks before a ZeroFP4Optimizer is built: of one rank's arguments, then of what all ranks announce."""
 
-import dataclasses
 import itertools
-from collections import Counter
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.communication import Communication
 from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_hosts, find_places, parameter_name
 from zerofp4.optim.initial import take_over
-from zerofp4.optim.inner import InnerClass, class_numbers, inner_classes, is_muon, matrix_work, try_options
+from zerofp4.optim.inner import InnerClass, inner_classes, is_muon, matrix_work, try_options
 from zerofp4.optim.moments import suits_compact
 from zerofp4.optim.state_dict import own_name
 from zerofp4.tensors import NVFP4Tensor
@@ -53,12 +52,13 @@ class Checked:
     ):
         if on_nonfinite not in ("skip", "raise"):
             raise ValueError(f'on_nonfinite must be "skip" or "raise", got {on_nonfinite!r}')
-        _check_communication(communication, defaults)
+        if not isinstance(communication, Communication):
+            raise TypeError(f"communication must be a Communication, got {type(communication).__name__}")
         self.amax_groups, self.communication = amax_groups, communication
         self.classes = inner_classes(param_groups, optimizer_class, whole_matrices, defaults)
         """By parameter group, what updates its masters."""
         self.places = find_places(param_groups, group)
-        """By parameter group."""
+        """By parameter group, the ranks that hold its parameters."""
         self.param_groups = [
             {key: value for key, value in param_group.items() if key not in FOR_BUILDING}
             for param_group in param_groups
@@ -73,35 +73,28 @@ class Checked:
         _check_parameters(self.parameters, self.names)
         tried = try_options(self.classes, self.param_groups, self.parameters[0].device)
         of_class = [one.defaults for one in tried if type(one) is optimizer_class]
-        self.defaults = of_class[0] if of_class else tried[0].defaults
+        self.defaults = (of_class or [tried[0].defaults])[0]
         """Options of the optimizer's own class."""
         self.trained = self._find_trained(tried)
-        self._check_update_at_once()
         if communication.updates_early:
-            self._check_updates_early(on_nonfinite)
-        check_gradient_dtype(communication.gradient_dtype, self.trained)
+            _check_updates_early(self.classes, on_nonfinite)
+        _check_gradients(communication, self.trained, self.classes)
         self.hosts = find_hosts(communication.hosts, group)
         self.transport, self.why_collective = self._choose_transport(group)
         """The transport to try, and why it is "collective" if nobody asked for that."""
-        made_as = communication.gradient_wire or communication.gradient_dtype
-        trainable = [one.parameter for one in self.trained]
-        bucket_mb = communication.bucket_mb or find_bucket_mb(trainable, made_as)
-        if not communication.is_ordered:
-            self._check_sums()
         self.held = take_over(masters_from, self.trained, group)
         """Masters of an earlier optimizer, by id(parameter)."""
-        numbers = {id(one.parameter): number for number, one in enumerate(self.trained)}
+        trainable = [one.parameter for one in self.trained]
+        made_as = communication.gradient_wire or communication.gradient_dtype
         self.announcement = Announcement(
-            members=[self._announce(k, numbers.get(id(p))) for k, p in enumerate(self.parameters)],
-            ranks=[place.ranks for place in self.places],
-            copies=[place.copies for place in self.places],
-            common={
-                "optimizer_class": " and ".join(dict.fromkeys(inner.name for inner in self.classes)),
-                "on_nonfinite": on_nonfinite,
-                "hosts": str(self.hosts and self.hosts.shape),
-                **communication.compared(),
-            },
-            bucket_mb=bucket_mb,
+            members=self._announce(),
+            common=[
+                ("optimizer_class of param_groups", [inner.name for inner in self.classes]),
+                ("on_nonfinite", on_nonfinite),
+                ("hosts", self.hosts and self.hosts.shape),
+                *communication.compared(),
+            ],
+            bucket_mb=communication.bucket_mb or find_bucket_mb(trainable, made_as),
         )
 
     def _find_trained(self, tried: Sequence[torch.optim.Optimizer]) -> list[Trained]:
@@ -109,59 +102,28 @@ class Checked:
 
         Raises ValueError for weights that share an amax and cannot share a bucket.
         """
-        numbers, found = class_numbers(self.classes), []
+        found = []
         for (g, _), p, name in zip(self._positions, self.parameters, self.names, strict=True):
             if p.requires_grad:
-                work = matrix_work(self.classes[g], p, name, tried[g].param_groups[0].get("ns_steps", 1))
+                inner = self.classes[g]
+                work = matrix_work(inner, p, name, tried[g].param_groups[0].get("ns_steps", 1))
                 is_compact = self.param_groups[g].get("state") == "compact" and suits_compact(p.shape)
-                one = Trained(p, name, self.places[g].sharding, numbers[g], work, is_compact=is_compact)
-                found.append(one)
-        weights = [one.parameter.record for one in found if isinstance(one.parameter, NVFP4Tensor)]
+                sharding, leader = self.places[g].sharding, len(found)
+                found.append(Trained(p, name, sharding, inner.number, work, leader, is_compact))
+        weights = [i for i, one in enumerate(found) if isinstance(one.parameter, NVFP4Tensor)]
         if self.amax_groups and not weights:
             raise ValueError("amax_groups was given, but no NVFP4 weight of params requires a gradient")
-        amax_numbers = iter(number_groups(weights, self.amax_groups))
         leaders: dict[int, int] = {}  # by number of an amax group
-        for i, one in enumerate(found):
-            leader = i
-            if isinstance(one.parameter, NVFP4Tensor):
-                leader = leaders.setdefault(next(amax_numbers), i)
-            first, found[i] = found[leader], one._replace(leader=leader)
-            for what, own, others in (
-                ("optimizer_class", one.by, first.by),
-                ("block and four_over_six", kind_key(one.parameter), kind_key(first.parameter)),
-                ("`state` and dtype", one.state, first.state),
-                ("process group", one.sharding, first.sharding),
-            ):
-                if own != others:
-                    raise ValueError(
-                        f"amax_groups: {first.name} and {one.name} share an amax, but not their {what}"
-                    )
-        return found
-
-    def _check_update_at_once(self) -> None:
-        """Raise ValueError for masters of 24 bits that need a float32 `grad`, which this torch may lack."""
-        others = [i.optimizer_class for i in self.classes if i.optimizer_class is not FusedAdamW]
-        if others and not HAS_GRAD_DTYPE:
-            for one in self.trained:
-                if one.state == "compact24":
-                    raise ValueError(
-                        f'{one.name} has state="compact" beside groups of {others[0].__name__}, which needs '
-                        f"grad_dtype of a later torch than {torch.__version__}, 2.11 for one"
-                    )
-
-    def _check_updates_early(self, on_nonfinite: str) -> None:
-        """Raise ValueError for what cannot be with updates inside the backward pass."""
-        for one in self.classes:
-            if one.optimizer_class is not FusedAdamW or one.whole:
-                name = "whole matrices" if one.whole else one.optimizer_class.__name__
+        numbers = number_groups([found[i].parameter.record for i in weights], self.amax_groups)
+        for i, number in zip(weights, numbers, strict=True):
+            leader = leaders.setdefault(number, i)
+            first, one = found[leader], found[i] = found[leader], found[i]._replace(leader=leader)
+            if _bucket_key(one) != _bucket_key(first):
                 raise ValueError(
-                    f'overlap="update" needs FusedAdamW, which updates one bucket after the other: not {name}'
+                    f"amax_groups: {first.name} and {one.name} share an amax, so they must have the same "
+                    "optimizer_class, block, four_over_six, dtype, `state` and process_group"
                 )
-        if on_nonfinite == "raise":
-            raise ValueError(
-                'on_nonfinite="raise" is not supported with overlap="update": other weights are updated by '
-                'then. "skip" leaves out the bucket with a NaN or Inf, and skipped_steps counts the step'
-            )
+        return found
 
     def _choose_transport(self, group: dist.ProcessGroup | None) -> tuple[str, str | None]:
         """The transport to try, and why it is "collective" if nobody asked for that.
@@ -171,13 +133,13 @@ class Checked:
         options, why = self.communication, None
         if any(place.sharding.group is not group for place in self.places):
             why = "parameter groups name a process_group of some ranks"
-            if self.hosts is not None or options.sends_early:
-                what = f"{options.early_options} is" if self.hosts is None else "hosts are"
-                raise ValueError(
-                    f"{what} not supported where parameter groups name a process_group of their own"
-                )
-            if options.transport == "peer":  # shares memory with all ranks that step together
-                raise ValueError(f'transport="peer" cannot be where {why}: "collective" works everywhere')
+            for what, is_given in (
+                ("hosts", self.hosts is not None),
+                (f"overlap={options.overlap!r}, accumulate={options.accumulate!r}", options.sends_early),
+                ("transport='peer'", options.transport == "peer"),  # all ranks that step share memory
+            ):
+                if is_given:
+                    raise ValueError(f"{what} cannot be where {why}")
         elif options.adds_to_slices:
             why = "accumulate='sharded' adds up every backward pass"
         elif not options.is_ordered:
@@ -186,41 +148,44 @@ class Checked:
             return options.transport, None
         return "collective", why
 
-    def _check_sums(self) -> None:
-        """Raise TypeError for gradients that cannot be added up in the dtype in which they are sent."""
-        options = self.communication
-        for one in self.trained:
-            sent_as = options.gradient_wire or options.gradient_dtype or gradient_dtype(one.parameter)
-            if sent_as == torch.float16:
-                raise TypeError(
-                    f"{one.name} has gradients of torch.float16, whose sums may overflow: "
-                    'reduction="reduce_scatter" needs gradient_wire=torch.float32 or torch.bfloat16'
-                )
+    def _announce(self) -> list["Member"]:
+        """All parameters, frozen ones too."""
+        numbers = {id(one.parameter): number for number, one in enumerate(self.trained)}
+        members = []
+        for (g, i), p, label in zip(self._positions, self.parameters, self.names, strict=True):
+            place, saved_as = self.places[g], self.param_groups[g].get("param_names")
+            number = numbers.get(id(p))
+            kind = f"{kind_of(p)} in group {g}"
+            if number is None:
+                kind += ", frozen"
+            else:
+                kind += self._kind_of_trained(number)
+            if place.sharding.replicas is not None:
+                kind += f" in {dist.get_world_size(place.sharding.group)} parts"
+            name = saved_as and own_name(saved_as[i])
+            members.append(Member(g, i, label, name, kind, number is not None, place.ranks, place.copies))
+        return members
 
-    def _announce(self, k: int, number: int | None) -> "Member":
-        """Parameter k. number: its position among the trainable ones; None for a frozen one."""
-        p, (g, i) = self.parameters[k], self._positions[k]
-        trained = None if number is None else self.trained[number]
-        names, sharding = self.param_groups[g].get("param_names"), self.places[g].sharding
-        kind = f"{kind_of(p)} in group {g}"
-        if self.classes[g].name != self.classes[0].name:
-            kind += f" of {self.classes[g].name}"
-        if trained is None:
-            kind += ", frozen"
-        if gradient_dtype(p) != p.dtype:
-            kind += f", gradients {gradient_dtype(p)}"
-        if trained is not None and trained.work is not None:
-            kind += f", updated whole in {trained.work} operations"
-        if trained is not None and trained.leader != number:
-            kind += f", in amax_groups with {self.trained[trained.leader].name}"
-        if trained is not None and trained.is_compact:
+    def _kind_of_trained(self, number: int) -> str:
+        one = self.trained[number]
+        kind = ""
+        if gradient_dtype(one.parameter) != one.parameter.dtype:
+            kind += f", gradients {gradient_dtype(one.parameter)}"
+        if one.work is not None:
+            kind += f", updated whole in {one.work} operations"
+        if one.leader != number:
+            kind += f", in amax_groups with {self.trained[one.leader].name}"
+        if one.is_compact:
             # Random bytes are those of the number: it must be that of all who have the parameter.
             kind += f", in compact state as number {number}"
-        if id(p) in self.held:
+        if id(one.parameter) in self.held:
             kind += ", of masters_from"
-        if sharding.replicas is not None:
-            kind += f" in {dist.get_world_size(sharding.group)} parts"
-        return Member(g, self.names[k], own_name(names[i]) if names else None, kind, trained is not None)
+        return kind
+
+
+def _bucket_key(one: Trained) -> tuple:
+    """What weights of one amax group have in common, which lie in one bucket."""
+    return one.by, kind_key(one.parameter), one.state, one.sharding
 
 
 def _choose_state(param_groups: Sequence[dict], classes: Sequence[InnerClass], state: str) -> None:
@@ -250,64 +215,16 @@ def kind_of(parameter: torch.Tensor) -> str:
     return f"{dtype} {tuple(parameter.shape)}"
 
 
-def check_gradient_dtype(dtype: torch.dtype | None, trained: Sequence[Trained]) -> None:
-    """Raises ValueError unless gradients of these parameters can be made in `dtype`; changes nothing."""
-    for parameter, name, *_ in trained:
-        if dtype in (None, gradient_dtype(parameter)):
-            continue
-        if not HAS_GRAD_DTYPE:
-            raise ValueError(
-                f"gradient_dtype={dtype}: torch {torch.__version__} gives {name} gradients of its own dtype, "
-                f"{parameter.dtype}; later versions have grad_dtype, torch 2.11 for one"
-            )
-        if parameter.grad is not None:
-            raise ValueError(
-                f"gradient_dtype={dtype}: {name} has a gradient of {parameter.grad.dtype} by now; call "
-                "zero_grad() first"
-            )
-
-
-def set_gradient_dtype(dtype: torch.dtype | None, parameters: Sequence[torch.Tensor]) -> None:
-    """Have autograd make and add up gradients of these parameters in `dtype`; None changes nothing."""
-    for parameter in parameters:
-        if dtype not in (None, gradient_dtype(parameter)):
-            with torch._C.DisableTorchFunctionSubclass():
-                parameter.grad_dtype = dtype
-
-
-def _check_communication(communication: Any, defaults: dict[str, Any]) -> None:
-    """Raise TypeError for options of Communication that are given otherwise."""
-    misplaced = next((f.name for f in dataclasses.fields(Communication) if f.name in defaults), None)
-    if misplaced is not None:
-        raise TypeError(
-            f"{misplaced} is an option of Communication: give communication=zerofp4.optim.Communication("
-            f"{misplaced}={defaults[misplaced]!r})"
-        )
-    if not isinstance(communication, Communication):
-        raise TypeError(f"communication must be a Communication, got {type(communication).__name__}")
-
-
 def _check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     """Raise TypeError or ValueError for parameters that an optimizer cannot be built over."""
-    seen: dict[int, str] = {}
     spans = []
     for parameter, name in zip(parameters, names, strict=True):
-        if id(parameter) in seen:
-            raise ValueError(f"{name} is the same parameter as {seen[id(parameter)]}")
-        seen[id(parameter)] = name
-        if hasattr(parameter, "to_local"):
+        if hasattr(parameter, "to_local") or hasattr(parameter, "zerofp4_master"):
             raise TypeError(
-                f"{name} is a DTensor, and ZeroFP4Optimizer shards masters of whole parameters: leave out "
-                "fully_shard, or call zerofp4.integrations.fsdp2.prepare(model) before it and attach(model, "
-                "optimizer) with an optimizer of torch.optim"
+                f"{name} is a DTensor or was prepared for FSDP2, and ZeroFP4Optimizer takes whole ones: "
+                "leave out fully_shard and prepare(model), or train with an optimizer of torch.optim and "
+                "zerofp4.integrations.fsdp2.attach(model, optimizer)"
             )
-        if hasattr(parameter, "zerofp4_master"):
-            raise TypeError(
-                f"{name} was prepared for FSDP2: use an optimizer of torch.optim, or FusedAdamW, and "
-                "zerofp4.integrations.fsdp2.attach(model, optimizer); or convert_model in place of prepare"
-            )
-        if parameter.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got layout {parameter.layout}")
         if parameter.dtype not in WEIGHT_DTYPES:
             raise TypeError(f"{name} must have one of the dtypes {WEIGHT_DTYPES}, got {parameter.dtype}")
         if parameter.device.type == "meta":
@@ -327,119 +244,118 @@ def _check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) 
             raise ValueError(f"{first} and {second} share memory: pass tied weights as one parameter")
 
 
+def _check_updates_early(classes: Sequence[InnerClass], on_nonfinite: str) -> None:
+    """Raise ValueError for what cannot be with updates inside the backward pass."""
+    for one in classes:
+        if one.optimizer_class is not FusedAdamW or one.whole:
+            name = "whole matrices" if one.whole else one.optimizer_class.__name__
+            raise ValueError(
+                f'overlap="update" needs FusedAdamW, which updates one bucket after the other: not {name}'
+            )
+    if on_nonfinite == "raise":
+        raise ValueError(
+            'on_nonfinite="raise" is not supported with overlap="update": other weights are updated by '
+            'then. "skip" leaves out the bucket with a NaN or Inf, and skipped_steps counts the step'
+        )
+
+
+def _check_gradients(
+    options: Communication, trained: Sequence[Trained], classes: Sequence[InnerClass]
+) -> None:
+    """Raise ValueError for gradients that cannot be made in the dtype that they need, TypeError for those
+    that cannot be added up in the dtype in which they are sent.
+    """
+    dtype = options.gradient_dtype
+    others = [inner.optimizer_class.__name__ for inner in classes if inner.optimizer_class is not FusedAdamW]
+    for one in trained:
+        own = gradient_dtype(one.parameter)
+        is_changed = dtype not in (None, own)
+        if not HAS_GRAD_DTYPE and (is_changed or (others and one.state == "compact24")):
+            what = f"gradient_dtype={dtype}" if is_changed else f'state="compact" beside {others[0]}'
+            raise ValueError(
+                f"{what} gives {one.name} or its master gradients of another dtype, which torch "
+                f"{torch.__version__} does not make: torch 2.11 has grad_dtype"
+            )
+        if is_changed and one.parameter.grad is not None:
+            raise ValueError(
+                f"gradient_dtype={dtype}: {one.name} has a gradient of {one.parameter.grad.dtype} by now; "
+                "call zero_grad() first"
+            )
+        if not options.is_ordered and (options.gradient_wire or dtype or own) == torch.float16:
+            raise TypeError(
+                f"{one.name} has gradients of torch.float16, whose sums may overflow: "
+                'reduction="reduce_scatter" needs gradient_wire=torch.float32 or torch.bfloat16'
+            )
+
+
+def set_gradient_dtype(dtype: torch.dtype | None, parameters: Sequence[torch.Tensor]) -> None:
+    """Have autograd make and add up gradients of these parameters in `dtype`; None changes nothing."""
+    for parameter in parameters:
+        if dtype not in (None, gradient_dtype(parameter)):
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.grad_dtype = dtype
+
+
 # All ranks
 
 
 class Member(NamedTuple):
     """A parameter that a rank announces.
 
-    group: the number of its parameter group.
+    group, position: the number of its parameter group, and its position there.
     label: what error messages call it.
     name: its name in checkpoints; None without one.
     kind: what ranks that share it must have in common.
+    ranks, copies: as in the Place of its group.
     """
 
     group: int
+    position: int
     label: str
     name: str | None
     kind: str
     is_trainable: bool
+    ranks: Ranks
+    copies: Ranks
 
 
 class Announcement(NamedTuple):
     """What one rank announces.
 
-    ranks, copies: by parameter group, as in its Place.
-    common: what all ranks must have in common, by what error messages call it.
+    common: what all ranks must have in common, with what error messages call it.
     bucket_mb: the size of buckets that suits this rank.
     """
 
     members: list[Member]
-    ranks: list[Ranks]
-    copies: list[Ranks]
-    common: dict[str, str]
+    common: list[tuple[str, Any]]
     bucket_mb: float
-
-    def trainable(self) -> list[Member]:
-        return [member for member in self.members if member.is_trainable]
 
 
 def check_announcements(by_rank: Sequence[Announcement]) -> None:
     """Raise ValueError, the same on every rank, if ranks differ in what they must have in common."""
-    _check_ranks(by_rank)
-    for ranks in dict.fromkeys(ranks for rank in by_rank for ranks in rank.ranks):
-        _check_members(by_rank, ranks)
-    difference = first_difference([list(rank.common.items()) for rank in by_rank])
-    if difference is not None:
-        r, i = difference
-        (name, mine), (_, theirs) = (list(by_rank[rank].common.items())[i] for rank in (0, r))
-        _raise_different(name, 0, mine, r, theirs)
-    _check_copies(by_rank)
+    _check_equal("options", range(len(by_rank)), [rank.common for rank in by_rank])
+    for how, ranks_of in (
+        ("sharded", operator.attrgetter("ranks")),
+        ("replicated", operator.attrgetter("copies")),
+    ):
+        for ranks in dict.fromkeys(ranks_of(member) for rank in by_rank for member in rank.members):
+            kinds = [[(m.label, m.kind) for m in by_rank[r].members if ranks_of(m) == ranks] for r in ranks]
+            _check_equal(f"parameters {how} over ranks {list(ranks)}", ranks, kinds)
 
 
-def _check_ranks(by_rank: Sequence[Announcement]) -> None:
-    """Check that all ranks in a named process group name the same one, group by group."""
-    everyone = tuple(range(len(by_rank)))
-    if all(ranks == everyone for rank in by_rank for ranks in rank.ranks):
-        return  # _check_members() compares numbers of groups
-    counts = [len(rank.ranks) for rank in by_rank]
-    other = next((r for r, count in enumerate(counts) if count != counts[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"param_groups: rank 0 has {counts[0]} groups, rank {other} has {counts[other]}: where they name "
-            "process groups, all ranks must have as many"
-        )
-    for g, key in itertools.product(range(counts[0]), ("process_group", "replicated_over")):
-        named = [(rank.ranks if key == "process_group" else rank.copies)[g] for rank in by_rank]
-        for r, other in ((r, other) for r, ranks in enumerate(named) for other in ranks):
-            if named[other] != named[r]:
-                what = f"{key} of param_groups[{g}]"
-                _raise_different(what, r, f"ranks {list(named[r])}", other, f"ranks {list(named[other])}")
-
-
-def _check_members(by_rank: Sequence[Announcement], ranks: Ranks) -> None:
-    """Check that ranks which share parameters have the same ones."""
-    lists = [[m for m in by_rank[r].members if by_rank[r].ranks[m.group] == ranks] for r in ranks]
-    kinds = [[member.kind for member in members] for members in lists]
-    difference = first_difference(kinds)
-    if difference is not None:
-        other, i = difference
-        if i is None:
-            raise ValueError(
-                f"params: rank {ranks[0]} has {len(kinds[0])} parameters, rank {ranks[other]} has "
-                f"{len(kinds[other])}" + _of(ranks, len(by_rank))
-            )
-        _raise_different(lists[0][i].label, ranks[0], kinds[0][i], ranks[other], kinds[other][i])
-
-
-def _check_copies(by_rank: Sequence[Announcement]) -> None:
-    """Check that replicated parameters have the same form on all ranks that have them, and that the ranks
-    which share a parameter have one position in replicated_over: a norm counts all of their slices, or none.
-    """
-    for r, rank in enumerate(by_rank):
-        for g, (ranks, copies) in enumerate(zip(rank.ranks, rank.copies, strict=True)):
-            kinds, theirs = ([m.kind for m in by_rank[x].members if m.group == g] for x in (r, copies[0]))
-            if kinds != theirs:
-                raise ValueError(
-                    f"param_groups[{g}] is replicated_over ranks {list(copies)}, but rank {copies[0]} has "
-                    f"{theirs} there and rank {r} {kinds}"
-                )
-            position, other = copies.index(r), by_rank[ranks[0]].copies[g].index(ranks[0])
-            if position != other:
-                raise ValueError(
-                    f"param_groups[{g}] is sharded over ranks {list(ranks)}, of which rank {ranks[0]} has "
-                    f"place {other} in its replicated_over and rank {r} place {position}: all must have the "
-                    "same"
-                )
-
-
-def _raise_different(what: str, rank: int, value: Any, other: int, theirs: Any) -> None:
-    raise ValueError(f"{what} is {value} on rank {rank} and {theirs} on rank {other}")
-
-
-def _of(ranks: Ranks, count: int) -> str:
-    """Name the ranks in an error message; empty if they are all `count`."""
-    return "" if len(ranks) == count else f" (of ranks {list(ranks)})"
+def _check_equal(what: str, ranks: Sequence[int], pairs: Sequence[Sequence[tuple[str, Any]]]) -> None:
+    """Raise ValueError unless ranks have equal values. pairs: by rank, a list of names and values."""
+    difference = first_difference([[value for _, value in own] for own in pairs])
+    if difference is None:
+        return
+    other, i = difference
+    if i is None:
+        name, values = f"the number of {what}", [len(own) for own in pairs]
+    else:
+        name, values = pairs[0][i][0], [own[i][1] for own in pairs]
+    raise ValueError(
+        f"{name} is {values[0]} on rank {ranks[0]} and {values[other]} on rank {ranks[other]}"
+    )
 
 
 class Slots(NamedTuple):
@@ -456,15 +372,13 @@ class Slots(NamedTuple):
 
 def find_slots(by_rank: Sequence[Announcement], rank: int) -> Slots:
     """Lay out the vector, the same on every rank, and find the positions of this rank's parameters."""
-    labels: dict[tuple[Ranks, int], str] = {}
+    labels: dict[tuple, str] = {}
     own = []
     for r, announcement in enumerate(by_rank):
-        counts: Counter[Ranks] = Counter()
-        for member in announcement.trainable():
-            ranks = announcement.ranks[member.group]
-            key = ranks, counts[ranks]
-            counts[ranks] += 1
-            labels.setdefault(key, member.label + _of(ranks, len(by_rank)))
+        for member in filter(operator.attrgetter("is_trainable"), announcement.members):
+            key = member.ranks, member.group, member.position
+            of = "" if len(member.ranks) == len(by_rank) else f" (of ranks {list(member.ranks)})"
+            labels.setdefault(key, member.label + of)
             if r == rank:
                 own.append(key)
     positions = {key: i for i, key in enumerate(labels)}

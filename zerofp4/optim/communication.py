@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +18,19 @@ _CHOICES = {
     "overlap": (None, "backward", "forward", "both", "update"),
     "accumulate": ("local", "sharded"),
     "gradient_dtype": (None, torch.float32),
+    "gradient_wire": (None, *WEIGHT_DTYPES),
 }
+
+_EXCLUDED = (
+    ("accumulate='sharded'", "transport='peer'"),  # memory that ranks share is added up once, in step()
+    ("accumulate='sharded'", "overlap='update'"),  # uses each gradient as soon as it is there
+    ("hosts", "accumulate='sharded'"),
+    ("hosts", "overlap='backward'"),
+    ("hosts", "overlap='update'"),
+    ("hosts", "transport='peer'"),  # with "auto" the ranks of each host share memory, too
+    ("reduction='reduce_scatter'", "hosts"),  # the backend decides how its reduce-scatter crosses hosts
+    ("reduction='reduce_scatter'", "transport='peer'"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,40 +68,24 @@ class Communication:
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
-        wire, mb = self.gradient_wire, self.bucket_mb
-        if wire is not None and wire not in WEIGHT_DTYPES:
-            raise ValueError(f"gradient_wire must be None or one of {WEIGHT_DTYPES}, got {wire!r}")
+        mb, hosts = self.bucket_mb, self.hosts
         if mb is not None:
             if isinstance(mb, bool) or not isinstance(mb, int | float) or not 0 < mb < math.inf:
                 raise ValueError(f"bucket_mb must be a positive number of megabytes, got {mb!r}")
             object.__setattr__(self, "bucket_mb", float(mb))  # 1 and 1.0 are the same
-        if not (self.hosts is None or isinstance(self.hosts, DeviceMesh)):
-            raise TypeError(f"hosts must be None or a DeviceMesh, got {type(self.hosts).__name__}")
-        has_hosts = self.hosts is not None and 1 not in self.hosts.mesh.shape
-        if self.transport == "peer" and has_hosts:
-            raise ValueError(
-                'transport="peer" works on one host only, and hosts names several: with "auto" the ranks of '
-                "each share memory, too"
-            )
-        if self.transport == "peer" and self.accumulate == "sharded":
-            raise ValueError(
-                'accumulate="sharded" is not supported with transport="peer": what ranks write into memory '
-                'that they share is added up in step(), once; accumulate="local" adds up micro-batches in '
-                'p.grad, and transport="collective" takes "sharded"'
-            )
-        if self.updates_early and self.adds_to_slices:
-            raise ValueError(
-                'accumulate="sharded" is not supported with overlap="update", which uses each gradient as '
-                "soon as it is there"
-            )
-        if has_hosts and self.sends_early:
-            raise ValueError(f"hosts are not supported with {self.early_options}")
-        if not self.is_ordered and (has_hosts or self.transport == "peer"):
-            other = "hosts" if has_hosts else 'transport="peer"'
-            raise ValueError(
-                f'reduction="reduce_scatter" is not supported with {other}: the backend of the process group '
-                "decides how its reduce-scatter crosses hosts"
-            )
+        if not (hosts is None or isinstance(hosts, DeviceMesh)):
+            raise TypeError(f"hosts must be None or a DeviceMesh, got {type(hosts).__name__}")
+        given = {
+            "accumulate='sharded'": self.adds_to_slices,
+            "hosts": hosts is not None and 1 not in hosts.mesh.shape,
+            "overlap='backward'": self.overlaps_backward,
+            "overlap='update'": self.updates_early,
+            "reduction='reduce_scatter'": not self.is_ordered,
+            "transport='peer'": self.transport == "peer",
+        }
+        for option, other in _EXCLUDED:
+            if given[option] and given[other]:
+                raise ValueError(f"{option} is not supported with {other}")
 
     @property
     def is_ordered(self) -> bool:
@@ -120,11 +117,6 @@ class Communication:
         """Whether backward passes update masters and weights."""
         return self.overlap == "update"
 
-    @property
-    def early_options(self) -> str:
-        """The options that decide sends_early, as messages show them."""
-        return f"overlap={self.overlap!r}, accumulate={self.accumulate!r}"
-
-    def compared(self) -> dict[str, str]:
-        """What ranks must have in common, by name. Ranks compare the shape of hosts, not the mesh."""
-        return {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "hosts"}
+    def compared(self) -> list[tuple[str, Any]]:
+        """Names and values that ranks must have in common. Ranks compare the shape of hosts, not the mesh."""
+        return [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "hosts"]

@@ -206,8 +206,8 @@ class EarlyUpdates:
                 raise RuntimeError("overlap='update': a CUDA graph cannot capture a backward pass or step()")
             if self._inners.found_inf() is not None:
                 raise RuntimeError("overlap='update' heeds no found_inf of yours: it would come too late")
+            self._inners.sync_options(param_groups)
             check_finite(param_groups)
-            self._inners.push_options(param_groups)
             self._update.begin(self._agreement.skip_in_kernels)
             self._shards.check_unchanged(param_groups)
         self._shards.found_inf.zero_()

@@ -47,17 +47,6 @@ class Place(NamedTuple):
     copies: Ranks
 
 
-def _check_mesh(mesh: DeviceMesh, what: str, first: str) -> None:
-    """what: what error messages call the mesh. first: what its first dimension is of."""
-    if mesh.ndim != 2:
-        raise ValueError(
-            f"{what} may be a DeviceMesh of two dimensions, the first of {first} and the second of the ranks "
-            f"of each, got {mesh.ndim}"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"{what} does not contain the calling process")
-
-
 def find_hosts(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Hosts | None:
     """The hosts of the optimizer's ranks; None if there is one host, or one rank on each, or no mesh.
 
@@ -65,12 +54,11 @@ def find_hosts(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Host
     """
     if mesh is None:
         return None
-    _check_mesh(mesh, "hosts", "hosts")
     named, ranks = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(group)
-    if named != ranks:
+    if mesh.ndim != 2 or named != ranks:
         raise ValueError(
-            f"hosts has the global ranks {named}, and the optimizer's process_group {ranks}: it takes all of "
-            "them, host by host, in this order"
+            "hosts must be a DeviceMesh of two dimensions, of hosts and of the ranks of each, with the ranks "
+            f"{ranks} of the optimizer's process_group in this order, got {named} in {mesh.ndim} dimensions"
         )
     hosts = Hosts(*mesh.mesh.shape, GroupReference(mesh.get_group(1)))
     return None if 1 in hosts.shape else hosts
@@ -79,9 +67,8 @@ def find_hosts(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Host
 def find_places(param_groups: Sequence[dict], group: dist.ProcessGroup | None) -> list[Place]:
     """The ranks that hold the parameters of each group. group: the optimizer's process group.
 
-    Process groups of the same ranks count as one, the first that was named.
-
-    A process_group that is a DeviceMesh replicates over its first dimension and shards over the second.
+    Process groups of the same ranks count as one, the first that was named. A DeviceMesh replicates over its
+    first dimension and shards over the second.
 
     Raises TypeError or ValueError for what one rank can see is wrong.
     """
@@ -111,37 +98,39 @@ def find_places(param_groups: Sequence[dict], group: dist.ProcessGroup | None) -
         places.append(Place(sharding._replace(copy=copy), ranks, copies))
     # Ranks of a tensor-parallel group hold different elements of what is not replicated over it. A group that
     # leaves out its process_group by mistake would average them.
-    copied = next((g for g, place in enumerate(places) if len(place.copies) > 1), None)
-    for g, param_group in enumerate(param_groups):
-        if copied is not None and param_group.get("process_group") is None:
-            raise ValueError(
-                f"param_groups[{g}] names no process_group, and param_groups[{copied}] is replicated_over a "
-                "tensor-parallel group inside the optimizer's: name the ranks that each group is sharded over"
-            )
+    unnamed = [g for g, param_group in enumerate(param_groups) if param_group.get("process_group") is None]
+    if unnamed and any(len(place.copies) > 1 for place in places):
+        raise ValueError(
+            f"param_groups[{unnamed[0]}] names no process_group, and another is replicated_over a "
+            "tensor-parallel group inside the optimizer's: name the ranks that each group is sharded over"
+        )
     return places
 
 
 def _ranks(g: int, param_group: dict, key: str, group: dist.ProcessGroup | None) -> Ranks | None:
     """The ranks that the entry `key` of group g names; None if it names none."""
-    named = param_group.get(key)
+    named, what = param_group.get(key), f"{key} of param_groups[{g}]"
     if named is None:
         return None
+    if named == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{what} does not contain the calling process")
     if key == "process_group" and isinstance(named, DeviceMesh):
-        _check_mesh(named, "process_group of a parameter group", "replicas")
+        if named.ndim != 2:
+            raise ValueError(
+                f"{what} may be a DeviceMesh of two dimensions, of replicas and of the ranks of each, got "
+                f"{named.ndim} dimensions"
+            )
         global_ranks = named.mesh.flatten().tolist()
-    else:
-        is_outside = named == dist.GroupMember.NON_GROUP_MEMBER
-        if not (is_outside or isinstance(named, dist.ProcessGroup)):
-            raise TypeError(f"{key} of a parameter group must be a process group, got {type(named).__name__}")
-        if is_outside or dist.get_rank(named) < 0:
-            raise ValueError(f"{key} of a parameter group does not contain the calling process")
+    elif isinstance(named, dist.ProcessGroup):
         global_ranks = dist.get_process_group_ranks(named)
+    else:
+        raise TypeError(f"{what} must be a process group, got {type(named).__name__}")
     numbers = {r: i for i, r in enumerate(dist.get_process_group_ranks(group))}
     outside = [r for r in global_ranks if r not in numbers]
     if outside:
         raise ValueError(
-            f"{key} of param_groups[{g}] has global rank {outside[0]}, and the optimizer's process_group has "
-            "not: give the optimizer the group of all ranks that step together, as None is, and each "
-            "parameter group the ranks that it is sharded over"
+            f"{what} has global rank {outside[0]}, and the optimizer's process_group has not: give the "
+            "optimizer the group of all ranks that step together, as None is, and each parameter group the "
+            "ranks that it is sharded over"
         )
     return tuple(numbers[r] for r in global_ranks)

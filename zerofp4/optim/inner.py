@@ -13,12 +13,15 @@ import torch
 from zerofp4.optim.moments import check_choice
 
 NOT_ELEMENTWISE = {
-    "Adafactor": "its second moments are sums over rows and columns of a matrix: whole_matrices=True gives "
-    "it whole ones",
+    "Muon": "it orthogonalizes whole matrices",
+    "Adafactor": "its second moments are sums over rows and columns: whole_matrices=True gives it matrices",
     "LBFGS": "its update takes inner products over all parameters",
     "SparseAdam": "it needs sparse gradients, and gradients are reduced as dense ones",
 }
 """Optimizers that compute something else on a slice of a parameter than on the whole of it, and why."""
+
+OF_MATRICES = ("Muon", "Adafactor")
+"""Those of them that may run on whole matrices."""
 
 
 def is_muon(optimizer_class: type) -> bool:
@@ -30,11 +33,13 @@ class InnerClass(NamedTuple):
 
     defaults: options of groups that lack them.
     whole: whether the optimizer gets whole matrices; otherwise it gets 1D slices.
+    number: of the optimizer of this class, in the order in which the groups name them.
     """
 
     optimizer_class: type[torch.optim.Optimizer]
     defaults: dict[str, Any]
     whole: bool
+    number: int
 
     @property
     def name(self) -> str:
@@ -51,43 +56,32 @@ def inner_classes(
     Raises TypeError for what is no torch.optim.Optimizer, ValueError for a class that cannot be sharded, and
     for a group with a class of its own that lacks one of the defaults.
     """
-    if not (whole_matrices is None or isinstance(whole_matrices, bool)):
-        raise TypeError(f"whole_matrices must be None, True or False, got {whole_matrices!r}")
-    main = _inner_class("optimizer_class", optimizer_class, defaults, whole_matrices)
-    classes = []
-    for g, group in enumerate(param_groups):
-        own = group.get("optimizer_class", optimizer_class)
-        if own is optimizer_class:
-            classes.append(main)
-            continue
-        where = f"param_groups[{g}]['optimizer_class']"
-        classes.append(_inner_class(where, own, {}, None))
-        lacking = inspect.signature(own).parameters.keys() - group.keys()
+    chosen = [group.get("optimizer_class", optimizer_class) for group in param_groups]
+    order, classes = list(dict.fromkeys(chosen)), []
+    for g, (group, own) in enumerate(zip(param_groups, chosen, strict=True)):
+        is_main = own is optimizer_class
+        where = "optimizer_class" if is_main else f"param_groups[{g}]['optimizer_class']"
+        if not (isinstance(own, type) and issubclass(own, torch.optim.Optimizer)):
+            raise TypeError(f"{where} must be a subclass of torch.optim.Optimizer, got {own!r}")
+        whole = is_muon(own) if whole_matrices is None or not is_main else whole_matrices
+        for base in own.__mro__:
+            reason = NOT_ELEMENTWISE.get(base.__name__)
+            if reason is not None and not (whole and base.__name__ in OF_MATRICES):
+                raise ValueError(f"{where}: {own.__name__} cannot run on shards of parameters, {reason}")
+        lacking = () if is_main else inspect.signature(own).parameters.keys() - group.keys()
         missing = [name for name in defaults if name in lacking]
         if missing:
             raise ValueError(
                 f"{where} is {own.__name__}, and {', '.join(missing)} was given for "
                 f"{optimizer_class.__name__}: a group with a class of its own needs its own"
             )
-    if main not in classes and (defaults or whole_matrices):
-        given = ", ".join([*defaults, *(["whole_matrices"] if whole_matrices else [])])
-        raise ValueError(f"{given}: given for {optimizer_class.__name__}, which is the class of no group")
+        classes.append(InnerClass(own, defaults if is_main else {}, whole, order.index(own)))
+    if optimizer_class not in chosen and (defaults or whole_matrices):
+        given = [*defaults, *(["whole_matrices"] if whole_matrices else [])]
+        raise ValueError(
+            f"{', '.join(given)}: given for {optimizer_class.__name__}, which is the class of no group"
+        )
     return classes
-
-
-def _inner_class(where: str, optimizer_class: Any, defaults: dict, whole: bool | None) -> InnerClass:
-    """Check one class. where: what error messages call the argument. whole: whole_matrices."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(f"{where} must be a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
-    if is_muon(optimizer_class) and whole is False:
-        raise ValueError(f"whole_matrices=False: {optimizer_class.__name__} orthogonalizes whole matrices")
-    bases = {base.__name__ for base in optimizer_class.__mro__}
-    for name, reason in NOT_ELEMENTWISE.items():
-        if name in bases and not (whole and name == "Adafactor"):
-            raise ValueError(
-                f"{where}: {optimizer_class.__name__} cannot run on shards of parameters, {reason}"
-            )
-    return InnerClass(optimizer_class, defaults, bool(whole) or is_muon(optimizer_class))
 
 
 def try_options(
@@ -107,12 +101,6 @@ def try_options(
         own = {key: value for key, value in group.items() if key in known}
         inner.optimizer_class([trial], **(inner.defaults | own))
     return tried
-
-
-def class_numbers(classes: Sequence[InnerClass]) -> list[int]:
-    """Number the classes of the groups in order of first appearance."""
-    numbers: dict[type, int] = {}
-    return [numbers.setdefault(inner.optimizer_class, len(numbers)) for inner in classes]
 
 
 def matrix_work(inner: InnerClass, parameter: torch.Tensor, name: str, steps: Any) -> int | None:
@@ -152,64 +140,47 @@ class InnerOptimizers:
         masters: Mapping[int, Sequence[torch.Tensor]],
         slices: Mapping[torch.Tensor, Any],
     ):
-        self._classes = list(classes)
-        self._numbers = class_numbers(classes)  # by parameter group, its optimizer's index in `all`
+        self._classes = classes
         self.all: tuple[torch.optim.Optimizer, ...] = ()
-        for number in range(max(self._numbers) + 1):
+        for inner in {one.number: one for one in classes}.values():  # numbered as they come
             groups = []
-            for group in self._of(number, param_groups):
+            for group in self._of(inner.number, param_groups):
                 own = [m for p in group["params"] for m in masters.get(id(p), ())]
                 sliced = {m: slices[m] for m in own if m in slices}
                 groups.append(options(group) | {"params": own} | ({"slices": sliced} if sliced else {}))
-            inner = self._classes[self._numbers.index(number)]
             self.all += (inner.optimizer_class(groups, **inner.defaults),)
         self._copies: list[dict] = []
-        """Of the groups on both sides, ours last, when their options were last copied."""
-        self.pull_options(param_groups)
+        """Of the parameter groups and of those here, as they were when their options were last the same."""
+        self.sync_options(param_groups)
 
     def _of(self, number: int, by_group: Sequence) -> list:
         """Select the entries of one optimizer from a list by parameter group."""
-        return [value for value, own in zip(by_group, self._numbers, strict=True) if own == number]
+        return [value for value, own in zip(by_group, self._classes, strict=True) if own.number == number]
 
     @property
     def param_groups(self) -> list[dict]:
         """The groups of all optimizers, in the order of the parameter groups."""
         groups = [iter(optimizer.param_groups) for optimizer in self.all]
-        return [next(groups[number]) for number in self._numbers]
+        return [next(groups[one.number]) for one in self._classes]
 
     def _check_choices(self, param_groups: Sequence[dict]) -> None:
         for g, (group, inner_group) in enumerate(zip(param_groups, self.param_groups, strict=True)):
             check_choice(f"param_groups[{g}]", group.get("state"), inner_group.get("state"))
 
-    def push_options(self, param_groups: Sequence[dict]) -> None:
-        """Copy the options of the parameter groups to the optimizers.
-
-        Raises RuntimeError if somebody else, such as a scheduler over an inner optimizer, has changed an
-        option there: this would undo the change.
+    def sync_options(self, param_groups: Sequence[dict]) -> None:
+        """Copy options between the parameter groups and those of the optimizers: what was changed in a
+        parameter group since the last copy, and all else from the optimizers, which may change their own.
         """
         inner_groups = self.param_groups
         if are_unchanged([*param_groups, *inner_groups], self._copies):
             return
-        ours = zip(inner_groups, self._copies[len(param_groups) :], strict=True)
-        for g, (group, before) in enumerate(ours):
-            for key, value in options(before).items():
-                if _differs(group.get(key), value):
-                    raise RuntimeError(
-                        f"group {g} of the inner optimizer had {key}={value!r} and has {group.get(key)!r}, "
-                        "which param_groups of the ZeroFP4Optimizer would undo: change these, and build "
-                        "schedulers over the ZeroFP4Optimizer"
-                    )
         self._check_choices(param_groups)
-        for group, inner_group in zip(param_groups, inner_groups, strict=True):
-            inner_group.update(options(group))
-        self._copies = list(map(dict, [*param_groups, *inner_groups]))
-
-    def pull_options(self, param_groups: Sequence[dict]) -> None:
-        """Copy the options of the optimizers to the parameter groups."""
-        inner_groups = self.param_groups
-        if are_unchanged([*param_groups, *inner_groups], self._copies):
-            return
-        for group, inner_group in zip(param_groups, inner_groups, strict=True):
+        copies = self._copies or param_groups
+        for group, inner_group, before in zip(param_groups, inner_groups, copies, strict=False):
+            own = {key: value for key, value in options(group).items() if value is not before.get(key)}
+            inner_group.update(own)
+            for key in before.keys() - group.keys():
+                del inner_group[key]
             group.update(options(inner_group))
         self._copies = list(map(dict, [*param_groups, *inner_groups]))
 
@@ -246,22 +217,26 @@ class InnerOptimizers:
         """The state of a master; empty if it has none yet."""
         return next((o.state[master] for o in self.all if master in o.state), {})
 
-    def present(self) -> list[tuple]:
-        """State and groups as they are, for restore()."""
-        return [(optimizer.state, optimizer.param_groups) for optimizer in self.all]
+    def present(self) -> tuple[list[dict], list[tuple]]:
+        """Options, state and groups as they are, for restore()."""
+        return self._copies, [(optimizer.state, optimizer.param_groups) for optimizer in self.all]
 
-    def restore(self, present: Sequence[tuple]) -> None:
+    def restore(self, present: tuple[list[dict], list[tuple]]) -> None:
         """Undo a load(), which replaces these objects."""
-        for optimizer, (state, groups) in zip(self.all, present, strict=True):
+        self._copies, objects = present
+        for optimizer, (state, groups) in zip(self.all, objects, strict=True):
             optimizer.state, optimizer.param_groups = state, groups
 
     def load(self, param_groups: Sequence[dict], states: Mapping[int, dict], device: torch.device) -> None:
-        """Load options and state. param_groups: with the new options. states: by id(master).
+        """Load options and state. The next sync_options() copies all options to the parameter groups.
+
+        param_groups: with the new options. states: by id(master).
 
         Raises what the optimizers raise for options that are out of range, and for their state.
         """
         try_options(self._classes, param_groups, device)
         self._check_choices(param_groups)
+        self._copies = []
         for number, optimizer in enumerate(self.all):
             masters = [master for group in optimizer.param_groups for master in group["params"]]
             positions = {id(master): i for i, master in enumerate(masters)}
@@ -275,13 +250,6 @@ class InnerOptimizers:
                     ],
                 }
             )
-
-
-def _differs(value: Any, other: Any) -> bool:
-    """Whether an option was replaced. Values of tensors are not compared: all groups share the tensor."""
-    if value is other:
-        return False
-    return isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor) or value != other
 
 
 def _heeds_found_inf(optimizer: torch.optim.Optimizer) -> bool:

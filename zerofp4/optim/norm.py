@@ -1,7 +1,7 @@
 """The norm of the gradients of all ranks, for clip_grad_norm_."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,13 @@ def global_norm(
     """
     if p == 2.0:
         return ops.norm_of_squares(_add_up(squares.sum(0), group))
-    rows = [torch.linalg.vector_norm(short, p, dim=1, dtype=torch.float32) for short in _short_rows(means)]
-    norms = torch.cat([*rows, torch.zeros(1, device=squares.device)]).double()
+    rows = [torch.zeros(1, device=squares.device)]
+    for mean in (mean.view(-1) for mean in means):
+        whole = mean.numel() // ALIGNMENT * ALIGNMENT
+        for short in (mean[:whole].view(-1, ALIGNMENT), mean[whole:].view(1, -1)):
+            if short.numel():
+                rows.append(torch.linalg.vector_norm(short, p, dim=1, dtype=torch.float32))
+    norms = torch.cat(rows).double()
     if p != math.inf:
         return _add_up(norms.pow(p).sum(), group).pow(1 / p).float()
     largest = norms.max()
@@ -42,12 +47,3 @@ def _add_up(words: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
         with Stage(NORM, group):
             dist.all_reduce(words, group=group)
     return words
-
-
-def _short_rows(means: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Matrices of at most ALIGNMENT columns."""
-    for mean in (mean.view(-1) for mean in means):
-        whole = mean.numel() // ALIGNMENT * ALIGNMENT
-        yield from (
-            part for part in (mean[:whole].view(-1, ALIGNMENT), mean[whole:].view(1, -1)) if part.numel()
-        )

@@ -5,6 +5,7 @@ or unfreezes one would go on without the masters.
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,8 +41,8 @@ class ShardedParameters:
         self.trained, self._late = checked.trained, late
         self.parameters = [one.parameter for one in self.trained]
         self.names = [one.name for one in self.trained]
-        named = zip(checked.parameters, checked.names, strict=True)
-        self._frozen = {p: name for p, name in named if not p.requires_grad}
+        named = zip(checked.names, checked.parameters, strict=True)
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
         options = checked.communication
         as_made, wire = options.overlaps_backward, options.gradient_wire
@@ -73,11 +74,12 @@ class ShardedParameters:
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
         """1 where the last step was skipped, or a NaN or Inf in masters kept NVFP4 weights as they were."""
         packed = [bucket for bucket in self.buckets if bucket.is_packed]
-        self.plans = [self._build_plan(bucket, checked.amax_groups or ()) for bucket in packed]
-        """What casts the buckets of NVFP4 weights, one for each of them."""
         for bucket in packed:
+            bucket.plan = self._build_plan(bucket, checked.amax_groups or ())
             zeros = functools.partial(torch.zeros, device=bucket.device) if peers is None else peers.zeros
             bucket.scales = bucket.plan.stage_scales(zeros)
+        self.plans = [bucket.plan for bucket in packed]
+        """What casts the buckets of NVFP4 weights, one for each of them."""
         self._watch()
         self.holder = Holder(self.parameters)
         self._take_addresses()
@@ -127,7 +129,7 @@ class ShardedParameters:
     def _build_plan(self, bucket: Bucket, amax_groups: Sequence[Sequence[torch.Tensor]]) -> StagedPlan:
         """Of a bucket of NVFP4 weights, with the amax groups that lie in it."""
         inside = {id(weight.record) for weight in bucket.parameters}
-        plan = CastPlan(
+        return CastPlan(
             bucket.parameters,
             [self.masters[i] for i in bucket.indices],
             [shard.start if shard.numel else None for shard in bucket.shards],
@@ -135,9 +137,7 @@ class ShardedParameters:
             amax_groups=[members for members in amax_groups if {id(record_of(m)) for m in members} & inside],
             on_nonfinite="skip",
             found_inf=self.found_inf,
-        )
-        bucket.plan = plan.staged
-        return plan.staged
+        ).staged
 
     def _watch(self) -> None:
         for bucket in self.buckets if self._late is not None else ():
@@ -159,7 +159,7 @@ class ShardedParameters:
             )
         self.check_written()
         with torch._C.DisableTorchFunctionSubclass():
-            unfrozen = [name for p, name in self._frozen.items() if p.requires_grad]
+            unfrozen = [name for name, p in self._frozen if p.requires_grad]
         if unfrozen:
             raise RuntimeError(
                 f"{unfrozen[0]} was frozen when the optimizer was built and has no master: build a new "
@@ -179,15 +179,15 @@ class ShardedParameters:
 
     def check_groups(self, param_groups: Sequence[dict]) -> None:
         """Raise RuntimeError unless these are the parameters that the optimizer was built with."""
-        if len(param_groups) != len(self._members):
-            raise RuntimeError(f"param_groups has {len(param_groups)} groups, and had {len(self._members)}")
-        for g, (group, members) in enumerate(zip(param_groups, self._members, strict=True)):
-            params = group["params"]
-            if len(params) != len(members) or not all(map(operator.is_, params, members)):
-                raise RuntimeError(
-                    f"param_groups[{g}]['params'] is not the list that the optimizer was built with: masters "
-                    "and weights lie in flat buffers, so build a new optimizer to change it"
-                )
+        members = [group["params"] for group in param_groups]
+        are_same = list(map(len, members)) == list(map(len, self._members)) and all(
+            all(map(operator.is_, *pair)) for pair in zip(members, self._members, strict=True)
+        )
+        if not are_same:
+            raise RuntimeError(
+                "param_groups is not the list that the optimizer was built with: masters and weights lie in "
+                "flat buffers, so build a new optimizer to change it"
+            )
 
     def accept_values(self, indices: Sequence[int] | None = None) -> None:
         """Take the present values of these weights, or of all, for the optimizer's own."""
@@ -206,8 +206,8 @@ class ShardedParameters:
         versions = versions_of(parameters)
         if versions == before:  # as in nearly every step: hundreds are compared in C
             return []
-        triples = zip(indices or range(len(versions)), before, versions, strict=True)
-        return [i for i, then, now in triples if then != now]
+        changed = map(operator.ne, before, versions)
+        return list(itertools.compress(indices or range(len(versions)), changed))
 
     def _take_addresses(self) -> None:
         named = list(zip(self.names, self.parameters, strict=True))

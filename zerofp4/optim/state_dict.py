@@ -67,7 +67,9 @@ def own_name(name: str) -> str:
     return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
 
 
-def _find_names(announced: Sequence[Any], rank: int) -> tuple[list[str | None], list[list[str]]]:
+def _find_names(
+    announced: Sequence[Any], rank: int, group_count: int
+) -> tuple[list[str | None], list[list[str]]]:
     """By trainable parameter of this rank, why no file can have it under its name (None if one can); and by
     parameter group, the names of those in it that this rank lacks and others have.
 
@@ -76,16 +78,16 @@ def _find_names(announced: Sequence[Any], rank: int) -> tuple[list[str | None], 
     """
     own, by_rank = announced[rank], [{m.name for m in announcement.members} for announcement in announced]
     refusals = []
-    for member in own.trainable():
-        ranks, why = own.ranks[member.group], None
+    for member in (member for member in own.members if member.is_trainable):
+        ranks, why = member.ranks, None
         others = [r for r, names in enumerate(by_rank) if member.name in names and r not in ranks]
         if member.name is None and len(ranks) < len(announced):
             why = f"on ranks {list(ranks)} only, and has no name that tells it from what others have"
-        elif others and len(own.copies[member.group]) == 1:
+        elif others and len(member.copies) == 1:
             why = f"one parameter on ranks {list(ranks)} and another on ranks {others}, under one name"
         how = "build the optimizer with names of the whole model, as in [('experts.7.weight', p)]"
         refusals.append(why and f"{member.label} is {why}, and a checkpoint has one of each name: {how}")
-    lacking: list[dict[str, None]] = [{} for _ in own.ranks]
+    lacking: list[dict[str, None]] = [{} for _ in range(group_count)]
     for member in itertools.chain.from_iterable(announcement.members for announcement in announced):
         if member.name not in by_rank[rank] and member.name is not None:
             lacking[member.group][member.name] = None
@@ -255,7 +257,7 @@ class SavedState(Mapping):
         self.device = shards.parameters[0].device
         self.ids: list[list[ParameterId]] = []
         """By parameter group, the numbers of all parameters, frozen ones too."""
-        refusals, self._elsewhere = _find_names(announced, rank)
+        refusals, self._elsewhere = _find_names(announced, rank, len(param_groups()))
         places, count = {}, itertools.count()
         for g, group in enumerate(param_groups()):
             names = [own_name(name) for name in group.get("param_names", ())] or [None] * len(group["params"])

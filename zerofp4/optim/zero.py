@@ -344,7 +344,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     self._update_at_once(ready.to_average, present)
                 else:
                     self._publish(self._update, ready.to_average)
-                    self.inners.pull_options(self.param_groups)
+                    self.inners.sync_options(self.param_groups)
         finally:
             self._forget_clipped()
             if self._schedule is not None:
@@ -473,6 +473,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._unscale(gradients)
         word = self._word(gradients) if averages else None  # a GPU is at work while the host goes on
         self._shards.check_unchanged(self.param_groups)
+        self.inners.sync_options(self.param_groups)
         check_finite(self.param_groups)
         if not averages and self._reduced.changed(gradients):
             raise RuntimeError(
@@ -480,7 +481,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "step: call it after the last backward pass, or zero_grad() before the next one"
             )
         call = Call(is_clip=False, averages=averages, step=self._saved.steps)
-        self.inners.push_options(self.param_groups)
         if self._update is None:
             _ = self._shards.optimized_pairs  # makes the memory of gradients
         else:
@@ -679,7 +679,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._agreement.write_skip()
         skip = self._agreement.skip if self.inners.heed_found_inf() else None
         self.inners.step(found_inf=skip, clip_factor=factor)
-        self.inners.pull_options(self.param_groups)
+        self.inners.sync_options(self.param_groups)
 
     def _publish(
         self,
@@ -740,7 +740,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             hook(self)
         if self._early is not None:
             self._early.find_if_sound()
-        self.inners.push_options(self.param_groups)
+        self.inners.sync_options(self.param_groups)
         state_dict = self._saved.state_dict()
         if self._consolidated is not None:
             state_dict["state"], self._consolidated = self._consolidated, None
@@ -830,7 +830,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         with self._sound.breaking("load_state_dict()"):
             if moved is not None:
                 self.refresh()
-            self.inners.pull_options(self.param_groups)
+            self.inners.sync_options(self.param_groups)
             for values, *planes in zip(loaded, self._shards.masters, self._shards.lows, strict=True):
                 if values is not None and planes[0] is not None:
                     write_master(values, *planes)

@@ -200,15 +200,15 @@ def test_hosts_that_cannot_be_meant(world):
     halved = {"params": parameters, "process_group": square.get_group(1)}  # the same one in all groups
     for hosts, error, message, options in [
         (2, TypeError, "hosts must be None or a DeviceMesh, got int", {}),
-        (square, ValueError, 'transport="peer" works on one host only', {"transport": "peer"}),
+        (square, ValueError, "hosts is not supported with transport='peer'", {"transport": "peer"}),
         (square, ValueError, "not supported with overlap='backward'", {"overlap": "backward"}),
         (square, ValueError, "accumulate='sharded'", {"accumulate": "sharded"}),
     ]:
         with pytest.raises(error, match=message):
             Communication(hosts=hosts, **options)
     for hosts, error, message, options in [
-        (line, ValueError, "rank 0: hosts may be a DeviceMesh of two dimensions, the first of hosts", {}),
-        (turned, ValueError, "rank 0: hosts has the global ranks [0, 2, 1, 3]", {}),
+        (line, ValueError, "rank 0: hosts must be a DeviceMesh of two dimensions, of hosts and of", {}),
+        (turned, ValueError, "in this order, got [0, 2, 1, 3] in 2 dimensions", {}),
         (square, ValueError, "parameter groups name a process_group", {"params": groups}),
         (square, ValueError, "parameter groups name a process_group", {"params": [halved]}),
         (square if world.rank else None, ValueError, "hosts", {}),

@@ -48,9 +48,9 @@ def test_what_one_rank_builds_otherwise_all_refuse(world):
     for params, options, message in [
         (parameters, {"lr": -1.0}, f"rank {last}: Invalid learning rate: -1.0"),
         ([*parameters, double], {}, f"rank {last}: .* must have one of the dtypes"),
-        (parameters[1:], {}, f"rank 0 has {count} parameters, rank {last} has {count - 1}"),
+        (parameters[1:], {}, rf"parameters sharded .* is {count} on rank 0 and {count - 1} on rank {last}"),
         ([parameters[i] for i in (0, 3, 2, 1, *range(4, count))], {}, kinds),
-        (parameters, {"optimizer_class": torch.optim.SGD}, "optimizer_class is torch.* on rank 0 and .*SGD"),
+        (parameters, {"optimizer_class": torch.optim.SGD}, "optimizer_class of .*AdamW.* rank 0 and .*SGD"),
         (parameters, {"amax_groups": [[parameters[1], parameters[2]]]}, "amax_groups"),
         (parameters, {"gradient_wire": torch.float32}, "gradient_wire is None on rank 0 and torch.float32"),
         (parameters, {"on_nonfinite": "raise"}, "on_nonfinite is skip on rank 0 and raise on rank"),

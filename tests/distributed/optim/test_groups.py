@@ -242,9 +242,9 @@ def test_meshes_that_cannot_be_meant(world):
     square, line = mesh_of(world, (2, 2)), mesh_of(world, (4,))
     other = square if world.rank < 3 else dist.group.WORLD
     for group, message, options in [
-        (line, "rank 0: process_group of a parameter group may be a DeviceMesh of two dimensions", {}),
+        (line, "rank 0: process_group of param_groups[0] may be a DeviceMesh of two dimensions", {}),
         (other, "in 2 parts on rank 0 and", {}),
-        (square, 'transport="peer" cannot be where', {"transport": "peer"}),
+        (square, "transport='peer' cannot be where", {"transport": "peer"}),
     ]:
         groups = [{"params": parameters, "process_group": group}]
         build = lambda g=groups, o=options: ZeroFP4Optimizer(g, lr=0.1, **keywords(o))  # noqa: E731

@@ -182,7 +182,7 @@ def test_the_bytes_that_are_gathered(world, kind, scales):
 @on_ranks(1, 2)
 def test_an_amax_group_of_other_kinds_is_refused(world):
     rows, tiles = (nn.Parameter(zerofp4.quantize(torch.ones(16, 16), **kind)) for kind in (ROWS, {}))
-    with pytest.raises(ValueError, match="share an amax, but not their block and four_over_six"):
+    with pytest.raises(ValueError, match="share an amax, so they must have the same"):
         ZeroFP4Optimizer([rows, tiles], amax_groups=[[rows, tiles]])
 
 

@@ -223,8 +223,8 @@ def test_ranks_must_agree_on_who_has_what(world):
     for params, optimizer_class, options, message in [
         (parameters, muon, {"ns_steps": 5 + world.rank}, first),
         (parameters, torch.optim.Adagrad, {"whole_matrices": world.rank == 0}, first),
-        (parameters, adamw if world.rank else muon, {}, first),
-        (groups, muon, {}, r"\[1\]\['params'\]\[0\] is .* in group 1 of torch.optim.sgd.SGD"),
+        (parameters, adamw if world.rank else muon, {}, "optimizer_class of .*Muon'] on rank 0 and"),
+        (groups, muon, {}, r"optimizer_class of param_groups is .*SGD.* on rank 0 and .*AdamW.* on rank 1"),
         ([*parameters, *extra], muon, {}, whole),
     ]:
         with pytest.raises(ValueError, match=message):
