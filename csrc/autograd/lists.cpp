@@ -86,9 +86,8 @@ Kind kind_of(const Tensor& tensor, int64_t address) {
     return kind;
 }
 
-bool is_plain_and_whole(PyObject* item, const Tensor& tensor) {
-    return reinterpret_cast<PyObject*>(Py_TYPE(item)) == THPVariableClass &&
-           (tensor.key_set() | kPlain) == kPlain && has_memory(tensor);
+bool is_plain_and_whole(const Tensor& tensor) {
+    return (tensor.key_set() | kPlain) == kPlain && has_memory(tensor);
 }
 
 // What Python's TensorFacts has of `count` tensors and Nones.
@@ -102,7 +101,7 @@ struct Facts {
         kind.dimensions = -1;
         if (item != Py_None) {
             const Tensor& tensor = THPVariable_Unpack(item);
-            if (plain && !is_plain_and_whole(item, tensor)) return false;
+            if (plain && !is_plain_and_whole(tensor)) return false;
             address = address_of(tensor);
             kind = kind_of(tensor, address);
         }
@@ -149,8 +148,8 @@ PyObject* facts(PyObject*, PyObject* tensors) {
     END_HANDLE_TH_ERRORS
 }
 
-// plain_facts(tensors and Nones): facts(), if each tensor is of class torch.Tensor itself, dense on a CPU or
-// a GPU, without a lazy sign or conjugation, and its storage holds all its elements; else None.
+// plain_facts(tensors and Nones): facts(), if each tensor is of no class with a dispatch of its own, dense on
+// a CPU or a GPU, without a lazy sign or conjugation, and its storage holds all its elements; else None.
 PyObject* plain_facts(PyObject*, PyObject* tensors) {
     HANDLE_TH_ERRORS
     return facts_of(tensors, true);
@@ -177,7 +176,8 @@ PyObject* increment_versions(PyObject*, PyObject* tensors) {
 }
 
 // state_facts(tensors, state, keys): plain_facts() of the tensors, and of what `state`, a dict by tensor, has
-// of each under the keys of its tuple; None where something is missing or not plain.
+// of each under the keys of its tuple: Nones where it has nothing of a tensor. None where a key is missing,
+// or something is not plain.
 PyObject* state_facts(PyObject*, PyObject* given) {
     HANDLE_TH_ERRORS
     PyObject *tensors, *state, *keys;
@@ -188,16 +188,19 @@ PyObject* state_facts(PyObject*, PyObject* given) {
     // By identity, as tensors are equal as keys: torch hashes each in Python.
     std::unordered_map<PyObject*, PyObject*> by_tensor(static_cast<size_t>(PyDict_GET_SIZE(state)));
     PyObject *tensor, *entries;
-    for (Py_ssize_t at = 0; PyDict_Next(state, &at, &tensor, &entries);) by_tensor.emplace(tensor, entries);
+    for (Py_ssize_t at = 0; PyDict_Next(state, &at, &tensor, &entries);)
+        if (!PyDict_Check(entries) || PyDict_GET_SIZE(entries) > 0) by_tensor.emplace(tensor, entries);
     std::vector<PyObject*> items;
     for (Py_ssize_t i = 0; i < count; ++i) items.push_back(PyList_GET_ITEM(tensors, i));
     for (Py_ssize_t i = 0; i < count; ++i) {
-        const auto found = by_tensor.find(items[i]);
-        if (found == by_tensor.end() || !PyDict_Check(found->second)) Py_RETURN_NONE;
         PyObject* own = PyList_GET_ITEM(keys, i);
         TORCH_CHECK_TYPE(PyTuple_Check(own), "keys of tensor ", i, " are no tuple");
+        const auto found = by_tensor.find(items[i]);
+        if (found != by_tensor.end() && !PyDict_Check(found->second)) Py_RETURN_NONE;
         for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(own); ++k) {
-            PyObject* item = PyDict_GetItemWithError(found->second, PyTuple_GET_ITEM(own, k));
+            PyObject* item = Py_None;
+            if (found != by_tensor.end())
+                item = PyDict_GetItemWithError(found->second, PyTuple_GET_ITEM(own, k));
             if (item == nullptr && PyErr_Occurred() != nullptr) throw python_error();
             if (item == nullptr) Py_RETURN_NONE;
             items.push_back(item);

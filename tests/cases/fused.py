@@ -36,7 +36,7 @@ class Alone(FusedAdamW):
     """Keeps its amaxes to itself: plans compute them."""
 
     def offer_parts(self, parts, present=None):
-        pass
+        super().offer_parts([(params, None) for params, _ in parts], present)
 
 
 def set_gradient(p: torch.Tensor, gradient: torch.Tensor | None) -> None:

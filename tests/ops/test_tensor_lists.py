@@ -127,12 +127,15 @@ def test_plain_facts_are_those_of_tensors_that_need_no_look(way, device):
     assert kinds(memory, None) == kinds(other, None) != kinds(memory)
     assert kinds(memory) not in (kinds(memory.t()), kinds(at_an_odd_address(memory)))
     others = [freed, memory.to_sparse(), torch._neg_view(memory), torch._efficientzerotensor((8, 8))]
-    others += [memory.to("meta"), torch.nn.Parameter(memory)]
+    others += [memory.to("meta"), zerofp4.quantize(torch.ones(16, 16, device=device))]
     assert not any(plain_facts([memory, other]) for other in others)
+    assert kinds(memory) == kinds(torch.nn.Parameter(memory))
 
 
 def test_facts_of_state_are_those_of_what_it_has(way, device):
-    """Of each tensor under its own keys, in the order of the list; without the extension nothing is known."""
+    """Of each tensor under its own keys, in the order of the list, Nones where it has nothing; without the
+    extension nothing is known.
+    """
     tensors = [torch.ones(4, device=device) for _ in range(3)]
     state = {t: {"b": torch.ones(i + 1, device=device), "a": None} for i, t in enumerate(tensors)}
     keys = [("a", "b"), (), ("b",)]
@@ -145,11 +148,13 @@ def test_facts_of_state_are_those_of_what_it_has(way, device):
     assert state_facts(tensors, dict(reversed(state.items())), keys) == expected
     state[last]["b"] = state[last]["b"].clone()
     assert state_facts(tensors, state, keys) not in (None, expected)
-    for other in (torch.nn.Parameter(torch.ones(4, device=device)), 1.0):
+    for other in (zerofp4.quantize(torch.ones(16, 16, device=device)), 1.0):
         assert state_facts(tensors, state | {last: {"b": other}}, keys) is None
     assert state_facts(tensors, state, [("a", "b"), (), ("c",)]) is None
-    del state[tensors[1]]
-    assert state_facts(tensors, state, keys) is None
+    expected = tensor_facts([*tensors, None, None, state[last]["b"]])
+    for without in ({}, {first: {}}):
+        state = {last: state[last], **without}
+        assert state_facts(tensors, state, keys) == expected
 
 
 def test_what_lies_in_a_freed_storage_has_no_address(way):

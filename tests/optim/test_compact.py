@@ -1,6 +1,5 @@
 """FusedAdamW(state="compact") is reference.compact_adamw_step bit for bit, also loaded and offered a plan."""
 
-import copy
 import re
 
 import pytest
@@ -62,7 +61,7 @@ def test_a_plan_with_other_rows():
     plan = zerofp4.CastPlan([zerofp4.empty((32, 64))], [master.view(-1)], [0])
     optimizer = compact([master])
     optimizer.offer_amaxes(plan)
-    with pytest.raises(ValueError, match=r"by rows of 128 elements, and the plan takes it .* \[32, 64\]"):
+    with pytest.raises(ValueError, match="has compact state by rows of 128, which the weight has not"):
         optimizer.step()
 
 
@@ -84,11 +83,7 @@ def test_a_state_dict_has_what_is_kept(device):
     """torch casts what it loads to the dtype of a parameter; codes stay what they are."""
     optimizer, params = trained(device, state="compact")
     twin, copies = trained(device, 1, state="compact")
-    calls = []
-    twin.register_load_state_dict_pre_hook(lambda _, given: calls.append(given["state"][0]["scales"].dtype))
     twin.load_state_dict(through_a_file(optimizer.state_dict()))
-    assert calls == [torch.float32], "a hook of the user's does not see tensors"
-    assert len(twin._optimizer_load_state_dict_pre_hooks) == 1
     for p, q in zip(params, copies, strict=True):
         assert optimizer.state[p].keys() == twin.state[q].keys()
         for name, value in optimizer.state[p].items():
@@ -163,67 +158,26 @@ def test_large_state_is_converted_in_parts(device, monkeypatch):
 # What is refused
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_choice_that_is_changed_later(device, steps):
-    """Also before the first step, and of a copy of the optimizer."""
-    optimizer, params = trained(device, steps, state="compact")
-    set_random_gradients(params)
-    for each in (optimizer, copy.deepcopy(optimizer)):
-        copies = each.param_groups[0]["params"]
-        before = [p.clone() for p in copies]
-        each.param_groups[0]["state"] = "full"
-        for call in (each.step, lambda each=each: each.load_state_dict(each.state_dict())):
-            with pytest.raises(ValueError, match=r"was 'compact' when the .* was built and is 'full' now"):
-                call()
-        assert_all_equal(copies, before, "parameter")
-    optimizer.param_groups[0]["state"] = "compact"
-    optimizer.step()
-    assert set(optimizer.state[params[0]]) == {"step", *COMPACT_STATE}
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "error", "message"),
-    [
-        ("exp_avg_codes", torch.Tensor.float, TypeError, "must be a torch.int8 tensor, got torch.float32"),
-        ("exp_avg_sq_codes", lambda c: c[1:], ValueError, "must have shape (40, 192), got (39, 192)"),
-        ("scales", lambda scales: scales[:, :2], ValueError, "must have shape (40, 3, 2), got (40, 2, 2)"),
-    ],
-)
-def test_state_that_does_not_fit(device, name, change, error, message):
-    optimizer, params = trained(device, state="compact")
-    optimizer.state[params[0]][name] = change(optimizer.state[params[0]][name])
-    before = [p.clone() for p in params]
-    set_random_gradients(params)
-    message = f"the state of param_groups[0]['params'][0]: {name} {message}"
-    with pytest.raises(error, match=re.escape(message)):
-        optimizer.step()
-    assert_all_equal(params, before, "parameter")
-
-
 @pytest.mark.parametrize(
     ("state", "name", "change", "message"),
     [
         ("full", "exp_avg", torch.t, "must have shape (40, 192), got (192, 40)"),
-        ("full", "exp_avg_sq", torch.flatten, "must have shape (40, 192), got (7680,)"),
         ("full", "exp_avg_sq", lambda v: v[1:], "must have shape (40, 192), got (39, 192)"),
-        ("compact", "exp_avg_codes", torch.t, "must have shape (40, 192), got (192, 40)"),
         ("compact", "exp_avg_sq_codes", torch.Tensor.short, "must be a torch.uint8 tensor, got torch.int16"),
         ("compact", "scales", torch.flatten, "must have shape (40, 3, 2), got (240,)"),
         ("compact", "scales", torch.Tensor.half, "must be a torch.float32 tensor, got torch.float16"),
-        ("compact", "scales", torch.Tensor.double, "must be a torch.float32 tensor, got torch.float64"),
     ],
 )
 @pytest.mark.parametrize("loader", ["full", "compact"])
 def test_loaded_state_of_other_shapes_and_dtypes(device, state, name, change, message, loader):
     given, _ = trained(device, 1, state=state)
     optimizer, _ = trained(device, 1, state=loader)
-    before, hooks = optimizer.state, len(optimizer._optimizer_load_state_dict_pre_hooks)
-    saved = given.state_dict()
+    before, saved = optimizer.state, given.state_dict()
     saved["state"][0][name] = change(saved["state"][0][name])
     error = TypeError if "tensor" in message else ValueError
     with pytest.raises(error, match=re.escape(f"{name} in the state of AdamW {message}")):
         optimizer.load_state_dict(saved)
-    assert optimizer.state is before and len(optimizer._optimizer_load_state_dict_pre_hooks) == hooks
+    assert optimizer.state is before
 
 
 @pytest.mark.parametrize("saver", ["full", "compact"])

@@ -249,31 +249,3 @@ def test_the_mean_of_ranks(device, split, count, dtype):
             run(tensors, own, ops.adamw_options(**OPTIONS, maximize=maximize), brought=gradients)
             for i, t in enumerate(tensors):
                 t.check(f"rank {rank}, {type(brought).__name__}: tensor {i}")
-
-
-# Small parameters and stacks
-
-
-def test_masters_of_24_bits_with_float_moments(device):
-    """As adamw_step, and the master rounded."""
-    generator = torch.Generator().manual_seed(0)
-    for shape in ((300,), (5, 20), (1,)):
-        master = torch.randn(shape, generator=generator)
-        high, low = (part.to(device) for part in reference.split_master(master.bfloat16().float()))
-        master = master.bfloat16().float()
-        m, v = (torch.zeros(shape, device=device) for _ in range(2))
-        step = torch.zeros((), device=device)
-        moments = torch.zeros(shape), torch.zeros(shape)
-        for t in range(1, 4):
-            gradient = torch.randn(shape, generator=generator)
-            master, *moments = reference.adamw_step(master, gradient, *moments, t, **OPTIONS)
-            rows, cols = (1, shape[0]) if len(shape) == 1 else shape
-            random = reference.master_bytes(rows, cols, 9, t).view(shape)
-            master = reference.round_master(master, random)
-            item = ops.CompactItem(high, low, step, m, v, None, torch.float32, number=9)
-            stage = ops.AdamWStage([item], None)
-            stage.begin(ops.adamw_options(**PLAIN), 0, [gradient.to(device)])
-            stage.update()
-            assert_bytes_equal(reference.join_master(high.cpu(), low.cpu()), master, f"{shape}: masters")
-            for mine, other in zip((m, v), moments, strict=True):
-                assert_bytes_equal(mine.cpu(), other, f"{shape}: moments")

@@ -246,20 +246,15 @@ def test_steps_of_experts_are_those_of_their_parameter(device):
 def test_offers_that_are_refused(device):
     weights, (first, second), starts = make(device)
     plan = zerofp4.CastPlan(weights, [first, second], starts)
-    halves = zerofp4.CastPlan(weights, [first.bfloat16(), second.bfloat16()], starts)
     experts = experts_offered(device)
     stack, plain = experts.masters
-    second_master = r"1 .*\(torch.float32, elements 0 to 256 of a weight \[16, 16\]\)"
     for refused, parameters, which in (
-        (plan, [first], second_master),
-        (plan, [first, second[:255]], second_master),
-        (plan, [first, second.clone()], second_master),
-        (halves, [first, second], r"0 .*\(torch.bfloat16, elements .*"),
-        (experts.plan, [plain], r"0 .*"),
-        (experts.plan, [stack[:605], plain], r"1 .*"),
-        (experts.plan, [stack[:-1], plain], r"0 .*"),
+        (plan, [first], 1),
+        (plan, [first, second[:255]], 1),
+        (experts.plan, [stack[:605], plain], 1),
+        (experts.plan, [stack[:-1], plain], 0),
     ):
-        with pytest.raises(ValueError, match=rf"piece {which} is not one of the optimizer"):
+        with pytest.raises(ValueError, match=f"piece {which} of the plan's masters is not one of the opt"):
             FusedAdamW(parameters).offer_amaxes(refused)
 
 

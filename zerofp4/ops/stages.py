@@ -365,9 +365,9 @@ class CompactItem(NamedTuple):
     """
     step: torch.Tensor | None
     exp_avg: torch.Tensor | None
-    """int8 codes; or float32, without scales, beside bfloat16 masters. None where there is no state yet."""
+    """int8 codes. None where there is no state yet."""
     exp_avg_sq: torch.Tensor | None
-    """uint8 codes, or float32."""
+    """uint8 codes."""
     scales: torch.Tensor | None
     """float32 [groups, 2]: the owned groups of rows of STATE_GROUP elements, row by row."""
     gradient_dtype: torch.dtype
@@ -483,21 +483,18 @@ def _compact_descriptor(item: CompactItem) -> _C.AdamWDescriptor:
         cols = item.master.shape[-1] if item.master.dim() else 1
         matrix = item.master.numel() // max(cols, 1), cols
         piece = MasterPiece(None, Shard(0, item.master.numel()), matrix, torch.float32, -1, -1)
-    is_float, coded = item.master.dtype == torch.float32, item.scales is not None
-    master, exp_avg, exp_avg_sq = (
-        address_of(name, getattr(item, name)) for name in ("master", "exp_avg", "exp_avg_sq")
-    )
+    is_float, master = item.master.dtype == torch.float32, address_of("master", item.master)
     return _C.AdamWDescriptor(
         master=master if is_float else 0,
-        exp_avg=0 if coded else exp_avg,
-        exp_avg_sq=0 if coded else exp_avg_sq,
+        exp_avg=0,
+        exp_avg_sq=0,
         compact=_C.CompactState(
             high=0 if is_float else master,
             low=address_of("low", item.low),
-            exp_avg=exp_avg if coded else 0,
-            exp_avg_sq=exp_avg_sq if coded else 0,
+            exp_avg=address_of("exp_avg", item.exp_avg),
+            exp_avg_sq=address_of("exp_avg_sq", item.exp_avg_sq),
             scales=address_of("scales", item.scales),
-            first_group=_group_range(piece)[0] if coded else 0,
+            first_group=_group_range(piece)[0],
             first_block=item.first_row * ceil_div(piece.matrix[1], RANDOM_COLUMNS),
             number=item.number,
         ),

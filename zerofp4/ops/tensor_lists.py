@@ -11,7 +11,7 @@ import torch
 
 import zerofp4._C as _C
 from zerofp4.ops.autograd import native_extension
-from zerofp4.storage import check_freed, may_be_freed
+from zerofp4.storage import any_dispatches, check_freed, may_be_freed
 
 _native: Any = native_extension()
 """zerofp4._autograd; None where it is not used, or not built yet: what it returns is compared with what it
@@ -123,9 +123,6 @@ def tensor_facts(tensors: list[torch.Tensor | None]) -> TensorFacts:
     return TensorFacts(packed(-1 if t is None else t.data_ptr() for t in tensors), kinds)
 
 
-_PLAIN = {torch.Tensor, type(None)}
-
-
 def plain_facts(tensors: list[torch.Tensor | None]) -> TensorFacts | None:
     """tensor_facts(), if each tensor is plain and dense, lies where no freed storage can, and has no lazy
     sign; else None.
@@ -135,7 +132,8 @@ def plain_facts(tensors: list[torch.Tensor | None]) -> TensorFacts | None:
     if _native is not None:
         facts = _native.plain_facts(tensors)
         return None if facts is None else TensorFacts(*facts)
-    if not set(map(type, tensors)) <= _PLAIN:
+    present = [tensor for tensor in tensors if tensor is not None]
+    if any_dispatches(present):
         return None
     try:
         facts = tensor_facts(tensors)
@@ -143,15 +141,15 @@ def plain_facts(tensors: list[torch.Tensor | None]) -> TensorFacts | None:
         return None
     if may_be_freed(address for address in numbers(facts.addresses) if address >= 0):
         return None
-    is_negated = any(map(torch.Tensor.is_neg, [tensor for tensor in tensors if tensor is not None]))
-    return None if is_negated else facts
+    return None if any(map(torch.Tensor.is_neg, present)) else facts
 
 
 def state_facts(
     tensors: list[torch.Tensor], state: dict[torch.Tensor, Any], keys: list[tuple[str, ...]]
 ) -> TensorFacts | None:
-    """plain_facts() of the tensors, and of what `state` has of each under its keys, one after another. None
-    where something is missing, and without zerofp4._autograd: whoever asks then looks in Python.
+    """plain_facts() of the tensors, and of what `state` has of each under its keys, one after another: Nones
+    where it has nothing of a tensor. None where a key is missing, and without zerofp4._autograd: whoever asks
+    then looks in Python.
     """
     facts = None if _native is None else _native.state_facts(tensors, state, keys)
     return None if facts is None else TensorFacts(*facts)

@@ -103,13 +103,6 @@ void encode_moments(const CompactState& state, int64_t index, StateScales& scale
     }
 }
 
-// Masters in 24 bits with float moments.
-void update_plain(const AdamWStep step, const AdamWDescriptor& tensor, int64_t index, GroupValues& x) {
-    for (int64_t i = 0; i < x.count; ++i)
-        adamw_element(step, x.gradient[i], x.master[i], tensor.exp_avg[index + i],
-                      tensor.exp_avg_sq[index + i]);
-}
-
 // Part of a row's group, from column `col` on; leaves its masters in x.
 template <class G>
 void update_group(const AdamWTable& table, const AdamWDescriptor& tensor, const AdamWStep& step, int64_t row,
@@ -118,15 +111,10 @@ void update_group(const AdamWTable& table, const AdamWDescriptor& tensor, const 
     const int64_t index = row * tensor.cols + col - tensor.start;
     load_gradients<G>(table.pieces, tensor, step, index, x.count, x.gradient);
     load_masters(tensor, index, x.count, x.master);
-    if (state.exp_avg == nullptr) {
-        update_plain(step, tensor, index, x);
-    } else {
-        const int64_t group =
-            row * ceil_div(tensor.cols, kStateGroup) + col / kStateGroup - state.first_group;
-        decode_moments(state, index, state.scales[group], x);
-        update_values(step, x);
-        encode_moments(state, index, state.scales[group], x);
-    }
+    const int64_t group = row * ceil_div(tensor.cols, kStateGroup) + col / kStateGroup - state.first_group;
+    decode_moments(state, index, state.scales[group], x);
+    update_values(step, x);
+    encode_moments(state, index, state.scales[group], x);
     const int64_t block = row * ceil_div(tensor.cols, kRandomColumns) + col / kRandomColumns;
     store_masters(tensor, step.count, state.first_block + static_cast<uint64_t>(block), index, x.count,
                   x.master);

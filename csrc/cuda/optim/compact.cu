@@ -9,8 +9,6 @@
 // leave room for 16 warps on an SM, too few to hide the latency of memory: while a lane updates a row, its
 // next one is copied to shared memory.
 
-#include <type_traits>
-
 #include "common/compact.h"
 #include "cuda/device/raise.cuh"
 #include "cuda/optim/gradient.cuh"
@@ -452,39 +450,11 @@ __device__ __forceinline__ bool next_rows(Place& at) {
     return at.row % kBlock >= kRowsAtOnce;
 }
 
-// Masters of 24 bits with float moments, as small parameters have them: element by element.
-template <typename Gradient>
-__device__ __forceinline__ float update_plain_rows(const AdamWTable& table, const AdamWDescriptor& tensor,
-                                                   const AdamWStep& step, Place at) {
-    const Gradient gradient(table, tensor, step, 0);
-    float most = 0.0f;
-    do {
-        const int64_t index = index_of(tensor, at);
-        RandomBytes random = master_bytes(tensor.compact.number, step.count, block_of(tensor, at));
-#pragma unroll 1
-        for (int64_t i = index; i < index + owned_of_lane(tensor, at, index); ++i) {
-            BFloat16& high = in_global(tensor.compact.high)[i];
-            uint8_t& low = in_global(tensor.compact.low)[i];
-            float master = join_master(high, low);
-            adamw_element(step, gradient.at(i), master, in_global(tensor.exp_avg)[i],
-                          in_global(tensor.exp_avg_sq)[i]);
-            const uint32_t bits = round_master(master, random.words[0] & 0xff);
-            high = high_of_master(bits), low = low_of_master(bits);
-            most = larger_magnitude(most, from_bits(bits));
-            pop_front<uint8_t>(random.words);
-        }
-    } while (next_rows(at));
-    return most;
-}
-
 // All of a lane's rows.
 template <typename Masters, typename Gradient>
 __device__ __forceinline__ float update_rows(const AdamWTable& table, const AdamWDescriptor& tensor,
                                              const AdamWStep& step, Place at, const CodeValues& values,
                                              StagedRows& staged) {
-    if constexpr (std::is_same_v<Masters, SplitMasters>) {
-        if (tensor.compact.exp_avg == nullptr) return update_plain_rows<Gradient>(table, tensor, step, at);
-    }
     float most = 0.0f;
     const Gradient gradient(table, tensor, step, 0);
     const bool whole = at.whole && gradient.has_vectors(), vector = whole && at.vector;
