@@ -5,7 +5,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -58,22 +58,6 @@ from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.soundness import Soundness
 from zerofp4.optim.state_dict import SavedState, load_error, read_state_dict
 from zerofp4.tensors import had_master
-
-
-class _Ready(NamedTuple):
-    """What this rank brings to the agreement of a step or a clip.
-
-    word: which of `gradients` holds the first NaN or Inf (Agreement), on the device; None where
-        nothing was looked at.
-    to_average: what the transport has made of them; None where they are averaged already.
-    loss: what a closure has returned.
-    """
-
-    call: Call
-    gradients: Gradients
-    word: torch.Tensor | None
-    to_average: Gradients | None
-    loss: Any = None
 
 
 class ZeroFP4Optimizer(torch.optim.Optimizer):
@@ -330,20 +314,40 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._took_next_step:
             self._took_next_step = False
             raise RuntimeError("clip_grad_norm_ has raised an error on this rank: no rank takes this step")
-        ready, error = self._prepare(self._prepare_step, closure)
-        present = self._agree(ready, error)
+        call, gradients, word, sent, loss, error = None, (), None, None, None, OwnError()
+        with self._alone(error):
+            self._check_usable()
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            averages = self._reduced is None
+            gradients = self._collect_gradients()
+            self._unscale(gradients)
+            word = self._word(gradients) if averages else None  # a GPU is at work while the host goes on
+            self._shards.check_unchanged(self.param_groups)
+            self.inners.sync_options(self.param_groups)
+            check_finite(self.param_groups)
+            if not averages and self._reduced.changed(gradients):
+                raise RuntimeError(
+                    "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
+                    "step: call it after the last backward pass, or zero_grad() before the next one"
+                )
+            self._prepare_update(gradients, averages)
+            sent = self._to_average(gradients, averages)
+            call = Call(is_clip=False, averages=averages, step=self._saved.steps)
+        present = self._agree(call, gradients, word, error)
         if error:
             self._sit_out(error, self._agreement.call_of_others().averages)
-        if ready.call.averages:
-            self._agreement.accept_nonfinite(ready.word)
+        if call.averages:
+            self._agreement.accept_nonfinite(word)
         try:
             with self._sound.breaking("step()"):
                 if self._must_skip():
                     self.found_inf.fill_(1)
                 elif self._update is None:
-                    self._update_at_once(ready.to_average, present)
+                    self._update_at_once(sent, present)
                 else:
-                    self._publish(self._update, ready.to_average)
+                    self._publish(self._update, sent)
                     self.inners.sync_options(self.param_groups)
         finally:
             self._forget_clipped()
@@ -351,7 +355,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 self._schedule.end_step()
             self._agreement.count_step()
             self._saved.steps += 1
-        return ready.loss
+        return loss
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -375,12 +379,33 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "clip_grad_norm_ of several ranks cannot be captured: the host reads their agreement"
             )
         self._took_next_step = False
-        ready, error = self._prepare(self._prepare_clip, max_norm, norm_type)
-        self._agree(ready, error)
+        call, gradients, word, sent, error = None, (), None, None, OwnError()
+        with self._alone(error):
+            self._check_usable()
+            max_norm, norm_type = float(max_norm), float(norm_type)
+            if not max_norm >= 0:
+                raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
+            if not norm_type > 0:
+                raise ValueError(f"norm_type must be positive, got {norm_type}")
+            gradients = self._collect_gradients()
+            self._shards.check_unchanged(self.param_groups)
+            if self._reduced is not None and self._reduced.written():
+                raise RuntimeError(
+                    "gradients were added to clipped ones: clip_grad_norm_ scales what step() uses, not "
+                    "p.grad, so call zero_grad() before the next backward pass"
+                )
+            averages = self._reduced is None or self._reduced.changed(gradients)
+            # The sums of squares of gradients in p.grad say if there is a NaN or Inf.
+            looks = averages and not (self._averages_nothing and norm_type == 2.0)
+            word = self._word(gradients) if looks else None
+            for bucket in () if self._averages_nothing else self._shards.buckets:
+                _ = bucket.gradients  # makes their memory
+            sent = self._to_average(gradients, averages)
+            call = Call(True, averages, self._saved.steps, max_norm, norm_type)
+        self._agree(call, gradients, word, error)
         if error:
             self._sit_out_clip(error)
-        call, word = ready.call, ready.word
-        means = self._means(ready.to_average)  # views, which average() fills
+        means = self._means(sent)  # views, which average() fills
         if self._averages_nothing and call.norm_type == 2.0:
             self._squares.zero_()
             if self._launches is None:
@@ -389,19 +414,19 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 self._launches.add_squares(self._squares)
             if call.averages:
                 found = self._squares[:, -2:].sum(0)  # how many Infs and NaNs there were
-                word = self._word(ready.gradients, found)
+                word = self._word(gradients, found)
         if call.averages:
             self._forget_clipped()
             if not self._averages_nothing:
                 self._squares.zero_()
-                error = self._step.average(ready.to_average, self._squares)
+                error = self._step.average(sent, self._squares)
             self._agreement.accept_nonfinite(word)
         total = in_phase("norm", global_norm)(means, call.norm_type, self.process_group(), self._squares)
         with self._sound.breaking("clip_grad_norm_()"):  # the others have a norm that is of no use
             error.raise_if_any()
         if call.averages:
             in_slices = self.communication.adds_to_slices  # and not in p.grad any more
-            self._reduced = GradientSnapshot(self._collect_gradients() if in_slices else ready.gradients)
+            self._reduced = GradientSnapshot(self._collect_gradients() if in_slices else gradients)
             if self._schedule is not None:
                 self._schedule.is_reduced = True
         if self._factor is not None:
@@ -434,9 +459,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     # Before the agreement
 
-    def _prepare(self, prepare: Callable[..., _Ready], *arguments: Any) -> tuple[_Ready | None, OwnError]:
-        """Do all of a step or a clip that can fail on this rank alone: what prepare() returns, or the error
-        of this rank, which the other ranks must know of.
+    @contextlib.contextmanager
+    def _alone(self, error: OwnError) -> Iterator[None]:
+        """For all of a step or a clip that can fail on this rank alone: error takes what is raised inside,
+        so that the other ranks learn of it.
 
         Raises what the ranks found in the step before, on every rank and before it joins a collective.
         [Note: when the host reads an agreement]
@@ -449,10 +475,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._shards.weights_follow = True
         calls = self._agreement.calls
         try:
-            if self._peers is not None:
-                self._peers.check()
-            self._sound.raise_if_broken()
-            return prepare(*arguments), OwnError()
+            yield
         except BaseException as failure:  # an interrupt, too
             # A clip_grad_norm_ in a closure has told the others already; of a collective that failed nobody
             # is left to know; and NCCL ends no group of which a collective was captured in a graph that never
@@ -461,39 +484,27 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             if in_closure or isinstance(failure, CollectiveError) or self._is_capturing():
                 self._took_next_step = False
                 raise
-            return None, OwnError(failure)
+            error.keep(failure)
 
-    def _prepare_step(self, closure: Callable[[], Any] | None) -> _Ready:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        averages = self._reduced is None
-        gradients = self._collect_gradients()
-        self._unscale(gradients)
-        word = self._word(gradients) if averages else None  # a GPU is at work while the host goes on
-        self._shards.check_unchanged(self.param_groups)
-        self.inners.sync_options(self.param_groups)
-        check_finite(self.param_groups)
-        if not averages and self._reduced.changed(gradients):
-            raise RuntimeError(
-                "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
-                "step: call it after the last backward pass, or zero_grad() before the next one"
-            )
-        call = Call(is_clip=False, averages=averages, step=self._saved.steps)
+    def _check_usable(self) -> None:
+        if self._peers is not None:
+            self._peers.check()
+        self._sound.raise_if_broken()
+
+    def _prepare_update(self, gradients: Gradients, averages: bool) -> None:
+        """Allocate what the update needs, and check what FusedAdamW is given."""
         if self._update is None:
             _ = self._shards.optimized_pairs  # makes the memory of gradients
-        else:
-            present = [gradient is not None for gradient in gradients]
-            # In a larger world the kernels read which gradients there are.
-            all_present = self.world_size > 1 or all(present)
-            self._update.begin(
-                self._agreement.skip_in_kernels,
-                present=None if all_present else present,
-                in_slices=not averages and not self._averages_nothing,
-                factor=self._factor,
-            )
-        return _Ready(call, gradients, word, self._to_average(gradients, averages), loss)
+            return
+        present = [gradient is not None for gradient in gradients]
+        # In a larger world the kernels read which gradients there are.
+        all_present = self.world_size > 1 or all(present)
+        self._update.begin(
+            self._agreement.skip_in_kernels,
+            present=None if all_present else present,
+            in_slices=not averages and not self._averages_nothing,
+            factor=self._factor,
+        )
 
     def _to_average(self, gradients: Gradients, averages: bool) -> Gradients | None:
         """What the transport makes of gradients that are averaged in this call, or are their own means."""
@@ -524,28 +535,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             return None
         self.grad_scale = 1  # GradScaler leaves it behind an error, and multiplies its next scale by it
         return scale
-
-    def _prepare_clip(self, max_norm: Any, norm_type: Any) -> _Ready:
-        max_norm, norm_type = float(max_norm), float(norm_type)
-        if not max_norm >= 0:
-            raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
-        if not norm_type > 0:
-            raise ValueError(f"norm_type must be positive, got {norm_type}")
-        gradients = self._collect_gradients()
-        self._shards.check_unchanged(self.param_groups)
-        if self._reduced is not None and self._reduced.written():
-            raise RuntimeError(
-                "gradients were added to clipped ones: clip_grad_norm_ scales what step() uses, not "
-                "p.grad, so call zero_grad() before the next backward pass"
-            )
-        averages = self._reduced is None or self._reduced.changed(gradients)
-        # The sums of squares of gradients in p.grad say if there is a NaN or Inf.
-        looks = averages and not (self._averages_nothing and norm_type == 2.0)
-        word = self._word(gradients) if looks else None
-        call = Call(True, averages, self._saved.steps, max_norm, norm_type)
-        for bucket in () if self._averages_nothing else self._shards.buckets:
-            _ = bucket.gradients  # makes their memory
-        return _Ready(call, gradients, word, self._to_average(gradients, averages))
 
     def _collect_gradients(self) -> Gradients:
         """p.grad of all trainable parameters. Raises for one that cannot be sent."""
@@ -580,11 +569,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         word = find_word(gradients, found_inf=found_inf, when=when, launches=launches)
         return word if self._schedule is None else self._schedule.merged_word(word)
 
-    def _agree(self, ready: _Ready | None, error: OwnError) -> list[bool] | None:
+    def _agree(
+        self, call: Call | None, gradients: Gradients, word: torch.Tensor | None, error: OwnError
+    ) -> list[bool] | None:
         """By trainable parameter, whether any rank has a gradient; None where the host does not wait for the
-        outcome. Raises where it does, and the ranks refuse. ready: None with an error.
+        outcome. Raises where it does, and the ranks refuse.
+
+        call, gradients: None and none with an error. word: of Agreement.find_word(); None where nothing was
+        looked at.
         """
-        call, gradients, word = (None, (), None) if ready is None else ready[:3]
         present, rounds, schedule = [g is not None for g in gradients], Rounds(), self._schedule
         if schedule is not None:
             rounds = schedule.close(error, reduces=self._reduced is None if call is None else call.averages)
@@ -635,7 +628,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._took_next_step = True
         # Marked: a closure of step() that calls clip_grad_norm_ must not bring it to another agreement.
         error = OwnError(raised_by_all(error.take()))
-        self._agree(None, error)
+        self._agree(None, (), None, error)
         self._sit_out(error, averages=False)  # they have reduced theirs in this clip; waits for nothing
 
     def _must_skip(self) -> bool:
