@@ -180,14 +180,14 @@ class Model:
             for name, buffer in weight.record.buffers():
                 assert_bytes_equal(buffer, expected.buffer(name), f"weight {i}: {name}")
 
-    def refused(
-        self, match: str, mine: str | None = None, error: type = RuntimeError
-    ) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def refused(self, match: str, mine: str | None = None, error: type = RuntimeError):
         """Around calls that change no weight and raise RuntimeError, or on rank 1 `error` with `mine`."""
         error, match = (error, mine or match) if self.rank == 1 else (RuntimeError, match)
-        untouched = contextlib.ExitStack()
-        untouched.callback(self.check_untouched, self.snapshot())
-        return raising(error, match, untouched)
+        before = self.snapshot()
+        with pytest.raises(error, match=match):
+            yield
+        self.check_untouched(before)
 
     def snapshot(self) -> list[torch.Tensor]:
         return [b.view(torch.uint8).clone() for w in self.weights for _, b in w.record.buffers()]
@@ -222,9 +222,7 @@ def cast_and_gather(model: Model, **options) -> None:
 
 
 def raised_by(call: Callable) -> BaseException | None:
-    """What it raises, without its frames: one that is kept with them is in a cycle, and so is what they hold,
-    which worker.py does not accept at the end.
-    """
+    """What it raises, without its frames, which hold what they refer to."""
     try:
         call()
     except BaseException as error:
@@ -236,18 +234,14 @@ def raised_by(call: Callable) -> BaseException | None:
 
 
 def no_space(*_, **__) -> None:
-    """A mock that raised an exception of its own would be in a cycle with its frames."""
     raise OSError("No space left on device")
 
 
-def raising(error: type, match: str, around: contextlib.AbstractContextManager) -> contextlib.ExitStack:
-    """pytest.raises inside `around`. Not a generator, which since Python 3.12 is in a reference cycle with an
-    exception that it swallows.
-    """
-    stack = contextlib.ExitStack()
-    stack.enter_context(around)
-    stack.enter_context(pytest.raises(error, match=match))
-    return stack
+@contextlib.contextmanager
+def raising(error: type, match: str, around: contextlib.AbstractContextManager):
+    """pytest.raises inside `around`."""
+    with around, pytest.raises(error, match=match):
+        yield
 
 
 def raised_everywhere(world, error: type, function, *args, **kwargs) -> str:

@@ -16,7 +16,6 @@ import pytest
 
 from distributed.processes import RankProcesses, device_for
 
-END_SECONDS = 30.0
 _START_SECONDS = 120.0  # many ranks import torch at once, on a small machine
 _DUMP_SECONDS = 1.0  # a rank that hangs prints its stacks at the limit, and the test waits for them
 _LOG_LINES = 60
@@ -141,8 +140,6 @@ class Launch:
             if not self._ranks.have_joined():  # no check could run, nor would another try end otherwise
                 self._outcomes.update({check.name: outcome for check in self._left})
                 self._left.clear()
-            elif outcome.problem is None and not self._left:
-                outcome.problem = self._ranks.wait_for_end()
             if outcome.problem is not None or not self._left:
                 self.stop()
         outcome = self._outcomes[name]
@@ -193,16 +190,6 @@ class _Ranks:
             else:
                 lines.append(f"rank {rank}: {'passed' if path.suffix == '.passed' else path.read_text()}")
         return Outcome([], outputs, "\n".join(lines))
-
-    def wait_for_end(self) -> str | None:
-        """None when the ranks end by themselves and well, else what happened."""
-        status = self.processes.wait(END_SECONDS + _DUMP_SECONDS)
-        if status == 0:
-            return None
-        ended = f"still running after {END_SECONDS:g} s" if status is None else status
-        logs = [f"rank {rank}: {_tail(self._log(rank))}" for rank in range(self._setting.world_size)]
-        first = f"{self._setting}: every check passed, then the launcher's status was {ended}"
-        return "\n".join([first, *logs])
 
     def stop(self) -> None:
         self.processes.kill()
