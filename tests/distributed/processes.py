@@ -134,7 +134,7 @@ class RankProcesses:
 
 
 def _launcher_command(launcher: str, world_size: int) -> list[str]:
-    if launcher == "alone" and world_size == 1:
+    if launcher == "alone":
         return [sys.executable]
     if launcher == "fork" and device_for(world_size) == "cpu":
         return [sys.executable, "-m", "distributed.fork", str(world_size)]
@@ -142,10 +142,7 @@ def _launcher_command(launcher: str, world_size: int) -> list[str]:
         # The address is for hosts whose name does not resolve, where torchrun's own ranks would not find it.
         options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={world_size}"]
         return [sys.executable, "-m", "torch.distributed.run", *options]
-    if launcher == "mpirun":
-        return [find_mpirun(), "-n", str(world_size), sys.executable]
-    known = "'fork', 'torchrun', 'mpirun' or, for one rank, 'alone'"
-    raise ValueError(f"launcher: must be {known}, got {launcher!r}")
+    return [find_mpirun(), "-n", str(world_size), sys.executable]
 
 
 def _environment(world_size: int) -> dict[str, str]:

@@ -68,13 +68,6 @@ def test_every_byte_is_that_of_the_whole(world, how, which):
         model.check(groups)
 
 
-@on_ranks(2, launcher="mpirun")
-def test_functions_equal_the_whole_under_mpirun(world):
-    model = Model(world, "odd")
-    cast_and_gather(model)
-    model.check()
-
-
 @on_ranks(3)
 def test_one_all_reduce_a_step(world):
     model = Model(world, "odd")
@@ -84,7 +77,6 @@ def test_one_all_reduce_a_step(world):
         plan.step()
         model.cast()
     assert all_reduce.call_count == 2
-    all_reduce.reset_mock()  # a mock is in reference cycles, and its calls hold the group
 
 
 @on_ranks(2, 3)
@@ -143,25 +135,6 @@ def test_nonfinite_master_on_one_rank_is_skipped_on_all(world, bad, wire, blocks
     for (name, old), new in zip(before, after, strict=True):
         assert_bytes_equal(new, old, name)
     model.check(skip=(3, 4))
-
-
-@on_ranks(2, 3)
-def test_an_expert_that_is_not_finite_on_one_rank_is_skipped_on_all(world):
-    model = Model(world, "odd", shapes=[(3, 18, 50), (16, 48)])
-    finish(model.plan())
-    before = model.weights[0].clone()
-    model.change()
-    model.whole[0][1, 17, 49] = torch.nan
-    model.cut()
-    plan = model.plan()
-    finish(plan)
-    assert plan.found_inf.item() == 1
-    model.check(skip=(0,))
-    expected = reference.quantize_experts(model.whole[0].to(before.dtype))
-    for e, codes in enumerate(model.weights[0].rowwise_data):
-        wanted = before if e == 1 else expected
-        assert_bytes_equal(codes, wanted.rowwise_data[e], f"codes {e}")
-        assert_bytes_equal(model.weights[0].amax[e], wanted.amax[e], f"amax {e}")
 
 
 @on_ranks(1, 2, 3)
@@ -272,17 +245,6 @@ def test_one_rank_changes_its_masters(world):
 
 
 # The reduced vector on its way: bfloat16 of a plan of bfloat16 weights, and not a bit is lost
-
-
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("dtypes", [*([dtype] for dtype in DTYPES), DTYPES])
-def test_what_travels(world, dtypes):
-    """In a world of one nothing does, and no memory is taken for it."""
-    plan = Model(world, "even", dtypes=dtypes).plan()
-    is_narrow = dtypes == [torch.bfloat16] and world.world_size > 1
-    assert plan.staged.wire.dtype == (torch.bfloat16 if is_narrow else torch.float32)
-    assert plan.staged.wire.shape == plan.staged.reduced.shape and plan.staged.reduced.dtype == torch.float32
-    assert (plan.staged.wire is plan.staged.reduced) == (not is_narrow)
 
 
 @on_ranks(2, 3)

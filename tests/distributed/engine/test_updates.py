@@ -5,7 +5,6 @@ import copy
 import io
 import math
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from distributed.engine.peer_checks import gpu_of
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
 from zerofp4 import ops
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, agreement, sharded, zero
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.testing import verify_model
 
 FOUND = "found an error, and no rank takes this step"
@@ -196,41 +195,6 @@ def test_a_backward_pass_in_a_closure(world):
         assert_same(models, f"step {step}")
 
 
-# The host's work
-
-
-@on_ranks(1, 2)
-def test_the_work_of_the_host_grows_with_the_buckets_and_not_with_their_square(world):
-    """Parameters that it looks at, and words that ranks agree on."""
-
-    def work(count):
-        net = torch.nn.ModuleList(torch.nn.Linear(64, 16, dtype=torch.bfloat16) for _ in range(count))
-        options = keywords(OPTIONS, {"overlap": "update", "bucket_mb": TINY, "transport": "collective"})
-        optimizer = ZeroFP4Optimizer(net.to(world.device).named_parameters(), FusedAdamW, **options)
-        assert len(optimizer.describe()["buckets"]) == 2 * count
-        sizes = []
-
-        def counting(function):
-            def call(*arguments, **more):
-                sizes.extend(len(a) for a in arguments if isinstance(a, (list, torch.Tensor)))
-                return function(*arguments, **more)
-
-            return call
-
-        with contextlib.ExitStack() as patches:
-            looks = (sharded, "versions_of"), (zero.ops, "gradients_of"), (agreement, "reduce_max")
-            for module, name in looks:
-                counted = counting(getattr(module, name))
-                patches.enter_context(mock.patch.object(module, name, counted))
-            x = torch.ones(4, 64, dtype=torch.bfloat16, device=world.device)
-            sum(module(x).float().sum() for module in net).backward()
-            optimizer.step()
-        assert len(sizes) > count
-        return sum(sizes)
-
-    assert work(24) < 2.2 * work(12)
-
-
 # Memory
 
 
@@ -393,23 +357,6 @@ def test_a_weight_that_is_written_to_between_a_backward_pass_and_its_step(world)
         net.layers[3].weight.zero_()
     with pytest.raises(RuntimeError, match="was written to since the last step"):
         optimizer.step()
-
-
-@on_ranks(1, 2, time_limit=120)
-def test_written_weights_are_the_masters_that_a_state_dict_lacks(world):
-    net, optimizer = make(world, "update", bucket_mb=TINY, transport="collective")
-    step_of(world, [(net, optimizer)], 0)
-    names = dict(net.named_parameters())
-    plain = [torch.nn.Parameter(torch.zeros(p.shape)) for p in names.values()]
-    adamw = torch.optim.AdamW([{"params": plain, "param_names": list(names)}])
-    for p in plain:
-        p.grad = torch.zeros_like(p)
-    adamw.step()
-    with torch.no_grad():
-        for p in names.values():
-            p.fill_(0.5)
-    optimizer.load_state_dict(adamw.state_dict())
-    assert all(torch.all(master == 0.5) for master in optimizer.gathered_masters())
 
 
 @on_ranks(2)

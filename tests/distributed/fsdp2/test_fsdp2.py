@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import re
 
 import pytest
 import torch
@@ -17,9 +15,7 @@ from cases.fsdp2 import (
     check_gathered,
     make_model,
     mesh_of,
-    shard,
     start,
-    take_experts,
     unsharded,
 )
 from helpers import assert_bytes_equal, collect_garbage
@@ -68,14 +64,6 @@ def test_what_is_gathered_is_the_whole_master_quantized(world, how, kind):
 
 
 @on_ranks(2)
-def test_the_repr_of_an_attachment(world):
-    attachment = start(world).attachment
-    first, *casts = repr(attachment).splitlines()
-    assert re.fullmatch(r"Attachment\(\d+ weights of FSDPModel", first)
-    assert casts and all(re.match(r"  (\w+): CastPlan\(weights=\d+, .*ranks=2, ", cast) for cast in casts)
-
-
-@on_ranks(2)
 def test_weights_of_an_amax_group_share_one(world):
     names = ("first.weight", "third.weight")
     run = start(world, amax_groups=lambda model: [[model.get_parameter(name) for name in names]])
@@ -83,20 +71,6 @@ def test_weights_of_an_amax_group_share_one(world):
     masters = run.masters()
     largest = torch.stack([masters[name].abs().max() for name in names]).max()
     run.check(amax={name: largest.view(1) for name in names})
-
-
-@on_ranks(2)
-def test_a_copy_of_a_model_keeps_its_amax_group(world):
-    """As one group: a weight that was in two would be refused."""
-    model = make_model(world)
-    groups = [[model.get_parameter(f"{name}.weight") for name in ("first", "third")]]
-    fsdp2.prepare(model, take_experts, amax_groups=groups)
-    copied = copy.deepcopy(model)
-    shard(copied, mesh_of(world))
-    fsdp2.attach(copied, torch.optim.SGD(copied.parameters(), lr=0.1))
-    weights = [weight for *_, weight in fsdp2.state.prepared_weights(copied)]
-    first, third = (weight.record for weight in weights if weight.name in ("first.weight", "third.weight"))
-    assert_bytes_equal(first.rowwise.amax, third.rowwise.amax, "amax")
 
 
 @on_ranks(1, 2, 4)

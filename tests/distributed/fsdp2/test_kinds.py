@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases.fsdp2 import make_model, masters_of, start, unsharded
 from helpers import assert_bytes_equal
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zerofp4
 from distributed.fsdp2.test_fsdp2 import CHOSEN, ROWS, Mlp
@@ -57,28 +54,6 @@ def test_columns_are_made_where_products_read_them(world, has_tensor_cores):
     patch.undo()
     run.step(0)
     run.check(names=names, columnwise=names if has_tensor_cores else (), as_values=False)
-
-
-@on_ranks(2)
-def test_masters_that_are_offloaded(world):
-    """Their amaxes are reduced on the CPU, and their codes gathered on the GPU."""
-    on_gpu = world.device.type == "cuda"
-    group = dist.new_group(backend="cpu:gloo,cuda:nccl" if on_gpu else None)
-    mesh = DeviceMesh.from_group(group, world.device.type, mesh_dim_names=("shard",))
-    run = start(world, mesh=mesh, kind=ROWS, offload_policy=CPUOffloadPolicy(pin_memory=on_gpu))
-    run.step(0)
-    run.check()
-
-
-@on_ranks(3)
-def test_what_is_trained_does_not_depend_on_the_ranks_and_loads(world):
-    one, other = start(world, kind=ROWS), start(world, model=make_model(world, 1), kind=ROWS)
-    one.inject(range(2))
-    other.model.load_state_dict(one.model.state_dict())
-    other.output(0)
-    other.check()
-    for name, master in one.masters().items():
-        assert_bytes_equal(other.masters()[name], master, name)
 
 
 @pytest.mark.parametrize(

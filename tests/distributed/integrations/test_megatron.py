@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
-import types
 import weakref
 from pathlib import Path
 from unittest import mock
@@ -190,34 +188,6 @@ def test_the_script_runs_without_a_gpu_as_a_user_starts_it(tmp_path):
     assert run.status == 0, run.output
     assert "no GPU: Megatron runs on the CPU through megatron_on_cpu.py" in run.output
     assert "0 bytes of codes on all ranks differ from those of the quantized masters" in run.output
-
-
-class Rows:
-    """Of a benchmark's Session, without its copy ceiling, what the benchmark uses."""
-
-    def __init__(self, device):
-        synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        self.device, self.clock = device, types.SimpleNamespace(synchronize=synchronize)
-        self.rows = {}
-
-    def count(self, name, kind, value, rule, target=None):
-        self.rows[name.partition("/")[0]] = {kind: value, "rule": rule, "target": target}
-
-
-@on_ranks(2, time_limit=LIMIT)
-def test_the_benchmark_measures_both_kinds_of_weights(world):
-    with megatron_groups():
-        from zerofp4_bench.megatron import megatron
-
-        session, small = Rows(world.device), [(64, 96)] * 4
-        with mock.patch("zerofp4_bench.megatron.weight_shapes", lambda scale: small):
-            megatron(session, argparse.Namespace(scale=1, repeats=1), world)
-        rows = session.rows
-        for part in ("publish", "step"):
-            ratio = rows[part]["milliseconds"] / rows[f"{part}_bf16"]["milliseconds"]
-            assert rows[f"{part}_over_bf16"]["ratio"] == pytest.approx(ratio)
-        assert rows["weights_bf16"]["bytes_per_parameter"] == 2
-        assert rows["weights"]["bytes_per_parameter"] < 1.1
 
 
 @on_ranks(4, time_limit=LIMIT)

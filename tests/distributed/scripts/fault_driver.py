@@ -20,7 +20,6 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
-import checkpoints
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,25 +27,19 @@ from torch import nn
 import zerofp4
 from zerofp4 import distributed
 from zerofp4.engine import GradientMemory, collective
-from zerofp4.launch import World
-from zerofp4.optim import Communication, ZeroFP4Optimizer, piece, state_dict, zero
+from zerofp4.optim import Communication, ZeroFP4Optimizer, zero
 
 SIZE = 3
 TIMEOUT = timedelta(seconds=6)
 HANGS = 60.0
-KINDS = ("raise", "exit", "kill", "stop")
-STAGES = ("backward", "reduce", "norm", "update", "cast", "gather", "save", "publish", "load")
-
-
-def victim(stage: str) -> int:
-    return 0 if stage == "publish" else 1  # rank 0 writes the manifest
+VICTIM = 1
+KINDS = ("raise", "kill", "stop")
+STAGES = ("backward", "reduce", "norm", "update", "cast", "gather")
 
 
 def fail(kind: str) -> None:
     if kind == "raise":
         raise ValueError("told to raise")
-    if kind == "exit":
-        sys.exit(3)
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
 
@@ -63,15 +56,12 @@ def failing(function: Callable, kind: str, call: int) -> Callable:
 
 
 def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optimizer) -> None:
-    """In the middle of the stage: the first bucket of gradients travels, the first pieces are written."""
+    """In the middle of the stage: the first bucket of gradients travels."""
     targets = {
         "reduce": (GradientMemory, "take", 2),
         "norm": (zero, "global_norm", 1),
         "cast": (distributed, "start_reduce_max", 1),
         "gather": (collective.CollectiveTransport, "gather", 1),
-        "save": (piece.Piece, "__get_tensor_shard__", 3),
-        "publish": (checkpoints, "digest", 2),
-        "load": (state_dict, "_read_parameter", 2),
     }
     if stage == "backward":
         model[1].weight.register_hook(lambda _: fail(kind))
@@ -82,31 +72,27 @@ def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optim
         mock.patch.object(owner, name, failing(getattr(owner, name), kind, call)).start()
 
 
-def loop(rank: int, folder: Path, stage: str, kind: str) -> None:
-    """A step and a checkpoint; then another of both, and a resume, in which the fault comes."""
+def loop(rank: int, stage: str, kind: str) -> None:
+    """Two steps; the fault comes in the second."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32)).bfloat16()
     zerofp4.convert_model(model, filter_fn=lambda *_: True)
     model[1].float()
     dist.barrier()  # starting may take longer than a stage
-    dist.distributed_c10d._set_pg_timeout(TIMEOUT, dist.group.WORLD)  # that of a checkpoint
     group = dist.new_group(timeout=TIMEOUT)
     optimizer = ZeroFP4Optimizer(
         model.named_parameters(), process_group=group, communication=Communication(bucket_mb=0.01)
     )
-    world = World(rank, SIZE, rank, torch.device("cpu"), "gloo")
-    saved = checkpoints.Checkpoints(folder / "checkpoints", 2, {}, world)
     for step in (1, 2):
-        if step == 2 and rank == victim(stage):
+        if step == 2 and rank == VICTIM:
             place_fault(stage, kind, model, optimizer)
         hidden = model[1](model[0](torch.ones(4, 32).bfloat16()).float())
         model[2](hidden.bfloat16()).float().square().sum().backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        saved.save(step, model, optimizer, {"step": step})
-    saved.resume(model, optimizer)
+    dist.barrier(group)
 
 
 def run_rank(rank: int, folder: Path, stage: str, kind: str) -> None:
@@ -114,14 +100,14 @@ def run_rank(rank: int, folder: Path, stage: str, kind: str) -> None:
     try:
         store, hangs = dist.FileStore(str(folder / "store"), SIZE), timedelta(seconds=HANGS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=hangs)
-        loop(rank, folder, stage, kind)
+        loop(rank, stage, kind)
     except BaseException as error:
         outcome = [type(error).__name__, str(error)]
     finally:
         (folder / f"draft.{rank}").write_text(json.dumps(outcome))
         (folder / f"draft.{rank}").rename(folder / f"rank.{rank}")
         # Until the driver kills it, or is gone: the others are to find the one gone that failed, not this.
-        while rank != victim(stage) and os.getppid() == driver:
+        while rank != VICTIM and os.getppid() == driver:
             time.sleep(0.1)
         os._exit(1)  # as a process that ends: its connections close
 
@@ -135,10 +121,10 @@ def start(folder: Path, stage: str, kind: str) -> list[multiprocessing.Process]:
     return ranks
 
 
-def wait(folder: Path, stage: str, ranks: list[multiprocessing.Process]) -> dict[int, list[str]]:
+def wait(folder: Path, ranks: list[multiprocessing.Process]) -> dict[int, list[str]]:
     """What the ranks left once those without the fault have ended, or long after they should have."""
     paths = {rank: folder / f"rank.{rank}" for rank in range(SIZE)}
-    others = [path for rank, path in paths.items() if rank != victim(stage)]
+    others = [path for rank, path in paths.items() if rank != VICTIM]
     deadline = time.monotonic() + HANGS
     while not all(path.exists() for path in others) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -154,7 +140,7 @@ def main(folder: Path) -> None:
     for kind in KINDS:  # side by side, since most of a fault is waiting
         started = {stage: start(folder / f"{stage}-{kind}", stage, kind) for stage in STAGES}
         for stage, pids in started.items():
-            outcomes[f"{stage}-{kind}"] = wait(folder / f"{stage}-{kind}", stage, pids)
+            outcomes[f"{stage}-{kind}"] = wait(folder / f"{stage}-{kind}", pids)
     (folder / "outcomes.json").write_text(json.dumps(outcomes))
 
 
