@@ -98,19 +98,9 @@ def test_masters_move_between_optimizers(device):
     [
         ({"state": "small"}, {}, 'state must be "full" or "compact", got .small.'),
         ({}, {"state": "small"}, 'state must be "full" or "compact", got .small.'),
-        (
-            {"optimizer_class": torch.optim.SGD, "state": "compact"},
-            {},
-            "is of FusedAdamW, and its class is SGD",
-        ),
+        ({"optimizer_class": torch.optim.SGD, "state": "compact"}, {}, "is of FusedAdamW .* class is SGD"),
         ({"optimizer_class": torch.optim.AdamW}, {"state": "compact"}, "and its class is AdamW"),
-        ({"whole_matrices": True, "state": "compact"}, {}, "excludes whole_matrices=True"),
-        (
-            {"optimizer_class": torch.optim.SGD, "whole_matrices": True, "state": "compact"},
-            {},
-            "is of FusedAdamW, and its class is SGD",
-        ),
-        ({"optimizer_class": torch.optim.SGD}, {"state": "small"}, 'state must be "full" or "compact", got'),
+        ({"whole_matrices": True, "state": "compact"}, {}, "is of FusedAdamW without whole_matrices"),
     ],
 )
 def test_bad_arguments(options, group, message):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.cast import check_castable, number_groups
-from zerofp4.distributed import first_difference
+from zerofp4.distributed import first_difference, rank_and_size
 from zerofp4.engine import Trained, find_bucket_mb, gradient_dtype, kind_key
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.optim.adamw import FusedAdamW
@@ -155,32 +155,22 @@ class Checked:
         for (g, i), p, label in zip(self._positions, self.parameters, self.names, strict=True):
             place, saved_as = self.places[g], self.param_groups[g].get("param_names")
             number = numbers.get(id(p))
-            kind = f"{kind_of(p)} in group {g}"
-            if number is None:
-                kind += ", frozen"
-            else:
-                kind += self._kind_of_trained(number)
-            if place.sharding.replicas is not None:
-                kind += f" in {dist.get_world_size(place.sharding.group)} parts"
-            name = saved_as and own_name(saved_as[i])
+            one = Trained(p, label) if number is None else self.trained[number]
+            # Random bytes of compact state are those of the number: it must be that of all who have the
+            # parameter.
+            facts = {
+                "frozen": number is None,
+                f"gradients {gradient_dtype(p)}": gradient_dtype(p) != p.dtype,
+                f"updated whole in {one.work} operations": one.work is not None,
+                f"in amax_groups with {self.trained[one.leader].name}": number not in (None, one.leader),
+                f"in compact state as number {number}": one.is_compact,
+                "of masters_from": id(p) in self.held,
+                f"in {rank_and_size(place.sharding.group)[1]} parts": place.sharding.replicas is not None,
+            }
+            facts = [f"{kind_of(p)} in group {g}", *(fact for fact, holds in facts.items() if holds)]
+            kind, name = ", ".join(facts), saved_as and own_name(saved_as[i])
             members.append(Member(g, i, label, name, kind, number is not None, place.ranks, place.copies))
         return members
-
-    def _kind_of_trained(self, number: int) -> str:
-        one = self.trained[number]
-        kind = ""
-        if gradient_dtype(one.parameter) != one.parameter.dtype:
-            kind += f", gradients {gradient_dtype(one.parameter)}"
-        if one.work is not None:
-            kind += f", updated whole in {one.work} operations"
-        if one.leader != number:
-            kind += f", in amax_groups with {self.trained[one.leader].name}"
-        if one.is_compact:
-            # Random bytes are those of the number: it must be that of all who have the parameter.
-            kind += f", in compact state as number {number}"
-        if id(one.parameter) in self.held:
-            kind += ", of masters_from"
-        return kind
 
 
 def _bucket_key(one: Trained) -> tuple:
@@ -194,15 +184,15 @@ def _choose_state(param_groups: Sequence[dict], classes: Sequence[InnerClass], s
     Raises ValueError for compact state of classes that do not have it. Muon's keeps its own.
     """
     for g, (group, inner) in enumerate(zip(param_groups, classes, strict=True)):
-        chosen, name = group.get("state", state), inner.optimizer_class.__name__
-        if chosen not in ("full", "compact"):
-            raise ValueError(f'param_groups[{g}]: state must be "full" or "compact", got {chosen!r}')
-        if issubclass(inner.optimizer_class, FusedAdamW):
-            if chosen == "compact" and inner.whole:
-                raise ValueError(f'param_groups[{g}]: state="compact" excludes whole_matrices=True')
-            group["state"] = chosen
-        elif chosen == "compact" and ("state" in group or not is_muon(inner.optimizer_class)):
-            raise ValueError(f'param_groups[{g}]: state="compact" is of FusedAdamW, and its class is {name}')
+        chosen, is_fused = group.get("state", state), issubclass(inner.optimizer_class, FusedAdamW)
+        if is_fused:
+            group["state"] = chosen  # which FusedAdamW looks at
+        has_own = is_muon(inner.optimizer_class) and "state" not in group
+        if chosen != "full" and not (has_own or (is_fused and not inner.whole)):
+            raise ValueError(
+                f"param_groups[{g}]: state={chosen!r} is of FusedAdamW without whole_matrices, and its class "
+                f"is {inner.optimizer_class.__name__}"
+            )
 
 
 def kind_of(parameter: torch.Tensor) -> str:

@@ -11,7 +11,7 @@ from zerofp4.distributed import OwnError, in_phase
 from zerofp4.engine import Gradients, Peers, Rounds, Step, add_gradient_hooks, check_gradients
 from zerofp4.optim.adamw import BucketUpdate
 from zerofp4.optim.agreement import Agreement, Call
-from zerofp4.optim.inner import InnerOptimizers, check_finite
+from zerofp4.optim.inner import InnerOptimizers
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.soundness import Soundness
 from zerofp4.optim.state_dict import SavedState
@@ -207,7 +207,6 @@ class EarlyUpdates:
             if self._inners.found_inf() is not None:
                 raise RuntimeError("overlap='update' heeds no found_inf of yours: it would come too late")
             self._inners.sync_options(param_groups)
-            check_finite(param_groups)
             self._update.begin(self._agreement.skip_in_kernels)
             self._shards.check_unchanged(param_groups)
         self._shards.found_inf.zero_()

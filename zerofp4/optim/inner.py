@@ -170,11 +170,16 @@ class InnerOptimizers:
     def sync_options(self, param_groups: Sequence[dict]) -> None:
         """Copy options between the parameter groups and those of the optimizers: what was changed in a
         parameter group since the last copy, and all else from the optimizers, which may change their own.
+
+        Raises ValueError for another choice of state than they were built with, and for a NaN or Inf. A
+        tensor that was written in place is not looked at.
         """
         inner_groups = self.param_groups
         if are_unchanged([*param_groups, *inner_groups], self._copies):
             return
         self._check_choices(param_groups)
+        for groups in (param_groups, inner_groups):
+            check_finite(groups)
         copies = self._copies or param_groups
         for group, inner_group, before in zip(param_groups, inner_groups, copies, strict=False):
             own = {key: value for key, value in options(group).items() if value is not before.get(key)}
@@ -302,12 +307,9 @@ def are_unchanged(param_groups: Sequence[dict], copies: Sequence[dict]) -> bool:
 def check_finite(param_groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError for a NaN or Inf in MUST_BE_FINITE. The host does not wait for tensors on a GPU."""
     for g, group in enumerate(param_groups):
-        for name in filter(group.__contains__, MUST_BE_FINITE):
-            value = group[name]
-            if type(value) is float and math.isfinite(value):  # without a Python call: every step asks
-                continue
-            if not all(map(_may_be_finite, _items(value))):
-                raise ValueError(f"param_groups[{g}]['{name}'] must be finite, got {value!r}")
+        for name in MUST_BE_FINITE:
+            if not all(map(_may_be_finite, _items(group.get(name)))):
+                raise ValueError(f"param_groups[{g}]['{name}'] must be finite, got {group[name]!r}")
 
 
 def _may_be_finite(value: Any) -> bool:

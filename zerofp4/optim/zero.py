@@ -50,7 +50,7 @@ from zerofp4.optim.build import (
 from zerofp4.optim.communication import Communication
 from zerofp4.optim.early_updates import EarlyUpdates
 from zerofp4.optim.initial import broadcast_frozen, initialize_masters
-from zerofp4.optim.inner import InnerOptimizers, check_finite
+from zerofp4.optim.inner import InnerOptimizers
 from zerofp4.optim.norm import global_norm
 from zerofp4.optim.piece import gathered
 from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
@@ -326,7 +326,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             word = self._word(gradients) if averages else None  # a GPU is at work while the host goes on
             self._shards.check_unchanged(self.param_groups)
             self.inners.sync_options(self.param_groups)
-            check_finite(self.param_groups)
             if not averages and self._reduced.changed(gradients):
                 raise RuntimeError(
                     "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
