@@ -27,11 +27,12 @@ from zerofp4.engine.hosts import HostTransport
 from zerofp4.engine.late_gather import LateGathers
 from zerofp4.engine.peer import PeerTransport
 from zerofp4.engine.peers import Peers
-from zerofp4.engine.step import UPDATE_DTYPES, Arrived, Step, Transport, are_as_sent, check_gradients
+from zerofp4.engine.step import NOTHING, UPDATE_DTYPES, Arrived, Step, Transport, are_as_sent, check_gradients
 from zerofp4.engine.topology import Hosts, find_topology
 
 __all__ = [
     "ALIGNMENT",
+    "NOTHING",
     "UPDATE_DTYPES",
     "Arrived",
     "ArrivingMeans",

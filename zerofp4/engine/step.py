@@ -168,6 +168,10 @@ ranks; None where the means are in the bucket's `gradients`.
 """
 
 
+NOTHING: Gradients = ()
+"""The gradients of a rank that only takes its part in the exchange: nobody uses what it sends."""
+
+
 class Step:
     """Updates masters and publishes them as weights, bucket by bucket.
 
@@ -215,8 +219,8 @@ class Step:
         """Update and publish. Collective; nothing waits for a GPU.
 
         update: None leaves the masters as they are.
-        gradients: what transport.prepare() returned, to be averaged; None where the means are in the buckets;
-            empty where this rank only takes its part in the exchange of gradients, which nobody uses.
+        gradients: what transport.prepare() returned, to be averaged, or NOTHING; None where the means are in
+            the buckets.
         error: of this rank, which takes part without changing anything and raises it.
         """
         try:
@@ -257,7 +261,7 @@ class Step:
     def update(self, b: int) -> None:
         """Update the masters, which leaves their amaxes; the all-reduce of amaxes starts."""
         bucket, gradients = self.buckets[b], self._gradients.pop(b, None)
-        if self._update is not None and (gradients is None or gradients):
+        if self._update is not None and gradients is not NOTHING:
             with self.failure:
                 in_phase("update", self._read_and_update)(b, gradients)
         elif gradients is not None:
@@ -340,7 +344,7 @@ class Step:
                     in_phase("gradients", self.transport.send_gradients)(turn, gradients or None)
                 if turn > first:
                     with error:
-                        if gradients:
+                        if gradients is not NOTHING:
                             in_phase("gradients", self.transport.average)(turn - 1, gradients, squares)
                         else:
                             in_phase("gradients", self.transport.discard)(turn - 1)

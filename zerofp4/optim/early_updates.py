@@ -8,7 +8,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.distributed import OwnError, in_phase
-from zerofp4.engine import Gradients, Peers, Rounds, Step, add_gradient_hooks, check_gradients
+from zerofp4.engine import NOTHING, Gradients, Peers, Rounds, Step, add_gradient_hooks, check_gradients
 from zerofp4.optim.adamw import BucketUpdate
 from zerofp4.optim.agreement import Agreement, Call
 from zerofp4.optim.inner import InnerOptimizers
@@ -216,7 +216,7 @@ class EarlyUpdates:
     def _take_gradients(self, b: int) -> Gradients:
         """Take the gradients of bucket b out of p.grad. Empty, and they stay, after an error of this rank."""
         indices, transport = self._buckets[b].indices, self._step.transport
-        present, word, gradients = dict.fromkeys(indices, False), None, ()
+        present, word, gradients = dict.fromkeys(indices, False), None, NOTHING
         if not (self._error or self._step.failure):
             with self._error:
                 parameters = [self._shards.parameters[i] for i in indices]

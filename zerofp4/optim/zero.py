@@ -22,6 +22,7 @@ from zerofp4.distributed import (
     resolve_group,
 )
 from zerofp4.engine import (
+    NOTHING,
     ArrivingMeans,
     BackwardSchedule,
     CollectiveTransport,
@@ -314,7 +315,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._took_next_step:
             self._took_next_step = False
             raise RuntimeError("clip_grad_norm_ has raised an error on this rank: no rank takes this step")
-        call, gradients, word, sent, loss, error = None, (), None, None, None, OwnError()
+        call, gradients, word, sent, loss, error = None, NOTHING, None, None, None, OwnError()
         with self._alone(error):
             self._check_usable()
             if closure is not None:
@@ -375,10 +376,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             )
         if self._is_capturing():
             raise RuntimeError(
-                "clip_grad_norm_ of several ranks cannot be captured: the host reads their agreement"
+                "clip_grad_norm_ of several ranks cannot be captured: the host waits for their agreement"
             )
         self._took_next_step = False
-        call, gradients, word, sent, error = None, (), None, None, OwnError()
+        call, gradients, word, sent, error = None, NOTHING, None, None, OwnError()
         with self._alone(error):
             self._check_usable()
             max_norm, norm_type = float(max_norm), float(norm_type)
@@ -574,8 +575,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """By trainable parameter, whether any rank has a gradient; None where the host does not wait for the
         outcome. Raises where it does, and the ranks refuse.
 
-        call, gradients: None and none with an error. word: of Agreement.find_word(); None where nothing was
-        looked at.
+        call, gradients: None and NOTHING with an error.
+        word: of Agreement.find_word(); None where nothing was looked at.
         """
         present, rounds, schedule = [g is not None for g in gradients], Rounds(), self._schedule
         if schedule is not None:
@@ -603,14 +604,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     # Behind it
 
     def _sit_out(self, error: OwnError, averages: bool) -> NoReturn:
-        """Take this rank's part in a step that it cannot take, and raise why. Masters stay as they are on
-        every rank, and weights follow them. [Note: when the host reads an agreement]
+        """Take this rank's part in a step that it cannot take, and raise why: the other ranks find out behind
+        it. Masters stay as they are on every rank. [Note: when the host reads an agreement]
 
         averages: whether the other ranks exchange gradients.
         """
         try:
             with error:  # what fails for the same reason is not raised in its place
-                self._publish(None, () if averages else None)
+                self._publish(None, NOTHING if averages else None)
         finally:
             self._forget_clipped()
             self._saved.steps += 1
@@ -622,13 +623,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         call = self._agreement.call_of_others()
         self._squares.zero_()
         if call.averages:
-            self._step.average((), None)
+            self._step.average(NOTHING)
         in_phase("norm", global_norm)((), call.norm_type or 2.0, self.process_group(), self._squares)
         self._took_next_step = True
         # Marked: a closure of step() that calls clip_grad_norm_ must not bring it to another agreement.
         error = OwnError(raised_by_all(error.take()))
-        self._agree(None, (), None, error)
-        self._sit_out(error, averages=False)  # they have reduced theirs in this clip; waits for nothing
+        self._agree(None, NOTHING, None, error)
+        self._sit_out(error, averages=False)  # the others have averaged theirs in this clip
 
     def _must_skip(self) -> bool:
         """Whether the host leaves out an update that cannot read on the device that it is to be skipped."""
@@ -648,7 +649,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._averages_nothing and self._launches is not None:
             in_phase("gradients", self._launches.widen)(self._shards.gradients)
         elif gradients is not None:
-            error = self._step.average(gradients, None)
+            error = self._step.average(gradients)
         if not error:
             with error:
                 in_phase("update", self._step_inners)(present)
