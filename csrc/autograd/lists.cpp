@@ -185,22 +185,32 @@ PyObject* state_facts(PyObject*, PyObject* given) {
         throw python_error();
     const Py_ssize_t count = PyList_GET_SIZE(tensors);
     TORCH_CHECK_VALUE(PyList_GET_SIZE(keys) == count, "not as many tuples of keys as tensors");
-    // By identity, as tensors are equal as keys: torch hashes each in Python.
-    std::unordered_map<PyObject*, PyObject*> by_tensor(static_cast<size_t>(PyDict_GET_SIZE(state)));
-    PyObject *tensor, *entries;
-    for (Py_ssize_t at = 0; PyDict_Next(state, &at, &tensor, &entries);)
-        if (!PyDict_Check(entries) || PyDict_GET_SIZE(entries) > 0) by_tensor.emplace(tensor, entries);
+    // By identity: torch hashes each tensor in Python. Most states are in the order of the tensors, so that
+    // the next one is found without the map.
+    std::unordered_map<PyObject*, PyObject*> by_tensor;
+    Py_ssize_t next = 0;
+    const auto state_of = [&](PyObject* tensor) -> PyObject* {
+        PyObject *key, *entries;
+        Py_ssize_t at = next;
+        if (PyDict_Next(state, &at, &key, &entries) && key == tensor) {
+            next = at;
+            return entries;
+        }
+        if (by_tensor.empty())
+            for (at = 0; PyDict_Next(state, &at, &key, &entries);) by_tensor.emplace(key, entries);
+        const auto found = by_tensor.find(tensor);
+        return found == by_tensor.end() ? nullptr : found->second;
+    };
     std::vector<PyObject*> items;
     for (Py_ssize_t i = 0; i < count; ++i) items.push_back(PyList_GET_ITEM(tensors, i));
     for (Py_ssize_t i = 0; i < count; ++i) {
         PyObject* own = PyList_GET_ITEM(keys, i);
         TORCH_CHECK_TYPE(PyTuple_Check(own), "keys of tensor ", i, " are no tuple");
-        const auto found = by_tensor.find(items[i]);
-        if (found != by_tensor.end() && !PyDict_Check(found->second)) Py_RETURN_NONE;
+        PyObject* found = state_of(items[i]);
+        if (found != nullptr && !PyDict_Check(found)) Py_RETURN_NONE;
+        const bool is_there = found != nullptr && PyDict_GET_SIZE(found) > 0;
         for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(own); ++k) {
-            PyObject* item = Py_None;
-            if (found != by_tensor.end())
-                item = PyDict_GetItemWithError(found->second, PyTuple_GET_ITEM(own, k));
+            PyObject* item = is_there ? PyDict_GetItemWithError(found, PyTuple_GET_ITEM(own, k)) : Py_None;
             if (item == nullptr && PyErr_Occurred() != nullptr) throw python_error();
             if (item == nullptr) Py_RETURN_NONE;
             items.push_back(item);
