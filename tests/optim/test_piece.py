@@ -60,7 +60,7 @@ def test_operations_need_the_whole_tensor_and_what_is_copied_in_leaves_the_value
     assert torch.equal(make_piece(0, 24)[0] + 1, whole + 1)
     assert repr(piece).endswith("elements 3..16 of it here)")
     piece.copy_(-whole)
-    assert piece.values[0] == 3 and piece.present()[0] == -3 and not piece.unread
+    assert whole.view(-1)[3] == 3 and piece.values[0] == -3 and not piece.unread
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -84,7 +84,7 @@ def test_a_file_has_chunks_of_a_limited_size_and_each_is_read_once(tmp_path, mon
     for one, expected in ((piece, whole.view(-1)), (part, whole.view(-1)[3:17])):
         one.values = torch.zeros(expected.shape)
         dcp.load({"w": one}, storage_reader=Reader(tmp_path), no_dist=True)
-        assert torch.equal(one.present(), expected) and not one.unread
+        assert torch.equal(one.values, expected) and not one.unread
     assert asked[:2] == [(0, 0, 2, 6)] * 2 and len(asked) == 5
     dcp.save({"w": part}, checkpoint_id=tmp_path / "part", no_dist=True)  # asked for otherwise than by a load
     assert chunks(tmp_path / "part") == [(0, 3, 1, 3), (1, 0, 1, 6), (2, 0, 1, 5)]
@@ -102,7 +102,7 @@ def test_elements_that_no_file_had_are_noticed():
             assert piece.unread
             part.copy_(torch.full(part.shape, float("nan") if i else 0.0))
     assert not piece.unread
-    assert piece.present()[:3].tolist() == [0, 0, 0] and piece.present()[3:].isnan().all()
+    assert piece.values[:3].tolist() == [0, 0, 0] and piece.values[3:].isnan().all()
     box.narrow(1, 0, 1).copy_(torch.zeros(1, 1))
     assert piece.unread  # a file whose boxes overlap has others that it lacks
 
@@ -170,12 +170,12 @@ def test_a_file_is_of_plain_tensors_and_what_is_read_is_checked(device):
     assert getattr(found, ATTRIBUTE)[:4] == ("a.master", 6, (4, 6), SAVE)
     for piece in (rows(1, device=device), rows(1, device=device, label=None)):
         read(written(values), piece)
-        assert torch.equal(piece.present(), values) and list(piece.saves) == [SAVE]
+        assert torch.equal(piece.values, values) and list(piece.saves) == [SAVE]
     half = rows(1, torch.zeros(12, dtype=torch.bfloat16, device=device))
     read(written(values), half)
-    assert torch.equal(half.present(), values.bfloat16())
+    assert torch.equal(half.values, values.bfloat16())
     read(written(values), below := rows(2, device=device), slice(1, 2), slice(0, 1))
-    assert torch.equal(below.present()[:6], values[6:]) and below.unread
+    assert torch.equal(below.values[:6], values[6:]) and below.unread
     for elsewhere in ({"first": 2}, {"shape": (5, 6)}, {"label": "b.master"}):
         with pytest.raises(ValueError, match=r"elements of \w.master are not those that were saved"):
             read(written(values), rows(**{"first": 1, "device": device, **elsewhere}))

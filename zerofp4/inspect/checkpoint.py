@@ -261,8 +261,7 @@ def _read_torch_file(path: Path) -> Contents:
             continue
         shape = leaf.shape
         # Of a ZeroFP4Optimizer a file may have a rank's part of a tensor: its values are 1D.
-        part = getattr(leaf, "present", None)
-        contents.add(keys or (path.stem,), leaf if part is None else part(), shape, is_state)
+        contents.add(keys or (path.stem,), vars(leaf).get("values", leaf), shape, is_state)
     return contents
 
 

@@ -8,7 +8,7 @@ from zerofp4.distributed import OwnError
 from zerofp4.engine import joined
 from zerofp4.optim.piece import Piece
 from zerofp4.optim.seal import agree_on_save
-from zerofp4.optim.state_dict import MASTER, find_saves, load_error, read_value
+from zerofp4.optim.state_dict import MASTER, find_saves, load_error
 from zerofp4.optim.zero import ZeroFP4Optimizer
 
 
@@ -73,7 +73,7 @@ class AveragedMasters:
         try:
             for one in self.optimizer._saved.parameters:
                 value = state_dict["state"].get(one.number, {}).get("average")
-                found.append(read_value(one, "average", value, MASTER))
+                found.append(one.read("average", value, MASTER))
             saves = find_saves(state_dict)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = OwnError(load_error(failure))

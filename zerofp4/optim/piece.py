@@ -69,7 +69,7 @@ class Piece(torch.Tensor):
     here: `values`, 1D. Of a tensor without dimensions a rank has the element, as others may, or nothing.
 
     torch.distributed.checkpoint writes it as the rectangles that the range covers, and reads these from
-    whatever chunks a checkpoint has. What it reads goes to new memory, `loaded`: the optimizer's values stay
+    whatever chunks a checkpoint has. What it reads goes to new memory, the new `values`: the optimizer's stay
     as they are until load_state_dict() has checked everything.
 
     Copies, pickles and moves to another device are pieces too. copy_ into one loads it. Other operations see
@@ -84,11 +84,9 @@ class Piece(torch.Tensor):
     start: int
     about: About
     saves: Saves
-    """The saves that present() is of: several if a folder mixes them, none if no elements were read."""
-    loaded: torch.Tensor | None
-    """The memory that a load reads into; None if there was no load."""
-    unread: int
-    """How many elements of `loaded` have not been read."""
+    """The saves that the values are of: several if a folder mixes them, none if no elements were read."""
+    unread: int | None
+    """How many of the values a load has not read; None if there was no load."""
     boxes: dict[tuple[int, ...], Rectangle]
     """The rectangles that the last save or load has asked for, by their offsets."""
 
@@ -113,7 +111,7 @@ class Piece(torch.Tensor):
         piece = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=values.dtype, device=values.device)
         piece.values, piece.start, piece.about = values, start, about
         piece.saves = {None: "a tensor"} if saves is None else saves
-        piece.loaded, piece.unread, piece.boxes = None, 0, {}
+        piece.unread, piece.boxes = None, {}
         return piece
 
     @property
@@ -124,21 +122,17 @@ class Piece(torch.Tensor):
     def is_whole(self) -> bool:
         return self.values.numel() == self.numel()
 
-    def present(self) -> torch.Tensor:
-        """What was loaded into it, or else its values."""
-        return self.values if self.loaded is None else self.loaded
-
     def whole(self) -> torch.Tensor:
         if not self.is_whole:
             raise RuntimeError(
                 f"of a tensor of shape {tuple(self.shape)} this rank holds {self.values.numel()} elements: "
                 "full_tensor(), which is collective, gathers it"
             )
-        return self.present().view(self.shape)
+        return self.values.view(self.shape)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Piece":
         """A piece of the same elements, with what the function makes of their values."""
-        return Piece(function(self.present()), self.shape, self.start, self.about, self.saves)
+        return Piece(function(self.values), self.shape, self.start, self.about, self.saves)
 
     # torch.distributed.checkpoint
 
@@ -154,7 +148,7 @@ class Piece(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         self.about.check_sound()
-        properties = TensorProperties.create_from_tensor(self.present())
+        properties = TensorProperties.create_from_tensor(self.values)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -174,15 +168,15 @@ class Piece(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Chunk:
         box = self.boxes[tuple(index.offset)]
         first = box.start - self.start
-        values = self.present().detach()[first : first + box.numel].view(box.sizes)
+        values = self.values.detach()[first : first + box.numel].view(box.sizes)
         return Chunk.of(with_own_storage(values), self, box.start)
 
     def _begin_load(self) -> None:
-        self.loaded = torch.empty_like(self.values, memory_format=torch.contiguous_format)
+        self.values = torch.empty_like(self.values, memory_format=torch.contiguous_format)
         self.saves, self.unread = {}, self.values.numel()
 
     def note_read(self, save_id: str | None, numel: int) -> None:
-        """A chunk has been read into `loaded`. save_id: None for one without a seal."""
+        """A chunk has been read. save_id: None for one without a seal."""
         self.saves[save_id] = self.about.label or "a tensor"
         self.unread -= numel
 
@@ -195,7 +189,7 @@ class Piece(torch.Tensor):
         self.about.check_sound()
         if not self.is_whole:
             warnings.warn(ONE_PART, stacklevel=2)
-        values = self.present().detach().to("cpu").clone()  # not the flat buffer that it is a view of
+        values = self.values.detach().to("cpu").clone()  # not the flat buffer that it is a view of
         about = tuple(self.shape), self.start, the_one(self.saves)
         return _rebuild_piece, (values, *about, checksum(values, *about))
 
@@ -215,7 +209,7 @@ class Piece(torch.Tensor):
             if func is _aten.copy_.default:
                 own = _whole(args[1]).reshape(-1)[piece.start : piece.shard.end]
                 piece._begin_load()
-                piece.loaded.copy_(own)
+                piece.values.copy_(own)
                 piece.note_read(None, own.numel())
                 return piece
         args, kwargs = torch.utils._pytree.tree_map(_whole, (args, kwargs))
@@ -277,7 +271,7 @@ def gathered_range(piece: Piece, first: int, numel: int) -> torch.Tensor:
     part = intersect(piece.start, piece.values.numel(), first, first + numel)
     if part.numel:
         at = piece.start + part.start - first
-        found[at : at + part.numel] = piece.present()[part.start : part.end].to(device)
+        found[at : at + part.numel] = piece.values[part.start : part.end].to(device)
     if numel and group is not None:
         # Of the bytes: the others' are 0, and what several ranks have is the same. A sum makes -0 a 0.
         with Stage("gathering a tensor of the optimizer", group):

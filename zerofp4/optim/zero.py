@@ -805,13 +805,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         before, loaded, steps, saves, error = self.inners.present(), None, 0, {}, OwnError()
         moved = self._shards.find_moved()
         moved = None if moved is None else str(moved)  # an error would keep this frame, which would keep it
+        obstacle = self._sound.obstacle or moved
         try:
             try:
                 self._shards.check_groups(self.param_groups)
                 self._shards.check_can_refresh()
                 for hook in self._optimizer_load_state_dict_pre_hooks.values():
                     state_dict = hook(self, state_dict) or state_dict
-                loaded, saves = read_state_dict(self._saved, state_dict, written, moved)
+                loaded, saves = read_state_dict(self._saved, state_dict, written, obstacle)
                 steps = int(state_dict.get("steps", 0))
             except Exception as failure:  # whatever it is, every rank raises it
                 error = OwnError(load_error(failure))

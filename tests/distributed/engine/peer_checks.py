@@ -48,7 +48,7 @@ def build(device, cls=FusedAdamW, **options):
 
 def all_bytes(parameters, optimizer):
     """Of weights, and of what this rank has of masters and moments."""
-    state = [entry.present() for p in parameters for _, entry in sorted(optimizer.state[p].items())]
+    state = [entry.values for p in parameters for _, entry in sorted(optimizer.state[p].items())]
     return [tensor.cpu() for tensor in (*model_bytes(parameters), *state)]
 
 

@@ -99,7 +99,7 @@ def whole_state(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> 
     wholes = []
     for entry in entries:
         whole = torch.zeros(entry.numel(), dtype=entry.dtype, device=optimizer.found_inf.device)
-        whole[entry.start : entry.shard.end] = entry.present().to(whole.device)
+        whole[entry.start : entry.shard.end] = entry.values.to(whole.device)
         wholes.append(whole.view(torch.uint8))
     for group in filter(None, dict.fromkeys(entry.about.home.group() for entry in entries)):
         mine = [i for i, entry in enumerate(entries) if entry.about.home.group() is group]

@@ -95,7 +95,7 @@ def test_averages_that_lack_one_are_refused_and_the_others_make_an_ordinary_mode
     state = averages.state_dict()
     if world.rank == world.world_size - 1:
         state["state"].popitem()
-    with pytest.raises(ValueError, match=r"missing: \w+(\.\w+)?\.average"):
+    with pytest.raises(ValueError, match=r"\.average is missing"):
         averages.load_state_dict(state)
     check(model, averages, expected)
     zerofp4.unconvert_model(model, averages)

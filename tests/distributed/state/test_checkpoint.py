@@ -146,7 +146,7 @@ def test_what_a_partial_load_leaves_out_is_found(world, missing):
                 moments = whole(loaded.state[q]["exp_avg"]), whole(optimizer.state[p]["exp_avg"])
                 assert_bytes_equal(*moments, "moment")
     else:
-        with pytest.raises(ValueError, match=r"missing: cube.exp_avg, gain.exp_avg, "):
+        with pytest.raises(ValueError, match=r"does not fit: cube.exp_avg is missing"):
             dcp.load({"optimizer": loaded}, checkpoint_id=path, planner=planner)
         assert contents(other, loaded) == before
 
@@ -159,7 +159,7 @@ def test_another_model_is_refused_and_changes_nothing(world):
     state = copy.deepcopy(optimizer.state_dict())
     for group in state["param_groups"]:
         group["param_names"] = [f"net.{name}" for name in group["param_names"]]
-    with pytest.raises(ValueError, match=r"does not fit: missing: cube, gain, empty, unused, first.weight"):
+    with pytest.raises(ValueError, match="does not fit: cube is missing"):
         loaded.load_state_dict(state)
     state = optimizer.state_dict()
     state["state"][5]["exp_avg"] = torch.zeros(34, 49)
