@@ -138,7 +138,7 @@ def test_every_kind_of_change_is_found(numel, device):
 def rows(first, values=None, label="a.master", shape=(4, 6), device="cpu"):
     """A piece of two rows."""
     values = torch.zeros(12, device=device) if values is None else values
-    return Piece(values, shape, first * shape[1], About(label), {SAVE: "a tensor"})
+    return Piece(values, shape, first * shape[1], About(label), {SAVE})
 
 
 def written(values) -> io.BytesIO:

@@ -69,7 +69,7 @@ class AveragedMasters:
         """Go on from a state dict of averages. Collective: where one rank's does not fit, or two saves wrote
         what the ranks bring, all of them raise TypeError or ValueError, and nothing changes.
         """
-        found, saves, error = [], {}, OwnError()
+        found, saves, error = [], set(), OwnError()
         try:
             for one in self.optimizer._saved.parameters:
                 value = state_dict["state"].get(one.number, {}).get("average")

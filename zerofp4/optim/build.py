@@ -83,7 +83,7 @@ class Checked:
         self.transport, self.why_collective = self._choose_transport(group)
         """The transport to try, and why it is "collective" if nobody asked for that."""
         self.held = take_over(masters_from, self.trained, group)
-        """Masters of an earlier optimizer, by id(parameter)."""
+        """The masters of an earlier optimizer."""
         trainable = [one.parameter for one in self.trained]
         made_as = communication.gradient_wire or communication.gradient_dtype
         self.announcement = Announcement(
@@ -164,7 +164,7 @@ class Checked:
                 f"updated whole in {one.work} operations": one.work is not None,
                 f"in amax_groups with {self.trained[one.leader].name}": number not in (None, one.leader),
                 f"in compact state as number {number}": one.is_compact,
-                "of masters_from": id(p) in self.held,
+                "of masters_from": p in self.held,
                 f"in {rank_and_size(place.sharding.group)[1]} parts": place.sharding.replicas is not None,
             }
             facts = [f"{kind_of(p)} in group {g}", *(fact for fact, holds in facts.items() if holds)]

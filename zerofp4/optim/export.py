@@ -8,7 +8,7 @@ from torch import nn
 
 from zerofp4.optim.averages import AveragedMasters
 from zerofp4.optim.initial import initial_values
-from zerofp4.optim.piece import Piece, gathered
+from zerofp4.optim.piece import Piece
 from zerofp4.optim.zero import ZeroFP4Optimizer
 from zerofp4.tensors import QuantizedTensor, check_not_held
 
@@ -79,7 +79,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 def parameter_values(parameter: torch.Tensor, master: Piece | None, dtype: torch.dtype) -> torch.Tensor:
     """A new plain tensor: the whole master, which is collective, or what a parameter without one holds."""
     if master is not None:
-        return gathered(master).to(dtype)
+        return master.full_tensor().to(dtype)
     return initial_values(parameter).view(parameter.shape).to(parameter.device, dtype, copy=True)
 
 
@@ -91,7 +91,7 @@ def gather_masters(
     """
     _, find_master = _find_masters(optimizer, torch.float32)
     masters = map(find_master, parameters)
-    return (None if master is None else gathered(master) for master in masters)
+    return (None if master is None else master.full_tensor() for master in masters)
 
 
 def unconvert_model(

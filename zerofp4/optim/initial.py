@@ -1,7 +1,6 @@
 """What masters begin with: rank 0's values of the parameters, or the masters of an earlier optimizer."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ import torch.distributed as dist
 
 from zerofp4.distributed import Stage
 from zerofp4.engine import Bucket, Sharding, Trained, write_master
-from zerofp4.optim.piece import Piece, gathered_range
 from zerofp4.shard import intersect
 from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, note_master
 
@@ -19,9 +17,8 @@ CHUNK = 1 << 22
 
 def take_over(
     source: Any, trained: Sequence[Trained], group: dist.ProcessGroup | None
-) -> Mapping[int, Callable[[], Piece]]:
-    """This rank's pieces of the masters that an earlier optimizer holds, by id(parameter). One of 24 bits is
-    converted when it is asked for.
+) -> Mapping[torch.Tensor, Any]:
+    """The SavedState of an earlier optimizer, which holds masters of these parameters; {} without one.
 
     Raises TypeError or ValueError for a source that cannot hand over.
     """
@@ -32,24 +29,21 @@ def take_over(
     if not source.process_group.refers_to(group):
         raise ValueError("masters_from must shard its masters over the same process group")
     saved, written = source._hand_over()
-    taken = {}
-    for one in trained:
-        i = saved.indices.get(id(one.parameter))
-        if i is None:
-            continue
+    taken = [one for one in trained if one.parameter in saved]
+    if not taken:
+        raise ValueError("masters_from has the master of none of the trainable parameters of params")
+    for one in taken:
+        i = saved.indices[id(one.parameter)]
         if not saved.parameters[i].home.group.refers_to(one.sharding.group):
             raise ValueError(f"{one.name} is sharded over another process group than in masters_from")
         if i in written:
             raise ValueError(
                 f"{one.name} was written to since the last step of masters_from, whose master would undo that"
             )
-        taken[id(one.parameter)] = functools.partial(saved.master, one.parameter)
-    if not taken:
-        raise ValueError("masters_from has the master of none of the trainable parameters of params")
-    return taken
+    return saved
 
 
-def initialize_masters(buffers: Sequence[Bucket], held: Mapping[int, Callable[[], Piece]]) -> None:
+def initialize_masters(buffers: Sequence[Bucket], held: Mapping[torch.Tensor, Any]) -> None:
     """Fill the masters of all buckets, chunk by chunk. Collective.
 
     held: what take_over() returned. The other masters begin with rank 0's values, as in DDP.
@@ -58,8 +52,8 @@ def initialize_masters(buffers: Sequence[Bucket], held: Mapping[int, Callable[[]
         own = [buffer.own_views(plane) for plane in (buffer.masters, buffer.low) if plane is not None]
         for parameter, shard, *planes in zip(buffer.parameters, buffer.shards, *own, strict=True):
             earlier, source = None, None
-            if id(parameter) in held:
-                earlier = held[id(parameter)]()
+            if parameter in held:
+                earlier = held.master(parameter)
             elif buffer.rank == buffer.replica == 0:
                 source = initial_values(parameter)
             for first in range(0, parameter.numel(), CHUNK):
@@ -67,7 +61,7 @@ def initialize_masters(buffers: Sequence[Bucket], held: Mapping[int, Callable[[]
                 if earlier is None:
                     values = _initial_chunk(source, first, size, buffer)
                 else:
-                    values = gathered_range(earlier, first, size)
+                    values = earlier.gather(first, size)
                 part = intersect(first, size, shard.start, shard.end)
                 if part.numel:
                     start = first + part.start - shard.start

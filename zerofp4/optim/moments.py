@@ -1,7 +1,6 @@
 """What AdamW keeps of a parameter: full or compact state, and how one becomes the other."""
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +26,11 @@ COMPACT = {
 codes for moments. docs/numerics.md has the codes; scales are [..., groups of a row, 2].
 """
 
+CODES = ("exp_avg_codes", "exp_avg_sq_codes")
 PLAIN = {torch.Tensor, nn.Parameter, type(None)}
 
 MOST = 2**22
-"""Elements that are converted at once: the arithmetic takes many times their memory."""
+"""Elements that are converted at once."""
 
 
 class Slice(NamedTuple):
@@ -96,7 +96,7 @@ def first_state(p: torch.Tensor, compact: bool, of: Slice | None = None) -> dict
     step = torch.zeros((), dtype=torch.float32, device=p.device)
     if not compact:
         return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    codes = {name: torch.zeros_like(p, dtype=COMPACT[name]) for name in ("exp_avg_codes", "exp_avg_sq_codes")}
+    codes = {name: torch.zeros_like(p, dtype=COMPACT[name]) for name in CODES}
     shape = scales_shape(_local(p).shape) if of is None else (of.groups, 2)
     scales = torch.zeros(shape, dtype=torch.float32, device=p.device)
     return {"step": step, **codes, "scales": _sharded_like(p, scales, scales_shape(p.shape))}
@@ -152,42 +152,38 @@ def decode_shard(
 
 
 def _encoded(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> dict[str, torch.Tensor]:
-    shape, cols = exp_avg.shape, exp_avg.shape[-1]
-    new = {
-        "exp_avg_codes": torch.empty(shape, dtype=torch.int8, device=exp_avg.device),
-        "exp_avg_sq_codes": torch.empty(shape, dtype=torch.uint8, device=exp_avg.device),
-        "scales": torch.empty(scales_shape(shape), dtype=torch.float32, device=exp_avg.device),
-    }
-    first, second = exp_avg.reshape(-1, cols), exp_avg_sq.reshape(-1, cols)
-    outputs = [new[name].view(len(first), *new[name].shape[len(shape) - 1 :]) for name in new]
-    for rows in _row_ranges(first):
-        roots = root(second[rows]).clamp(max=2.0**64)
-        for output, values in zip(outputs, encode_moments(first[rows], roots), strict=True):
-            output[rows] = values
+    shape, device = exp_avg.shape, exp_avg.device
+    codes = {name: torch.empty(shape, dtype=COMPACT[name], device=device) for name in CODES}
+    new = codes | {"scales": torch.empty(scales_shape(shape), dtype=torch.float32, device=device)}
+    _by_rows(lambda m, v: encode_moments(m, root(v).clamp(max=2.0**64)), (exp_avg, exp_avg_sq), new)
     return new
 
 
 def _decoded(
     exp_avg_codes: torch.Tensor, exp_avg_sq_codes: torch.Tensor, scales: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    cols = exp_avg_codes.shape[-1]
-    first, second = exp_avg_codes.reshape(-1, cols), exp_avg_sq_codes.reshape(-1, cols)
-    scales = scales.reshape(len(first), ceil_div(cols, STATE_GROUP), 2)
-    outputs = [torch.empty_like(first, dtype=torch.float32) for _ in range(2)]
-    for rows in _row_ranges(first):
-        moments = decode_moments(CompactMoments(first[rows], second[rows], scales[rows]))
-        for output, values in zip(outputs, moments, strict=True):
-            output[rows] = values
-    return {
-        name: output.view(exp_avg_codes.shape)
-        for name, output in zip(("exp_avg", "exp_avg_sq"), outputs, strict=True)
-    }
+    shape, device = exp_avg_codes.shape, exp_avg_codes.device
+    new = {name: torch.empty(shape, dtype=torch.float32, device=device) for name in ("exp_avg", "exp_avg_sq")}
+    compact = exp_avg_codes, exp_avg_sq_codes, scales
+    _by_rows(lambda *rows: decode_moments(CompactMoments(*rows)), compact, new)
+    return new
 
 
-def _row_ranges(matrix: torch.Tensor) -> list[slice]:
-    rows = max(MOST // max(matrix.shape[1], 1), 1)
-    bounds = [*range(0, len(matrix), rows), len(matrix)]
-    return [slice(*pair) for pair in itertools.pairwise(bounds)]
+def _by_rows(
+    convert: Callable[..., Sequence[torch.Tensor]],
+    given: Sequence[torch.Tensor],
+    new: Mapping[str, torch.Tensor],
+) -> None:
+    """Write what `convert` makes of tensors into new ones, a few rows at a time: it takes many times their
+    memory.
+    """
+    dims = given[0].dim() - 1
+    inputs, outputs = ([t.reshape(-1, *t.shape[dims:]) for t in side] for side in (given, new.values()))
+    rows = max(MOST // max(given[0].shape[-1], 1), 1)
+    for first in range(0, len(inputs[0]), rows):
+        here = slice(first, first + rows)
+        for output, values in zip(outputs, convert(*(t[here] for t in inputs)), strict=True):
+            output[here] = values
 
 
 def locals_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:

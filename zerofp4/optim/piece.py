@@ -110,7 +110,7 @@ class Piece(torch.Tensor):
         shape = torch.Size(shape)
         piece = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=values.dtype, device=values.device)
         piece.values, piece.start, piece.about = values, start, about
-        piece.saves = {None: "a tensor"} if saves is None else saves
+        piece.saves = {None} if saves is None else saves
         piece.unread, piece.boxes = None, {}
         return piece
 
@@ -133,6 +133,26 @@ class Piece(torch.Tensor):
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Piece":
         """A piece of the same elements, with what the function makes of their values."""
         return Piece(function(self.values), self.shape, self.start, self.about, self.saves)
+
+    # Collective
+
+    def full_tensor(self) -> torch.Tensor:
+        """Collective: the whole tensor, on every rank, from the ranges that the ranks hold."""
+        return self.gather(0, self.numel()).view(self.shape)
+
+    def gather(self, first: int, numel: int) -> torch.Tensor:
+        """Collective: elements [first, first + numel) of the whole tensor, 1D."""
+        group, device = self.about.home.group(), self.about.home.device
+        found = torch.zeros(numel, dtype=self.dtype, device=device)
+        part = intersect(self.start, self.values.numel(), first, first + numel)
+        if part.numel:
+            at = self.start + part.start - first
+            found[at : at + part.numel] = self.values[part.start : part.end].to(device)
+        if numel and group is not None:
+            # Of the bytes: the others' are 0, and what several ranks have is the same. A sum makes -0 a 0.
+            with Stage("gathering a tensor of the optimizer", group):
+                dist.all_reduce(found.view(torch.uint8), dist.ReduceOp.MAX, group=group)
+        return found
 
     # torch.distributed.checkpoint
 
@@ -173,11 +193,11 @@ class Piece(torch.Tensor):
 
     def _begin_load(self) -> None:
         self.values = torch.empty_like(self.values, memory_format=torch.contiguous_format)
-        self.saves, self.unread = {}, self.values.numel()
+        self.saves, self.unread = set(), self.values.numel()
 
     def note_read(self, save_id: str | None, numel: int) -> None:
         """A chunk has been read. save_id: None for one without a seal."""
-        self.saves[save_id] = self.about.label or "a tensor"
+        self.saves.add(save_id)
         self.unread -= numel
 
     # Copies
@@ -228,13 +248,9 @@ class Piece(torch.Tensor):
     device_mesh = property(lambda self: self.about.home.mesh)
     placements = property(lambda self: (Replicate(),))  # who distributes a whole tensor leaves it whole
 
-    def full_tensor(self) -> torch.Tensor:
-        """Collective: the whole tensor, on every rank."""
-        return gathered(self)
-
     def redistribute(self, *_: Any, **__: Any) -> DTensor:
         """Collective: the whole tensor on every rank, as a replicated DTensor."""
-        return DTensor.from_local(gathered(self), self.device_mesh, [Replicate()], run_check=False)
+        return DTensor.from_local(self.full_tensor(), self.device_mesh, [Replicate()], run_check=False)
 
     def to_local(self) -> "Piece":
         return self
@@ -253,27 +269,7 @@ def _rebuild_piece(values: Any, shape: Any, start: Any, save_id: Any, expected: 
     if not isinstance(values, torch.Tensor) or checksum(values, shape, start, save_id) != expected:
         raise ValueError(f"elements of shape {shape} are not those that were saved: the file is damaged")
     # A clone: a file may set_ a tensor to another size.
-    return Piece(values.detach().clone(), shape, start, saves={save_id: "a tensor"})
+    return Piece(values.detach().clone(), shape, start, saves={save_id})
 
 
 torch.serialization.add_safe_globals([_rebuild_piece])
-
-
-def gathered(piece: Piece) -> torch.Tensor:
-    """Collective: the whole tensor, in its shape, from the ranges that the ranks hold, wherever these lie."""
-    return gathered_range(piece, 0, piece.numel()).view(piece.shape)
-
-
-def gathered_range(piece: Piece, first: int, numel: int) -> torch.Tensor:
-    """Collective: elements [first, first + numel) of the whole tensor, 1D."""
-    group, device = piece.about.home.group(), piece.about.home.device
-    found = torch.zeros(numel, dtype=piece.dtype, device=device)
-    part = intersect(piece.start, piece.values.numel(), first, first + numel)
-    if part.numel:
-        at = piece.start + part.start - first
-        found[at : at + part.numel] = piece.values[part.start : part.end].to(device)
-    if numel and group is not None:
-        # Of the bytes: the others' are 0, and what several ranks have is the same. A sum makes -0 a 0.
-        with Stage("gathering a tensor of the optimizer", group):
-            dist.all_reduce(found.view(torch.uint8), dist.ReduceOp.MAX, group=group)
-    return found

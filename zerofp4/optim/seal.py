@@ -123,8 +123,8 @@ torch.serialization.add_safe_globals([_unseal])
 
 # Saves
 
-Saves = dict[str | None, str]
-"""The ids of the saves that something was read from, None for no id; by id, an entry that has it."""
+Saves = set[str | None]
+"""The ids of the saves that something was read from; None for what has no id."""
 
 
 def draw_token() -> str:
@@ -139,15 +139,10 @@ def make_id(token: str, steps: int) -> str:
 def the_one(saves: Saves) -> str | None:
     """The save id of what was read; None without seals. Raises ValueError for several ids."""
     if len(saves) > 1:
-        parts = []
-        for save_id, name in saves.items():
-            save = "a save without an id"
-            if save_id is not None:
-                save = f"save {save_id.partition('-')[0]} at step {steps_of(save_id)}"
-            parts.append(f"{name} of {save}")
+        ids = [f"{i.partition('-')[0]} at step {steps_of(i)}" for i in sorted(saves - {None})]
         raise ValueError(
-            f"state_dict mixes {len(saves)} saves: it has {' and '.join(parts[:2])}. A save into a folder "
-            "that holds an older one did not finish: load another checkpoint"
+            f"state_dict mixes saves: {', '.join(ids)}{', one without an id' * (None in saves)}. A save into "
+            "a folder that holds an older one did not finish: load another checkpoint"
         )
     return next(iter(saves), None)
 
@@ -165,4 +160,4 @@ def agree_on_save(
     and a new token, the same on every rank.
     """
     told = exchange((saves, draw_token()), error, group, call)
-    return the_one({save_id: name for own, _ in told for save_id, name in own.items()}), told[0][1]
+    return the_one(set().union(*(own for own, _ in told))), told[0][1]

@@ -70,7 +70,7 @@ def own_name(name: str) -> str:
 def _find_names(
     announced: Sequence[Any], rank: int, group_count: int
 ) -> tuple[list[str | None], list[list[str]]]:
-    """By trainable parameter of this rank, why no file can have it under its name (None if one can); and by
+    """By parameter of this rank, why no file can have it under its name (None if one can); and by
     parameter group, the names of those in it that this rank lacks and others have.
 
     announced: the Announcement of each rank. The same parameter is on the ranks that it is sharded over, and
@@ -78,15 +78,16 @@ def _find_names(
     """
     own, by_rank = announced[rank], [{m.name for m in announcement.members} for announcement in announced]
     refusals = []
-    for member in (member for member in own.members if member.is_trainable):
-        ranks, why = member.ranks, None
-        others = [r for r, names in enumerate(by_rank) if member.name in names and r not in ranks]
-        if member.name is None and len(ranks) < len(announced):
-            why = f"on ranks {list(ranks)} only, and has no name that tells it from what others have"
-        elif others and len(member.copies) == 1:
-            why = f"one parameter on ranks {list(ranks)} and another on ranks {others}, under one name"
-        how = "build the optimizer with names of the whole model, as in [('experts.7.weight', p)]"
-        refusals.append(why and f"{member.label} is {why}, and a checkpoint has one of each name: {how}")
+    for member in own.members:
+        others = [r for r, names in enumerate(by_rank) if member.name in names and r not in member.ranks]
+        refusal = None
+        if others and len(member.copies) == 1:
+            refusal = (
+                f"{member.label} is one parameter on ranks {list(member.ranks)}, another on ranks {others}, "
+                "and a checkpoint has one of each name: build the optimizer with names of the whole model, "
+                "as in [('experts.7.weight', p)]"
+            )
+        refusals.append(refusal)
     lacking: list[dict[str, None]] = [{} for _ in range(group_count)]
     for member in itertools.chain.from_iterable(announcement.members for announcement in announced):
         if member.name not in by_rank[rank] and member.name is not None:
@@ -288,12 +289,12 @@ class SavedState(Mapping):
         self.parameters: list[SavedParameter] = []
         """The trainable ones, in the order of the shards."""
         homes: dict[dist.ProcessGroup | None, Home] = {}
-        trained = zip(shards.trained, shards.shards, refusals, strict=True)
-        for n, member in enumerate(announced[rank].members):
+        trained = zip(shards.trained, shards.shards, strict=True)
+        for n, (member, refusal) in enumerate(zip(announced[rank].members, refusals, strict=True)):
             number, g = ParameterId(n, member.name), member.group
             self.ids[g].append(number)
             if member.is_trainable:
-                one, shard, refusal = next(trained)
+                one, shard = next(trained)
                 group, label, shape = one.sharding.group, member.name or member.label, one.parameter.shape
                 home = homes.setdefault(group, Home(GroupReference(group), self.device))
                 self.parameters.append(SavedParameter(number, label, g, shape, shard, home, refusal))
@@ -327,7 +328,7 @@ class SavedState(Mapping):
             values = zero.expand(shard.numel)
         label = None if saved.number.name is None else f"{saved.number.name}.{name}"
         about = About(label, saved.home, saved.refusal, self.sound.obstacle)
-        return Piece(values, shape, shard.start, about, {self.save_id: label or "a tensor"})
+        return Piece(values, shape, shard.start, about, {self.save_id})
 
     def master(self, parameter: torch.Tensor) -> Piece | None:
         """A piece of the float32 master; None without one. One of 24 bits is converted in each call."""
@@ -442,9 +443,8 @@ def read_state_dict(
     if was_in_file and type(state_dict["param_groups"]) is tuple:
         # torch has read none, which a planner lets pass, and has copied those of this optimizer.
         warnings.warn(
-            "the checkpoint has no param_groups that ZeroFP4Optimizer wrote: lr and other options stay as "
-            "they are here. What get_state_dict() of torch.distributed.checkpoint.state_dict returned is "
-            "loaded into what get_optimizer_state_dict(model, optimizer) returns, options too",
+            "the checkpoint has no param_groups of a ZeroFP4Optimizer: lr and other options stay as they are "
+            "here. What get_optimizer_state_dict(model, optimizer) returns loads options, too",
             stacklevel=3,
         )
     return masters, find_saves(state_dict, saved.save_id)
@@ -502,7 +502,8 @@ def _read_parameter(
     master = found.pop("master", None)
     if "master_high" in found:
         master = joined(found.pop("master_high"), found.pop("master_low"))
-    if not found and not was_in_file:  # never updated
+    parts = saved.shards.optimized[i]
+    if not parts or not (found or was_in_file):  # of other ranks, or never updated
         return master, {}
     if CODES.keys() <= template.keys() and MOMENTS.keys() <= found.keys():
         found |= encode_shard(*map(found.pop, MOMENTS), own.shape[-1])
@@ -511,9 +512,8 @@ def _read_parameter(
     for name, entry in template.items():
         if name not in found and name != STARTED:
             own.read(name, None, entry)  # raises
-    parts = saved.shards.optimized[i]
     flags = [found[name] for name, entry in template.items() if entry.is_flag and name in found]
-    if not parts or not all(map(bool, flags)):
+    if not all(map(bool, flags)):
         return master, {}
     found.pop(STARTED, None)
     states: dict[int, dict[str, Any]] = {id(part): {} for part in parts}
@@ -570,13 +570,11 @@ def was_read(state_dict: Mapping) -> bool:
 
 def find_saves(state_dict: Mapping, present: str | None = None) -> Saves:
     """The saves that this rank has read. present: the optimizer's, which a partial load leaves in options."""
-    was_in_file, saves = was_read(state_dict), {}
-    for piece in pieces_of(state_dict):
-        if piece.unread is not None or not was_in_file:
-            saves = piece.saves | saves
+    was_in_file, pieces = was_read(state_dict), pieces_of(state_dict)
+    saves = set().union(*(p.saves for p in pieces if p.unread is not None or not was_in_file))
     save_id = getattr(state_dict.get("param_groups"), "save_id", None)
-    if saves.keys() - {None} and save_id not in (None, present):  # tools drop the seals of tensors alone
-        saves |= {save_id: "param_groups"}
+    if saves - {None} and save_id not in (None, present):  # tools drop the seals of tensors alone
+        saves.add(save_id)
     return saves
 
 

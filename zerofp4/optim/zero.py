@@ -53,7 +53,6 @@ from zerofp4.optim.early_updates import EarlyUpdates
 from zerofp4.optim.initial import broadcast_frozen, initialize_masters
 from zerofp4.optim.inner import InnerOptimizers
 from zerofp4.optim.norm import global_norm
-from zerofp4.optim.piece import gathered
 from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.soundness import Soundness
@@ -145,7 +144,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         shares_all = self._peers is not None and self._hosts is None
         self._transport_name = "none" if self.world_size == 1 else "peer" if shares_all else "collective"
         trainable = [one.parameter for one in checked.trained]
-        begun = [one for one in checked.trained if id(one.parameter) not in checked.held]
+        begun = [one for one in checked.trained if one.parameter not in checked.held]
         lost = [one.name for one in begun if had_master(one.parameter)]
         set_gradient_dtype(communication.gradient_dtype, trainable)
         self._bucket_mb = max(other.bucket_mb for other in announced)
@@ -776,7 +775,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         whole: dict[int, dict[str, torch.Tensor]] = {}
         for number, entries in self._saved.state_dict()["state"].items():
             for name, piece in entries.items():
-                tensor = gathered(piece)
+                tensor = piece.full_tensor()
                 if rank == to:
                     whole.setdefault(number, {})[name] = tensor.cpu()
         self._consolidated = whole if rank == to else None
@@ -802,7 +801,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         written = self._shards.written()  # a pass that ends accepts the values of weights
         if self._early is not None:
             self._early.give_up()
-        before, loaded, steps, saves, error = self.inners.present(), None, 0, {}, OwnError()
+        before, loaded, steps, saves, error = self.inners.present(), None, 0, set(), OwnError()
         moved = self._shards.find_moved()
         moved = None if moved is None else str(moved)  # an error would keep this frame, which would keep it
         obstacle = self._sound.obstacle or moved
@@ -845,7 +844,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         For checks: it takes the memory that sharding saves.
         """
         masters = map(self._saved.master, self._parameters)
-        return [None if master is None else gathered(master) for master in masters]
+        return [None if master is None else master.full_tensor() for master in masters]
 
     def gathered_bytes_per_step(self) -> dict[str, int]:
         """Bytes of the buffers that the ranks of the group gather together in each step; 0 in a world of one.

@@ -84,7 +84,7 @@ def test_files_of_averages_of_two_steps_are_refused(world):
     averages.update()
     dcp.save({"averages": averages}, checkpoint_id=paths[1])
     on_rank_0(world, shutil.copy, paths[1] / "__0_0.distcp", paths[0] / "__0_0.distcp")
-    with pytest.raises(ValueError, match="mixes 2 saves"):
+    with pytest.raises(ValueError, match="mixes saves"):
         dcp.load({"averages": averages}, checkpoint_id=paths[0])
     dcp.load({"averages": averages}, checkpoint_id=paths[1])
 
