@@ -29,6 +29,9 @@ def make_piece(first=3, last=17):
 def test_copies_are_pieces_with_values_of_their_own():
     piece, whole = make_piece()
     copies = [copy.deepcopy(piece), piece.clone(), piece.to("cpu", copy=True), piece.detach()]
+    for moved in (piece.to("meta"), piece.to(device="meta"), piece.to("meta", torch.float64)):
+        assert type(moved) is Piece and moved.device.type == "meta" and moved.shard == (3, 14)
+    assert piece.to("cpu").values.data_ptr() == piece.values.data_ptr()
     for one in (*copies, through_a_file(piece)):
         assert isinstance(one, Piece) and one.shape == (4, 6) and one.shard == (3, 14)
         assert torch.equal(one.values, whole.view(-1)[3:17])

@@ -186,7 +186,7 @@ def _move(state, parameters):
 DAMAGES = [
     (
         lambda state, _: state["state"][0].update(momentum_buffer=torch.zeros(3)),
-        r"other shapes: .*\.momentum_buffer \(\(3,\), here \(34, 48\)\)",
+        r"\.momentum_buffer has shape \(3,\), here \(34, 48\)",
     ),
     (None, "state_dict cannot be loaded: KeyError: 'momentum'"),
     (_move, r"no master of .*\['params'\]\[1\] has moved since"),
