@@ -7,13 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.optim import (
-    OPTIMIZERS,
-    assert_all_equal,
-    batch,
-    make_net,
-    make_parameters,
-)
+from cases.optim import assert_all_equal, batch, make_net, make_parameters
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofp4.optim import ZeroFP4Optimizer
@@ -29,32 +23,16 @@ def run_steps(net, optimizer, scheduler, steps):
         optimizer.zero_grad()
 
 
-def build(device, seed, name="adamw"):
-    net = make_net(device, seed)
-    optimizer_class, defaults = OPTIMIZERS[name]
+def build(device):
+    net = make_net(device)
     groups = [{"params": [p for p in net.parameters() if p.dim() > 1]}]
     groups.append({"params": [p for p in net.parameters() if p.dim() < 2], "lr": 0.02})
-    optimizer = ZeroFP4Optimizer(groups, optimizer_class, **defaults)
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.AdamW, lr=0.01, weight_decay=0.1)
     return net, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
 def parameter_values(net):
     return [p.detach().float() for p in net.parameters()]
-
-
-def test_load_before_the_first_backward_restores_written_weights(device):
-    """And pieces are saved in no more bytes than they have."""
-    net, optimizer, _ = build(device, 0)
-    expected, file = parameter_values(net), io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    assert file.tell() < 3 * 4 * sum(p.numel() for p in net.parameters()) + 40000
-    with torch.no_grad():
-        for p in net.parameters():
-            p.copy_(torch.ones(p.shape, device=device))
-    file.seek(0)
-    optimizer.load_state_dict(torch.load(file))
-    assert_all_equal(parameter_values(net), expected, "weight")
-    optimizer.step()
 
 
 def entry(i, name, value):
@@ -65,14 +43,12 @@ def entry(i, name, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.pop("state"), "state_dict cannot be loaded: KeyError: 'state'"),
         (
             lambda s: s.update(param_groups=s["param_groups"][:1]),
             r"param_groups have \[2\] parameters, and these \[2, 4\]",
         ),
         (lambda s: s["param_groups"][0].pop("params"), "state_dict cannot be loaded: KeyError: 'params'"),
         (lambda s: s["param_groups"][0].update(lr=-1.0), "Invalid learning rate: -1.0"),
-        (lambda s: s["param_groups"][0].update(lr=torch.zeros(3)), "state_dict cannot be loaded"),
         (lambda s: s["param_groups"][0].update(lr=math.nan), r"\[.lr.\] must be finite, got nan"),
         (entry(1, "master", lambda _: torch.zeros(5)), r"\.master has shape \(5,\), here \(6, 48\)"),
         (entry(1, "exp_avg", lambda _: None), r"param_groups\[0\]\['params'\]\[1\].*\.exp_avg is missing"),
@@ -81,7 +57,7 @@ def entry(i, name, value):
     ],
 )
 def test_a_state_dict_that_does_not_fit_changes_nothing(device, change, message):
-    net, optimizer, scheduler = build(device, 0)
+    net, optimizer, scheduler = build(device)
     run_steps(net, optimizer, scheduler, range(1))
     state = copy.deepcopy(optimizer.state_dict())
     for entries in state["state"].values():
@@ -103,7 +79,7 @@ def test_load_into_parameters_that_were_moved(device):
     """Trainers move a model and have its optimizer load its own state. Without masters in that state, the
     parameters' values would be lost.
     """
-    net, optimizer, scheduler = build(device, 0)
+    net, optimizer, scheduler = build(device)
     run_steps(net, optimizer, scheduler, range(1))
     before, state = parameter_values(net), copy.deepcopy(optimizer.state_dict())
     for p in (net.norm.weight, net.norm.bias):
@@ -117,24 +93,14 @@ def test_load_into_parameters_that_were_moved(device):
     run_steps(net, optimizer, scheduler, range(1))
 
 
-def test_state_of_another_model_or_class(device):
-    _, optimizer, _ = build(device, 0)
-    other = ZeroFP4Optimizer(make_parameters(device))
-    with pytest.raises(ValueError, match=r"param_groups have \[9\] parameters, and these \[2, 4\]"):
-        optimizer.load_state_dict(other.state_dict())
-    net, sgd, scheduler = build(device, 0, "sgd")
-    run_steps(net, sgd, scheduler, range(1))
-    with pytest.raises(ValueError, match=r"does not fit: .*\.step is missing"):
-        optimizer.load_state_dict(sgd.state_dict())
-
-
 def test_damaged_files_are_refused(device):
-    """Every flipped bit in what torch.save wrote of the values, and every cut."""
-    net, optimizer, scheduler = build(device, 0)
+    """Every flipped bit in what torch.save wrote of the values, and every cut. It writes nothing else."""
+    net, optimizer, scheduler = build(device)
     run_steps(net, optimizer, scheduler, range(2))
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     content, expected = file.getvalue(), parameter_values(net)
+    assert len(content) < 3 * 4 * sum(p.numel() for p in net.parameters()) + 40000
     generator = torch.Generator().manual_seed(0)
     refused = 0
     for place in torch.randint(len(content), (600,), generator=generator).tolist():
@@ -155,13 +121,13 @@ def test_damaged_files_are_refused(device):
 
 
 def test_hooks(device):
-    net, optimizer, _ = build(device, 0)
+    net, optimizer, scheduler = build(device)
     calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("pre step"))
     optimizer.register_step_post_hook(lambda *_: calls.append("post step"))
     optimizer.register_state_dict_post_hook(lambda _, state: {**state, "extra": 1})
     optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(f"load {state['extra']}"))
-    run_steps(net, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), range(1))
+    run_steps(net, optimizer, scheduler, range(1))
     optimizer.load_state_dict(optimizer.state_dict())
     assert calls == ["pre step", "post step", "load 1"]
 

@@ -20,11 +20,9 @@ class AveragedMasters:
 
     Call update() after each step. It takes no part in collectives. The average takes 4 bytes for each element
     of this rank's slice, and update() as many once more for the largest bucket while it runs, or with masters
-    of 24 bits twice more. No value of it is ever quantized. master_state_dict(model, averages),
-    save_safetensors(model, averages, folder) and unconvert_model(model, averages) give it in the model's own
-    keys; state_dict() and load_state_dict() are for torch.distributed.checkpoint, in a world of any size.
-
-    Raises TypeError for what is no ZeroFP4Optimizer, ValueError for a decay out of range.
+    of 24 bits twice more. master_state_dict(model, averages), save_safetensors(model, averages, folder) and
+    unconvert_model(model, averages) give it in the model's own keys; state_dict() and load_state_dict() are
+    for torch.distributed.checkpoint, in a world of any size.
     """
 
     def __init__(self, optimizer: ZeroFP4Optimizer, decay: float = 0.999):
@@ -42,9 +40,6 @@ class AveragedMasters:
     def update(self) -> None:
         """average = decay * average + (1 - decay) * master: three operations, each rounded to FP32, so that
         the bits do not depend on the number of ranks.
-
-        A step that was skipped has left the masters as they were. Raises RuntimeError where another
-        ZeroFP4Optimizer was built over the parameters.
         """
         self.optimizer._shards.check_not_taken_over()
         self.optimizer._check_sound(waits=False)  # once in every step
@@ -53,13 +48,12 @@ class AveragedMasters:
 
     def _master(self, parameter: torch.Tensor) -> Piece | None:
         """As SavedState.master(), a piece of the average."""
-        i = self.optimizer._saved.indices.get(id(parameter))
-        return None if i is None else self.optimizer._saved.piece(i, "average", self._views[i])
+        saved = self.optimizer._saved
+        i = saved.indices.get(id(parameter))
+        return None if i is None else saved.piece(i, "average", self._views[i])
 
     def state_dict(self) -> dict[str, Any]:
-        """Pieces in the parameters' shapes, as those of the optimizer's state_dict(), and no copies. For
-        torch.distributed.checkpoint the optimizer needs names (named_parameters()).
-        """
+        """Pieces in the parameters' shapes, as those of the optimizer's state_dict(), and no copies."""
         saved = self.optimizer._saved
         own = zip(saved.parameters, map(self._master, saved), strict=True)
         return {"state": {one.number: {"average": piece} for one, piece in own}}

@@ -23,21 +23,20 @@ def master_state_dict(
     tensor has memory of its own, tied ones too.
 
     Collective: one tensor is gathered at a time, so that no rank holds the model in FP32, and every rank
-    takes all of them, in the same order. `dict(master_state_dict(...))` is for safetensors and for
-    save_pretrained(state_dict=...).
-
-    Raises TypeError for an optimizer that is no ZeroFP4Optimizer, and for a dtype that is not floating,
-    RuntimeError for an optimizer that is `broken`, or whose parameters a later one has taken over.
+    takes all of them, in the same order. Raises RuntimeError for an optimizer that is `broken`, or whose
+    parameters a later one has taken over.
     """
     return _values(model, _find_masters(optimizer, dtype)[1], dtype)
 
 
 FindMaster = Callable[[torch.Tensor], Piece | None]
-"""From a parameter, this rank's piece of its master, or of the average of that; None without one."""
 
 
-def _find_masters(source: Any, dtype: torch.dtype) -> tuple[ZeroFP4Optimizer, FindMaster]:
-    """The optimizer, and what finds masters. source: the optimizer, or AveragedMasters of it."""
+def _find_masters(source: Any, dtype: torch.dtype = torch.float32) -> tuple[ZeroFP4Optimizer, FindMaster]:
+    """The optimizer, and what finds this rank's piece of a master, or of its average.
+
+    source: the optimizer, or AveragedMasters of it.
+    """
     optimizer = source.optimizer if isinstance(source, AveragedMasters) else source
     if not isinstance(optimizer, ZeroFP4Optimizer):
         raise TypeError(f"optimizer must be a ZeroFP4Optimizer, got {type(optimizer).__name__}")
@@ -89,8 +88,7 @@ def gather_masters(
     """Collective: the whole FP32 master of each parameter, gathered as it is asked for; None where there is
     none. Raises, before it returns, as master_state_dict().
     """
-    _, find_master = _find_masters(optimizer, torch.float32)
-    masters = map(find_master, parameters)
+    masters = map(_find_masters(optimizer)[1], parameters)
     return (None if master is None else master.full_tensor() for master in masters)
 
 
@@ -108,7 +106,7 @@ def unconvert_model(
     """
     find_master: FindMaster = {}.get
     if optimizer is not None:
-        optimizer, find_master = _find_masters(optimizer, torch.float32)
+        optimizer, find_master = _find_masters(optimizer)
     found = [
         (module, name, f"{prefix}.{name}" if prefix else name)
         for prefix, module in model.named_modules()

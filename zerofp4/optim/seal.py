@@ -156,8 +156,8 @@ def agree_on_save(
 ) -> tuple[str | None, str]:
     """Raise an error of any rank, and ValueError if the ranks have read several saves together. Collective.
 
-    saves: what this rank has read. call: what the ranks do, for messages. Returns the id that all have read,
-    and a new token, the same on every rank.
+    saves: what this rank has read. Returns the id that all have read, and a new token, the same on every
+    rank.
     """
     told = exchange((saves, draw_token()), error, group, call)
     return the_one(set().union(*(own for own, _ in told))), told[0][1]

@@ -21,7 +21,7 @@ from zerofp4.distributed import CollectiveError, GroupReference
 from zerofp4.engine import joined
 from zerofp4.optim.initial import initial_values
 from zerofp4.optim.inner import InnerClass, InnerOptimizers, are_unchanged, options
-from zerofp4.optim.moments import COMPACT, FULL, decode_shard, encode_shard, scales_shape
+from zerofp4.optim.moments import decode_shard, encode_shard, scales_shape
 from zerofp4.optim.piece import ONE_PART, About, Home, Piece
 from zerofp4.optim.seal import Saves, SealedTuple, make_id
 from zerofp4.optim.soundness import Soundness
@@ -115,8 +115,8 @@ class Entry(NamedTuple):
     is_flag: whether it is 0 of a parameter that has no state yet.
     """
 
-    kind: str | type
     dtype: torch.dtype
+    kind: str | type = "elements"
     device: torch.device | None = None
     trial_shape: tuple[int, ...] = ()
     is_flag: bool = False
@@ -133,28 +133,19 @@ class Entry(NamedTuple):
         return (*shape[:-2], *(sizes.get(size, size) for size in self.trial_shape))
 
 
-MASTER = Entry("elements", torch.float32)
-MASTERS = {
-    "full": {"master": MASTER},
-    "compact": {"master": MASTER},
-    "compact24": {
-        "master_high": Entry("elements", torch.bfloat16),
-        "master_low": Entry("elements", torch.uint8),
-    },
-}
-"""What is saved of masters, by the state of their parameter. As those of compact state, planes have names of
-their own: nobody takes one for a master.
-"""
+MASTER = Entry(torch.float32)
+PLANES = {"master_high": Entry(torch.bfloat16), "master_low": Entry(torch.uint8)}
+"""What is saved of masters of 24 bits. The names are their own, so that nobody takes a plane for a master."""
 
-MOMENTS = {name: MASTER for name in FULL if name != "step"}
+MOMENTS = dict.fromkeys(("exp_avg", "exp_avg_sq"), MASTER)
 CODES = {
-    name: Entry("groups" if name == "scales" else "elements", dtype)
-    for name, dtype in COMPACT.items()
-    if name != "step"
+    "exp_avg_codes": Entry(torch.int8),
+    "exp_avg_sq_codes": Entry(torch.uint8),
+    "scales": Entry(torch.float32, "groups"),
 }
 """What is saved of moments in full state, and in compact state."""
 
-KNOWN = MASTERS["full"] | MASTERS["compact24"] | MOMENTS | CODES
+KNOWN = {"master": MASTER} | PLANES | MOMENTS | CODES
 
 
 def make_template(inner: InnerClass, group: dict, device: torch.device) -> dict[str, Entry]:
@@ -175,7 +166,7 @@ def make_template(inner: InnerClass, group: dict, device: torch.device) -> dict[
     entries = {name: entry_of(name, value, trial) for name, value in found.items() if value is not None}
     if entries and is_lazy:
         flag = "step" if "step" in entries else STARTED
-        cpu_scalar = Entry("scalar", torch.float32, torch.device("cpu"))
+        cpu_scalar = Entry(torch.float32, "scalar", torch.device("cpu"))
         entries[flag] = entries.get(flag, cpu_scalar)._replace(is_flag=True)
     return entries
 
@@ -183,13 +174,13 @@ def make_template(inner: InnerClass, group: dict, device: torch.device) -> dict[
 def entry_of(name: str, value: Any, of: torch.Tensor) -> Entry:
     """The entry for a value that an optimizer keeps of a tensor: a slice, 1D, or a matrix."""
     if not isinstance(value, torch.Tensor):
-        return Entry(type(value), torch.float64, torch.device("cpu"))
+        return Entry(torch.float64, type(value), torch.device("cpu"))
     if value.dim() and value.numel() == of.numel():
-        return Entry("elements", value.dtype, value.device)
+        return Entry(value.dtype, "elements", value.device)
     is_count = name == "step" and value.numel() == 1  # the same of all matrices of a stack
     if of.dim() == 1 or is_count:
-        return Entry("scalar", value.dtype, value.device)
-    return Entry("matrices", value.dtype, value.device, tuple(value.shape))
+        return Entry(value.dtype, "scalar", value.device)
+    return Entry(value.dtype, "matrices", value.device, tuple(value.shape))
 
 
 # One parameter
@@ -355,7 +346,8 @@ class SavedState(Mapping):
         if STARTED in entries and found:
             found[STARTED] = torch.ones(1, dtype=torch.float32)
         planes = self.shards.masters[i], self.shards.lows[i]
-        named = zip(MASTERS[self.shards.trained[i].state].items(), planes, strict=False)  # one or both
+        kept = PLANES if self.shards.trained[i].state == "compact24" else {"master": MASTER}
+        named = zip(kept.items(), planes, strict=False)  # one or both
         pieces = {name: self.piece(i, name, plane, entry) for (name, entry), plane in named}
         return pieces | {name: self.piece(i, name, found.get(name), entry) for name, entry in entries.items()}
 
@@ -497,7 +489,7 @@ def _read_parameter(
             continue  # what was not read is what the optimizer had
         if name not in known:  # a first step does not make it
             is_tensor = torch.is_tensor(value) and value.dim()
-            known[name] = MASTER if is_tensor else Entry("scalar", torch.float32)
+            known[name] = MASTER if is_tensor else Entry(torch.float32, "scalar")
         found[name] = own.read(name, value, known[name])
     master = found.pop("master", None)
     if "master_high" in found:
