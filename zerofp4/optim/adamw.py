@@ -223,7 +223,7 @@ class FusedAdamW(torch.optim.Optimizer):
         device = self._device()
         scalars = {"skip": found_inf, "factor": clip_factor}
         for name, scalar in (("found_inf", found_inf), ("clip_factor", clip_factor)):
-            if scalar is not None:
+            if scalar is not None and device is not None:  # without parameters nothing reads it
                 _check_scalar(name, scalar, device)
         for g, group in enumerate(self.param_groups):
             _check_options(group, f"param_groups[{g}]", device)
