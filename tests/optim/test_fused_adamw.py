@@ -113,6 +113,13 @@ def test_a_step_that_finds_an_infinity_changes_nothing(device, state):
         expected.check(f"found_inf {flag}:")
 
 
+def test_a_rank_without_parameters_steps_too(device):
+    optimizer = FusedAdamW([{"params": []}])
+    optimizer.found_inf = optimizer.clip_factor = torch.ones((), device=device)
+    optimizer.step()
+    assert not optimizer.state
+
+
 @each_state
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_that_are_clipped_as_they_are_read(device, dtype, state):
