@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,12 +65,7 @@ def kind_key(parameter: torch.Tensor) -> tuple:
 
 
 def build_buckets(
-    trained: Sequence[Trained],
-    bucket_mb: float,
-    wire: torch.dtype | None,
-    as_made: bool,
-    rounded_first: bool,
-    updates_early: bool = False,
+    trained: Sequence[Trained], bucket_mb: float, wire: torch.dtype | None, overlap: str | None
 ) -> list[Bucket]:
     """Assign the parameters to buckets, the same list on every rank.
 
@@ -79,78 +74,78 @@ def build_buckets(
     each combination is one bucket.
 
     bucket_mb: megabytes of the gradients of one bucket, all ranks' parts together. wire: as of Bucket.
-    as_made: sort buckets as a backward pass is expected to make their gradients: NVFP4 weights of the last
-        layers first. Dense buckets follow, since each spans many layers and, as a rule, the embedding.
-    updates_early: cut buckets of one rank, too, whose gradients are freed one bucket at a time; and sort all
-        of them as a backward pass is expected to complete them: by their first parameter, from the last one.
-    rounded_first: within a sharding, put NVFP4 weights last, so that a step waits for dense weights only.
+    overlap: as of Communication. "forward" puts NVFP4 weights last within a sharding, so that a step waits
+        for dense weights only. "backward" and "both" sort buckets as a backward pass is expected to make
+        their gradients: NVFP4 weights of the last layers first. Dense buckets follow, since each spans many
+        layers and, as a rule, the embedding. "update" sorts all of them by their first parameter, from the
+        last one, and cuts buckets of one rank, too: their gradients are freed one bucket at a time.
     """
     states = ("full", "compact", "compact24")
+    updates_early, first_last = overlap == "update", overlap in ("backward", "both", "update")
 
     def key(i: int) -> tuple:
         kind = kind_key(trained[i].parameter)
-        is_packed = not kind[0]
-        return rounded_first and is_packed, trained[i].by, kind, states.index(trained[i].state)
+        is_last = overlap == "forward" and not kind[0]
+        return is_last, trained[i].by, kind, states.index(trained[i].state)
 
     built: list[Bucket] = []
-    for sharding, positions in _positions(one.sharding for one in trained).items():
+    for sharding, positions in _grouped(range(len(trained)), lambda i: trained[i].sharding).items():
         world_size = rank_and_size(sharding.group)[1]
         works = {i: trained[i].work for i in positions if trained[i].work is not None}
         owners = dict(zip(works, longest_first([*works.values()], world_size), strict=True))
         for _, indices in itertools.groupby(sorted(positions, key=key), key):
-            indices = list(indices)
-            parameters = [trained[i].parameter for i in indices]
-            sizes = [p.numel() * (wire or gradient_dtype(p)).itemsize for p in parameters]
-            most = int(bucket_mb * 2**20) if world_size > 1 or updates_early else sum(sizes)
-            leaders = [trained[i].leader for i in indices]
-            is_whole = indices[0] in owners
+            groups = list(_grouped(indices, lambda i: trained[i].leader).values())
+            parameters = {i: trained[i].parameter for group in groups for i in group}
+            sizes = {i: p.numel() * (wire or gradient_dtype(p)).itemsize for i, p in parameters.items()}
+            most = int(bucket_mb * 2**20) if world_size > 1 or updates_early else sum(sizes.values())
+            is_whole = groups[0][0] in owners
             if is_whole:
-                cut = in_whole_slices(sizes, [owners[i] for i in indices], leaders, most // world_size)
+                cut = in_whole_slices(groups, sizes, owners, most // world_size)
             else:
-                cut = in_buckets(sizes, leaders, most, first_last=as_made or updates_early)
-            for positions_in_bucket in cut:
-                chosen = [indices[position] for position in positions_in_bucket]
+                cut = in_buckets(groups, sizes, most, first_last)
+            for chosen in cut:
                 with_ranks = [owners[i] for i in chosen] if is_whole else None
-                members = [trained[i].parameter for i in chosen]
-                state = trained[indices[0]].state
+                state, members = trained[chosen[0]].state, [parameters[i] for i in chosen]
                 built.append(Bucket(chosen, members, sharding, with_ranks, wire, state))
-    if updates_early:
-        return sorted(built, key=lambda b: -min(b.indices))
-    return sorted(built, key=lambda b: (not b.is_packed, -min(b.indices))) if as_made else built
+    if first_last:
+        built.sort(key=lambda b: (not b.is_packed and not updates_early, -min(b.indices)))
+    return built
 
 
-def _positions(keys: Iterable[Hashable]) -> dict[Hashable, list[int]]:
+def _grouped(positions: Iterable[int], key: Callable[[int], Hashable]) -> dict[Hashable, list[int]]:
     """The positions of each key; keys in order of first appearance."""
     found: dict[Hashable, list[int]] = {}
-    for i, key in enumerate(keys):
-        found.setdefault(key, []).append(i)
+    for i in positions:
+        found.setdefault(key(i), []).append(i)
     return found
 
 
-def in_buckets(
-    sizes: Sequence[int], together: Sequence[int], most: int, first_last: bool = False
-) -> list[list[int]]:
-    """Cut neighbouring positions into buckets of at most `most`; a larger position gets a bucket of its own.
+Sizes = Sequence[int] | Mapping[int, int]
 
-    together: positions with the same number share a bucket, where the first of them is.
+
+def in_buckets(
+    groups: Sequence[list[int]], sizes: Sizes, most: int, first_last: bool = False
+) -> list[list[int]]:
+    """Cut neighbouring groups of positions into buckets of at most `most`; a larger group gets a bucket of
+    its own.
+
+    sizes: by position.
     first_last: the first bucket is sent last, with nothing left to hide its transfer. So if one bucket is not
         enough, each is at most half of the sum of itself and all before it, down to an eighth of `most`.
     """
-    rest = sum(sizes)
+    rest = sum(sizes[i] for group in groups for i in group)
     shrinks = first_last and rest > most
-    buckets: list[list[list[int]]] = []
+    buckets: list[list[int]] = []
     room = 0
-    for positions in list(_positions(together).values())[:: -1 if first_last else 1]:
-        size = sum(sizes[i] for i in positions)
+    for group in reversed(groups) if first_last else groups:
+        size = sum(sizes[i] for i in group)
         if not buckets or size > room:
             buckets.append([])
             room = min(most, max(rest // 2, most // 8)) if shrinks else most
-        buckets[-1].append(positions)
+        buckets[-1] = group + buckets[-1] if first_last else buckets[-1] + group
         room -= size
         rest -= size
-    if first_last:
-        buckets = [bucket[::-1] for bucket in reversed(buckets)]
-    return [[i for positions in bucket for i in positions] for bucket in buckets]
+    return buckets[::-1] if first_last else buckets
 
 
 # Whole matrices. The slices of a bucket are as long as the longest of them, so a rank that does not fill its
@@ -167,31 +162,25 @@ def longest_first(works: Sequence[int], world_size: int) -> list[int]:
     return owners
 
 
-def in_whole_slices(
-    sizes: Sequence[int], owners: Sequence[int], together: Sequence[int], room: int
-) -> list[list[int]]:
-    """Put each position into the first bucket where its owner's slice has room for it.
+def in_whole_slices(groups: Sequence[list[int]], sizes: Sizes, owners: Sizes, room: int) -> list[list[int]]:
+    """Put each group of positions into the first bucket where its owners' slices have room for it.
 
-    together: positions with the same number share a bucket.
+    sizes, owners: by position.
     room: of each rank in a bucket. What is larger opens a bucket whose slices are all that large.
 
     Returns the positions of each bucket, sorted by owner.
     """
-    buckets: list[list[int]] = []
-    rooms: list[int] = []
-    filled: list[Counter[int]] = []  # by owner
-    for positions in _positions(together).values():
+    buckets: list[tuple[list[int], int, Counter[int]]] = []
+    """Positions, the room of each rank, and what of it is filled."""
+    for group in groups:
         needed: Counter[int] = Counter()
-        for i in positions:
+        for i in group:
             needed[owners[i]] += sizes[i]
-        for b, most in enumerate(rooms):
-            if all(filled[b][owner] + size <= most for owner, size in needed.items()):
-                break
-        else:
-            b = len(buckets)
-            buckets.append([])
-            rooms.append(max(room, *needed.values()))
-            filled.append(Counter())
-        buckets[b] += positions
-        filled[b] += needed
-    return [sorted(positions, key=lambda i: (owners[i], i)) for positions in buckets]
+        opened: tuple[list[int], int, Counter[int]] = [], max(room, *needed.values()), Counter()
+        fits = (b for b in buckets if all(b[2][owner] + size <= b[1] for owner, size in needed.items()))
+        bucket, _, filled = found = next(fits, opened)
+        if found is opened:
+            buckets.append(opened)
+        bucket += group
+        filled += needed
+    return [sorted(bucket, key=lambda i: (owners[i], i)) for bucket, _, _ in buckets]

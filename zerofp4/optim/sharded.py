@@ -45,11 +45,7 @@ class ShardedParameters:
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
         options = checked.communication
-        as_made, wire = options.overlaps_backward, options.gradient_wire
-        rounded_first = late is not None and not as_made
-        self.buckets = build_buckets(
-            self.trained, bucket_mb, wire, as_made, rounded_first, options.updates_early
-        )
+        self.buckets = build_buckets(self.trained, bucket_mb, options.gradient_wire, options.overlap)
         for bucket in self.buckets:
             bucket.allocate(peers)
             bucket.bind()
