@@ -1,214 +1,139 @@
 """p.grad that aliases flat memory: it has the bytes that autograd gives a model without such memory, and so
-has what travels, whatever users, hooks, checkpoints, errors and threads do in between.
+has what travels, whatever users, hooks, checkpoints, errors and threads do in between. Products write a
+weight's gradient there where they may.
 """
 
+import contextlib
+import copy
 import threading
 import weakref
 
 import pytest
 import torch
-from cases.gradient_places import Models, Square, Twice, back, inputs, made, memory_of
+from cases.gradient_places import BF16, Models, Square, Twice, back, inputs, made, memory_of
 from helpers import assert_bytes_equal, collect_garbage
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import zerofp4
 from zerofp4.engine import buckets
+from zerofp4.nn import NVFP4Recipe, autocast
+from zerofp4.tensors import GradientPlace
+
+RECIPES = {
+    "quantized": NVFP4Recipe(stochastic_rounding=False),
+    "dequantized": NVFP4Recipe(backward="dequantized"),
+    "outside": None,
+}
+LAYERS = {
+    "F.linear": lambda: Twice(),
+    "Linear": lambda: zerofp4.nn.Linear(32, 48, dtype=BF16, primary_weights=True),
+    "Linear, no bias": lambda: zerofp4.nn.Linear(32, 48, bias=False, dtype=BF16, primary_weights=True),
+    "Linear, bfloat16 weight": lambda: zerofp4.nn.Linear(32, 48, dtype=BF16),
+    "LayerNormMLP": lambda: zerofp4.nn.LayerNormMLP(32, 48, dtype=BF16, primary_weights=True),
+}
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_gradient_that_is_not_there_again(device, set_to_none):
-    """What an earlier step left is not sent."""
-    models = made(nn.Sequential(Twice(), Twice()), device)
-    for step in range(3):
-        models.both(lambda model, step=step: back(model[:1] if step == 1 else model, device, step))
-        models.check()
-        models.both(lambda model: model.zero_grad(set_to_none))
+@pytest.fixture
+def models(device):
+    return made(Twice(bias=False), device)
 
 
-def test_each_backward_pass_leaves_a_gradient_of_its_own(device, models):
-    """After zero_grad(), so that what was reduced before is not taken for it."""
-    back(models.placed, device)
-    before = models.placed.weight.grad
-    version = before._version
-    models.placed.zero_grad()
-    back(models.placed, device, 1)
-    assert models.placed.weight.grad is not before and before._version == version
+@pytest.fixture
+def given(monkeypatch):
+    """Whether each product that asked was given the place."""
+    found = []
+    give = GradientPlace.give
+
+    def spy(place, *arguments):
+        memory = give(place, *arguments)
+        found.append(memory is not None)
+        return memory
+
+    monkeypatch.setattr(GradientPlace, "give", spy)
+    return found
 
 
-def test_two_optimizers_of_the_same_parameters(device, models):
-    """As while a second one is built from the masters of the first."""
-    second = Models(models.plain, models.placed, memory_of([models.placed.weight]))
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_products_write_there_once_an_accumulation(device, given, layer, recipe):
+    torch.manual_seed(0)
+    models = made(LAYERS[layer](), device)
+    products = 2 if layer == "LayerNormMLP" else 1
+    asks = layer == "F.linear" or recipe != "outside" or "bfloat16" not in layer
+    expected = []
     for step in range(2):
-        models.back(step)
-        models.check()
-        second.check()
+        for micro_batch in range(2):
+            for model in models[:2]:
+                with contextlib.nullcontext() if RECIPES[recipe] is None else autocast(RECIPES[recipe]):
+                    y = model(inputs(device, 2 * step + micro_batch))
+                y.float().square().mean().backward()
+            expected += [micro_batch == 0] * products if asks else []
+            models.check()
+            assert all(models.are_there())
+        models.both(nn.Module.zero_grad)
+    assert given == expected
 
 
-def test_memory_and_places_end_with_their_owner(device, given):
-    plain, placed, memory = made(Twice(bias=False), device)
-    second, alive = memory_of([placed.weight]), weakref.ref(memory.flat)
-    del memory
-    collect_garbage()
-    models = Models(plain, placed, second)
-    assert alive() is None
-    models.back()
-    assert given == [True]
-    models.check()
-    del second, models
-    collect_garbage()
-    for model in (plain, placed):
-        model.zero_grad()
-        back(model, device, 1)
-    assert given == [True] and not placed.weight._post_accumulate_grad_hooks
-    assert_bytes_equal(placed.weight.grad, plain.weight.grad, "weight")
+def test_nothing_but_the_gradient_of_the_bias_is_copied(device):
+    models, copied = made(Twice(), device), []
+
+    class Copies(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.copy_.default:
+                copied.append(tuple(args[0].shape))
+            return func(*args, **(kwargs or {}))
+
+    loss = models.placed(inputs(device)).float().square().mean()
+    with Copies():
+        loss.backward()
+    assert copied == [(32,)] and all(models.are_there())
 
 
-def test_one_gradient_elsewhere_has_the_others_not_looked_at_one_by_one(device, monkeypatch):
-    models = made(nn.Sequential(*(Twice() for _ in range(4))), device)
-    models.back()
-    for first, second, *_ in map(list, (models.plain.parameters(), models.placed.parameters())):
-        first.grad, second.grad = None, second.grad.clone()
-    monkeypatch.delattr(buckets, "is_sendable")
-    models.check()
+# What a pass may be: a function of a model and a device
 
 
-# Hooks
+def loss_of(model, device, seed=0, **options):
+    return model(inputs(device, seed), **options).float().square().mean()
 
 
-@pytest.mark.parametrize("scales", [True, False])
-def test_a_hook_of_the_tensor_may_keep_its_gradient(device, models, given, scales):
-    seen = []
+def with_values(model, device, values_first):
+    """The gradient of another operation is added to what lies in the place."""
+    parts = [loss_of(model, device), model.weight.dequantize().float().square().sum()]
+    sum(parts[::-1] if values_first else parts).backward()
 
-    def hook(grad):
-        seen.append(grad)
-        return 2 * grad if scales else None
 
-    for model in models[:2]:
-        handle = model.weight.register_hook(hook)
+def one_graph_twice(model, device):
+    loss = loss_of(model, device)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def in_another_tensor(model, device):
+    """A hook of the product gives the same memory in another tensor."""
+    hidden = model(inputs(device))
+    y = model(hidden)
+    for product in (hidden, y):
+        product.grad_fn.register_hook(lambda grads, _: tuple(g if g is None else g.detach() for g in grads))
+    y.float().square().mean().backward()
+
+
+def under_autocast(model, device):
+    with torch.autocast(device.type, torch.bfloat16):
         back(model, device)
-        model.zero_grad()
-        handle.remove()
-        back(model, device, 1)
-    assert_bytes_equal(*seen, "what the hook has kept")
-    models.check()
-    assert given == [True]
 
 
-def test_a_hook_after_accumulation_sees_the_gradient(device, models):
-    seen = []
-    for model in models[:2]:
-        model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-        for step in range(2):
-            back(model, device, step)
-    assert_bytes_equal(seen[2], seen[0], "first")
-    assert_bytes_equal(seen[3], seen[1], "second")
+def checkpointed(model, device, reentrant):
+    for seed in range(2):
+        y = checkpoint(model, inputs(device, seed), 2, use_reentrant=reentrant)
+        y.float().square().mean().backward()
 
 
-# What users assign
-
-
-@pytest.mark.parametrize("assigned", ["other memory", "its own"])
-def test_what_a_user_assigned_is_added_to(device, models, given, assigned):
-    for model in models[:2]:
-        back(model, device)
-        grad = model.weight.grad
-        model.weight.grad = grad.clone() if assigned == "other memory" else grad.detach()
-        back(model, device, 1)
-    models.check()
-    assert given == [True, False]
-
-
-def test_what_a_user_assigned_is_copied_and_never_written(device, models):
-    kept = torch.full((32, 32), 2.0, dtype=torch.bfloat16, device=device)
-    back(models.placed, device)
-    models.plain.weight.grad = models.placed.weight.grad = kept.t()
-    models.check()
-    assert models.are_there() == [False] and kept.eq(2).all()
-
-
-def exchanged(first, second):
-    first.grad, second.grad = second.grad, first.grad
-
-
-def handed_on(first, second):
-    second.grad, first.grad = first.grad, None
-
-
-def shared(first, second):
-    second.grad = first.grad
-
-
-def turned(first, second):
-    first.grad = first.grad.t()
-
-
-@pytest.mark.parametrize("passes", [0, 1])
-@pytest.mark.parametrize("change", [exchanged, handed_on, shared, turned])
-def test_a_gradient_in_the_memory_of_another_is_refused(device, change, passes):
-    """Also where a backward pass has added to it since, which moves nothing out of that memory."""
-    models = made(nn.Sequential(Twice(False), Twice(False)), device)
-    back(models.placed, device)
-    change(*models.placed.parameters())
-    for seed in range(passes):
-        back(models.placed, device, seed=seed + 1)
-    with pytest.raises(RuntimeError, match="exchanged, shared or transposed"):
-        models.memory.check([p.grad for p in models.placed.parameters()], ["first", "second"])
-    models.placed.zero_grad()
-    models.back(seed=2)
-    models.check()
-
-
-def test_gradients_whose_memory_moved(device):
-    """On a CPU share_memory_() of one takes the memory of all along."""
-    models = made(Square(pairs=2), device)
-    for model in models[:2]:
-        back(model, device)
-        next(model.parameters()).grad.share_memory_()
-    models.check()
-
-
-# Passes of other kinds
-
-
-def test_a_gradient_of_another_dtype(device, given):
-    models = made(Twice(bias=False), device, torch.float32)
-    models.back()
-    assert given == [False]
-    assert_bytes_equal(models.placed.weight.grad, models.plain.weight.grad, "weight")
-
-
-def test_autocast_in_the_backward_pass(device, models, given):
-    for model in models[:2]:
-        with torch.autocast(device.type, torch.bfloat16):
-            back(model, device)
-    models.check()
-    assert given == []
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(device, models, given, reentrant):
-    for model in models[:2]:
-        for seed in range(2):
-            y = checkpoint(model, inputs(device, seed), 2, use_reentrant=reentrant)
-            y.float().square().mean().backward()
-    models.check()
-    assert given[:2] == [True, False] and not any(given[2:])
-
-
-@pytest.mark.parametrize("outside", [1, 2])
-def test_a_backward_pass_inside_of_another(device, models, outside):
+def inside_of_another(model, device, outside):
     """A reentrant checkpoint accumulates while a gradient of the same weight is on its way outside of it."""
-    for model in models[:2]:
-        x = inputs(device)
-        if outside == 2:
-            x = model(x)
-        x = checkpoint(model, x, 2, use_reentrant=True)
-        model(x).float().square().mean().backward()
-    models.check()
-    models.both(nn.Module.zero_grad)
-    models.back(1)
-    models.check()
-    assert models.are_there() == [True]
+    x = inputs(device)
+    x = checkpoint(model, model(x) if outside == 2 else x, 2, use_reentrant=True)
+    model(x).float().square().mean().backward()
 
 
 class Fails(torch.autograd.Function):
@@ -221,19 +146,96 @@ class Fails(torch.autograd.Function):
         raise ArithmeticError("in between")
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_after_an_error_in_between(device, models, given, keeps):
-    kept = []
-    for model in models[:2]:
-        loss = model(Fails.apply(model(inputs(device)))).float().square().mean()
-        try:
-            loss.backward()
-        except ArithmeticError as error:
-            kept += [error] * keeps
-        del loss
-        back(model, device, 1)
+def after_an_error(model, device):
+    loss = model(Fails.apply(model(inputs(device)))).float().square().mean()
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    del loss
+    back(model, device, 1)
+
+
+def compiled(model, device):
+    back(torch.compile(model, backend="aot_eager"), device)
+
+
+def assigned(model, device, change):
+    back(model, device)
+    model.weight.grad = change(model.weight.grad)
+    back(model, device, 1)
+
+
+def of_the_input(model, device):
+    x = inputs(device)
+    model(x).float().square().mean().backward(inputs=[x])
+
+
+PASSES = {
+    "a weight used thrice": (lambda m, d: back(m, d, times=3), [True, False, False]),
+    "values, too": (lambda m, d: with_values(m, d, False), None),
+    "values first": (lambda m, d: with_values(m, d, True), None),
+    "of the weight": (lambda m, d: loss_of(m, d).backward(inputs=[m.weight]), [True]),
+    "of the input": (of_the_input, []),
+    "create_graph": (lambda m, d: loss_of(m, d).backward(create_graph=True), []),
+    "one graph twice": (one_graph_twice, [True, False]),
+    "in another tensor": (in_another_tensor, [True, False]),
+    "autocast": (under_autocast, []),
+    "checkpoint": (lambda m, d: checkpointed(m, d, False), None),
+    "reentrant checkpoint": (lambda m, d: checkpointed(m, d, True), None),
+    "inside of another": (lambda m, d: inside_of_another(m, d, 1), None),
+    "inside of another of two": (lambda m, d: inside_of_another(m, d, 2), None),
+    "after an error": (after_an_error, [True, True]),
+    "compiled": (compiled, []),
+    "behind a clone": (lambda m, d: assigned(m, d, torch.clone), [True, False]),
+    "behind its detach": (lambda m, d: assigned(m, d, torch.Tensor.detach), [True, False]),
+}
+
+
+@pytest.mark.parametrize("what", PASSES)
+def test_passes(device, models, given, what):
+    """And the pass behind each writes to the memory again."""
+    one_pass, expected = PASSES[what]
+    models.both(lambda model: one_pass(model, device))
     models.check()
-    assert models.are_there() == [True] and given == [True, True]
+    assert expected is None or given == expected
+    both = [[p.grad is not None and p.grad.requires_grad for p in model.parameters()] for model in models[:2]]
+    assert both[0] == both[1]
+    models.both(nn.Module.zero_grad)
+    models.back(1)
+    models.check()
+    assert models.are_there() == [True]
+
+
+@pytest.mark.parametrize("recipe", ["quantized", "dequantized"])
+def test_create_graph_of_a_layer(device, given, recipe):
+    models = made(Square(), device)
+    for model in models[:2]:
+        with autocast(RECIPES[recipe]):
+            y = model(inputs(device))
+        y.float().square().mean().backward(create_graph=True)
+    assert given == [] and all(p.grad.requires_grad for p in models.placed.parameters())
+    models.check()
+
+
+def test_other_passes_leave_memory_alone(device, models, given):
+    """autograd.grad, and passes of a copy of the model."""
+    back(models.placed, device)
+    before = models.memory.flat.clone()
+    back(copy.deepcopy(models.placed), device, 1)
+    models.placed.zero_grad()
+    found = []
+    for model in models[:2]:
+        loss = model(inputs(device, 1), times=2).float().square().mean()
+        found.append(torch.autograd.grad(loss, list(model.parameters()))[0])
+    assert_bytes_equal(*found, "autograd.grad")
+    assert_bytes_equal(models.memory.flat, before, "flat")
+    assert given == [True] and models.placed.weight.grad is None
+
+
+def test_a_gradient_of_another_dtype(device, given):
+    models = made(Twice(bias=False), device, torch.float32)
+    models.back()
+    assert given == [False]
+    assert_bytes_equal(models.placed.weight.grad, models.plain.weight.grad, "weight")
 
 
 def test_threads(device, models):
@@ -247,3 +249,119 @@ def test_threads(device, models):
             for thread in threads:
                 thread.join()
         models.check()
+
+
+# From one step to the next
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_that_is_not_there_again(device, set_to_none):
+    """What an earlier step left is not sent."""
+    models = made(nn.Sequential(Twice(), Twice()), device)
+    for step in range(3):
+        models.both(lambda model, step=step: back(model[:1] if step == 1 else model, device, step))
+        models.check()
+        models.both(lambda model: model.zero_grad(set_to_none))
+
+
+def test_each_backward_pass_leaves_a_gradient_of_its_own(device, models):
+    """After zero_grad(), so that what was reduced before is not taken for it; and who has kept that keeps it."""
+    back(models.placed, device)
+    kept = models.placed.weight.grad
+    version, values = kept._version, kept.clone()
+    models.placed.zero_grad()
+    back(models.placed, device, 1)
+    assert models.placed.weight.grad is not kept and kept._version == version and kept.equal(values)
+
+
+def test_two_optimizers_of_the_same_parameters(device, given):
+    """As while a second one is built from the masters of the first, whose memory and hooks end with it."""
+    plain, placed, memory = models = made(Twice(bias=False), device)
+    second, alive = memory_of([placed.weight]), weakref.ref(memory.flat)
+    for step in range(2):
+        models.back(step)
+        models.check()
+        models = Models(plain, placed, second)
+        models.check()
+    given.clear()
+    del memory, models
+    collect_garbage()
+    assert alive() is None
+    del second
+    collect_garbage()
+    for model in (plain, placed):
+        model.zero_grad()
+        back(model, device, 1)
+    assert given == [] and not placed.weight._post_accumulate_grad_hooks
+    assert_bytes_equal(placed.weight.grad, plain.weight.grad, "weight")
+
+
+# Hooks, and what users assign
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_hooks(device, models, given, scales):
+    """One of the tensor may keep its gradient; one behind the accumulation sees p.grad."""
+    kept, seen = [], []
+
+    def hook(grad):
+        kept.append(grad)
+        return 2 * grad if scales else None
+
+    for model in models[:2]:
+        model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        handle = model.weight.register_hook(hook)
+        back(model, device)
+        model.zero_grad()
+        handle.remove()
+        back(model, device, 1)
+    models.check()
+    assert_bytes_equal(*kept, "what the hook has kept")
+    for plain, placed in zip(seen[:2], seen[2:], strict=True):
+        assert_bytes_equal(placed, plain, "behind the accumulation")
+    assert given == [True]
+
+
+def test_what_a_user_assigned_is_copied_and_never_written(device, models):
+    kept = torch.full((32, 32), 2.0, dtype=torch.bfloat16, device=device)
+    back(models.placed, device)
+    models.plain.weight.grad = models.placed.weight.grad = kept.t()
+    models.check()
+    assert models.are_there() == [False] and kept.eq(2).all()
+
+
+def test_one_gradient_elsewhere_has_the_others_not_looked_at_one_by_one(device, monkeypatch):
+    models = made(nn.Sequential(*(Twice() for _ in range(4))), device)
+    models.back()
+    for first, second, *_ in map(list, (models.plain.parameters(), models.placed.parameters())):
+        first.grad, second.grad = None, second.grad.clone()
+    monkeypatch.delattr(buckets, "is_sendable")
+    models.check()
+
+
+def exchanged(first, second):
+    first.grad, second.grad = second.grad, first.grad
+
+
+def handed_on(first, second):
+    second.grad, first.grad = first.grad, None
+
+
+def turned(first, second):
+    first.grad = first.grad.t()
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+@pytest.mark.parametrize("change", [exchanged, handed_on, turned])
+def test_a_gradient_in_the_memory_of_another_is_refused(device, change, passes):
+    """Also where a backward pass has added to it since, which moves nothing out of that memory."""
+    models = made(nn.Sequential(Twice(False), Twice(False)), device)
+    back(models.placed, device)
+    change(*models.placed.parameters())
+    for seed in range(passes):
+        back(models.placed, device, seed=seed + 1)
+    with pytest.raises(RuntimeError, match="exchanged, shared or transposed"):
+        models.memory.check([p.grad for p in models.placed.parameters()], ["first", "second"])
+    models.placed.zero_grad()
+    models.back(seed=2)
+    models.check()
