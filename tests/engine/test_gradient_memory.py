@@ -265,7 +265,7 @@ def test_a_gradient_that_is_not_there_again(device, set_to_none):
 
 
 def test_each_backward_pass_leaves_a_gradient_of_its_own(device, models):
-    """After zero_grad(), so that what was reduced before is not taken for it; and who has kept that keeps it."""
+    """After zero_grad(), so that what was reduced before is not taken for it. Nor is it overwritten."""
     back(models.placed, device)
     kept = models.placed.weight.grad
     version, values = kept._version, kept.clone()
