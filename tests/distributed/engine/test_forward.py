@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients, through_a_file
+from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
 from torch import nn
 
 import zerofp4
@@ -66,16 +66,7 @@ def quantized(net: nn.Module) -> list[NVFP4Tensor]:
     return [p for p in net.parameters() if isinstance(p, NVFP4Tensor)]
 
 
-def _codes(weights) -> list[torch.Tensor]:
-    return [weight.columnwise_data for weight in weights]
-
-
-def _loaded(net: nn.Module) -> list[torch.Tensor]:
-    values = through_a_file(net.state_dict()).values()
-    return [value.dequantize() for value in values if isinstance(value, NVFP4Tensor)]
-
-
-def _written(net: nn.Module) -> list[torch.Tensor]:
+def written(net: nn.Module) -> list[torch.Tensor]:
     """Into another model."""
     other = Net().to(net.norm.weight.device)
     zerofp4.convert_model(other, columnwise=True)
@@ -83,31 +74,23 @@ def _written(net: nn.Module) -> list[torch.Tensor]:
     return [weight.dequantize() for weight in quantized(other)]
 
 
-def _compiled(net: nn.Module) -> list[torch.Tensor]:
+def compiled(net: nn.Module) -> list[torch.Tensor]:
     tokens = torch.arange(16, device=net.embedding.weight.device) % 32
     return [torch.compile(net, backend="aot_eager")(tokens).detach()]
 
 
-def _plain(net: nn.Module) -> list[torch.Tensor]:
+def plain(net: nn.Module) -> list[torch.Tensor]:
     zerofp4.plain_state_dict(net)
     return list(net.state_dict().values())
 
 
-def _broadcast(net: nn.Module) -> list[torch.Tensor]:
+def broadcast(net: nn.Module) -> list[torch.Tensor]:
     for weight in quantized(net):
         dist.broadcast(weight.detach(), 0)
-    return _codes(quantized(net))
+    return [weight.columnwise_data for weight in quantized(net)]
 
 
-READS: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
-    "torch.save": _loaded,
-    "deepcopy": lambda net: _codes(quantized(copy.deepcopy(net))),
-    "state_dict": lambda net: _codes(v for v in net.state_dict().values() if isinstance(v, NVFP4Tensor)),
-    "load_state_dict": _written,
-    "plain_state_dict": _plain,
-    "compiled": _compiled,
-    "broadcast": _broadcast,
-}
+READS = (written, compiled, broadcast, plain)
 """What a person does with a model: tensors that are what they should be where its weights are. (What one does
 with a weight is in READS of engine/test_late_gather.py.)
 """
@@ -163,20 +146,20 @@ def test_groups_of_some_ranks(world):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("read", READS)
-def test_each_read_waits(world, read):
-    models = make_pair(world)
-    step_of(world, models[:1], 0)
-    with late_gathers() as begun:
-        step_of(world, models[1:], 0)
-        expected, late = [quantized(net) for net, _ in models]
-        if world.device.type == "cpu":
-            places = [weight.record.rowwise.place for weight in late]
-            stale = [not p.equal(e.rowwise_data) for p, e in zip(places, expected, strict=True)]
-            assert not begun and all(stale)
-        found, wanted = READS[read](models[1][0]), READS[read](models[0][0])
-    assert len(found) > 0
-    assert_all_equal(found, wanted, read)
+def test_each_read_waits(world):
+    for read in READS:
+        models = make_pair(world)
+        step_of(world, models[:1], 0)
+        with late_gathers() as begun:
+            step_of(world, models[1:], 0)
+            expected, late = [quantized(net) for net, _ in models]
+            if world.device.type == "cpu":
+                places = [weight.record.rowwise.place for weight in late]
+                stale = [not p.equal(e.rowwise_data) for p, e in zip(places, expected, strict=True)]
+                assert not begun and all(stale)
+            found, wanted = read(models[1][0]), read(models[0][0])
+        assert len(found) > 0
+        assert_all_equal(found, wanted, read.__name__)
 
 
 @on_ranks(2, 3)
@@ -210,23 +193,6 @@ def test_steps_without_a_read_between_them(world):
                 optimizer.check()
         assert models[1][1].found_inf.item() == (step == 3)
     assert_same(models, "5 steps")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("accumulate", ["local", "sharded"])
-def test_both_with_micro_batches(world, accumulate):
-    """As with overlap="backward" alone."""
-    models = [make(world, overlap=o, accumulate=accumulate, bucket_mb=SMALL) for o in ("backward", "both")]
-    with late_gathers():
-        for step in range(4):
-            for net, optimizer in models:
-                with optimizer.no_sync() if accumulate == "local" else contextlib.nullcontext():
-                    loss_of(net, world, 10 * step).backward()
-                loss_of(net, world, 10 * step + 1, rare=False).backward()
-                optimizer.clip_grad_norm_(0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_same(models, "4 steps")
 
 
 @on_ranks(2)
@@ -279,25 +245,10 @@ def test_a_group_that_is_destroyed_before_its_weights_are_read(world):
 
 
 @on_ranks(2)
-def test_one_optimizer_goes_on_from_another(world):
-    """Whose weights are still on their way."""
+def test_what_begins_while_weights_are_on_their_way(world):
+    """Loads, addresses that are taken anew, and another optimizer."""
     models = []
-    for (net, first), overlap in zip(make_pair(world), (None, "forward"), strict=True):
-        with late_gathers():
-            step_of(world, [(net, first)], 0)
-            options = {"lr": 0.02, "overlap": overlap, "bucket_mb": TINY, "transport": "collective"}
-            second = ZeroFP4Optimizer(
-                net.named_parameters(), FusedAdamW, masters_from=first, **keywords(options)
-            )
-            step_of(world, [(net, second)], 1)
-        models.append((net, second))
-    assert_same(models, "the end")
-
-
-@on_ranks(2)
-def test_states_that_are_loaded_and_addresses_that_are_taken_anew(world):
-    models = make_pair(world)
-    for net, optimizer in models:
+    for (net, optimizer), overlap in zip(make_pair(world), (None, "forward"), strict=True):
         with late_gathers():
             step_of(world, [(net, optimizer)], 0)
             state = optimizer.state_dict()
@@ -305,6 +256,11 @@ def test_states_that_are_loaded_and_addresses_that_are_taken_anew(world):
             optimizer.load_state_dict(state)
             optimizer.refresh()
             step_of(world, [(net, optimizer)], 2)
+            options = {"lr": 0.02, "overlap": overlap, "bucket_mb": TINY, "transport": "collective"}
+            named = net.named_parameters()
+            second = ZeroFP4Optimizer(named, FusedAdamW, masters_from=optimizer, **keywords(options))
+            step_of(world, [(net, second)], 3)
+        models.append((net, second))
     assert_same(models, "the end")
 
 

@@ -56,75 +56,65 @@ def whole_steps(world, models):
         verify_model(net, optimizer, process_group=optimizer.process_group())
 
 
-@on_ranks(1, 2, 3, time_limit=120)
-@pytest.mark.parametrize(
-    ("state", "bucket_mb"), [("full", TINY), ("compact", TINY), ("compact", SMALL), ("full", None)]
-)
-def test_the_bytes_of_a_plain_step(world, state, bucket_mb):
-    whole_steps(world, make_pair(world, state=state, bucket_mb=bucket_mb, transport="collective"))
+WAYS = [
+    {},
+    {"state": "compact"},
+    {"state": "compact", "bucket_mb": SMALL},
+    {"bucket_mb": None},
+    *({"blocks": blocks} for blocks in SERVED),
+    # Those that no update can add up are averaged in memory that all buckets share.
+    *(
+        {"bucket_mb": SMALL, **dtypes}
+        for dtypes in (
+            {"gradient_dtype": torch.float32},
+            {"gradient_wire": torch.float32},
+            {"gradient_dtype": torch.float32, "gradient_wire": torch.bfloat16},
+            {"gradient_wire": torch.float16},
+            {"reduction": "reduce_scatter"},
+        )
+    ),
+]
 
 
-@on_ranks(2, nightly=[3], time_limit=120)
-@pytest.mark.parametrize("blocks", SERVED)
-def test_weights_whose_scales_travel(world, blocks):
-    whole_steps(world, make_pair(world, blocks=blocks, bucket_mb=TINY, transport="collective"))
+@on_ranks(1, 2, nightly=[3], time_limit=120)
+@pytest.mark.parametrize("options", WAYS)
+def test_the_bytes_of_a_plain_step(world, options):
+    whole_steps(world, make_pair(world, **{"bucket_mb": TINY, "transport": "collective", **options}))
 
 
-@on_ranks(1, 2, time_limit=120)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_dtype": torch.float32},
-        {"gradient_wire": torch.float32},
-        {"gradient_dtype": torch.float32, "gradient_wire": torch.bfloat16},
-        {"gradient_wire": torch.float16},
-        {"reduction": "reduce_scatter"},
-    ],
-)
-def test_gradients_of_other_dtypes(world, options):
-    """Those that no update can add up are averaged in memory that all buckets share."""
-    whole_steps(world, make_pair(world, bucket_mb=SMALL, transport="collective", **options))
-
-
-def with_peers(world, check, late, **options):
+@contextlib.contextmanager
+def with_peers(world, late=True, **options):
     """Ranks on the CPU that share memory in files: a plain model by collectives, and one with updates."""
     with sharing_files(world, late) as (alone, group):
-        options["process_group"] = group
+        options = {"bucket_mb": TINY, "process_group": group, **options}
         plain = make(alone, None, transport="collective", **options)
         models = [plain, make(alone, "update", transport="peer", **options)]
         assert models[1][1].describe()["transport"] == "peer"
-        check(alone, models)
+        yield alone, models
 
 
 @on_ranks(2, nightly=[3], time_limit=120)
 @pytest.mark.parametrize(
     ("late", "options"),
     [
-        (True, {"bucket_mb": TINY}),
-        (False, {"bucket_mb": TINY, "state": "compact"}),
+        (True, {}),
+        (False, {"state": "compact"}),
         (True, {"bucket_mb": SMALL, "gradient_wire": torch.float16}),
     ],
 )
 def test_ranks_that_share_memory(world, late, options):
-    with_peers(world, whole_steps, late, **options)
-
-
-@on_ranks(2)
-def test_three_buckets_of_shared_memory(world):
-    def check(_, models):
-        buckets = [bucket["gradients"] for bucket in models[1][1].describe()["buckets"]]
-        peers = models[1][1]._peers
-        weights = sum(bucket.weights.nbytes for bucket in models[1][1]._shards.buckets)
-        assert peers.nbytes - weights <= 3 * 2 * max(buckets) < sum(buckets)
-
-    with_peers(world, check, True, bucket_mb=TINY)
+    with with_peers(world, late, **options) as (alone, models):
+        if not options:  # three buckets of it are enough
+            buckets = [bucket["gradients"] for bucket in models[1][1].describe()["buckets"]]
+            weights = sum(bucket.weights.nbytes for bucket in models[1][1]._shards.buckets)
+            assert models[1][1]._peers.nbytes - weights <= 3 * 2 * max(buckets) < sum(buckets)
+        whole_steps(alone, models)
 
 
 @on_ranks(2)
 def test_a_rank_that_is_ahead_overwrites_nothing(world):
     """It has sent the next bucket but one before the other rank reads the present one."""
-
-    def check(_, models):
+    with with_peers(world) as (_, models):
         parameters, optimizer = list(models[1][0].parameters()), models[1][1]
         transport, group = optimizer._transport, optimizer.process_group()
         transport.begin()
@@ -139,18 +129,14 @@ def test_a_rank_that_is_ahead_overwrites_nothing(world):
         send(1)
         for b, bucket in enumerate(transport.buckets):
             rows, means = transport.arrived(b, {}).rows[0], torch.empty(bucket.slice_numel)
-            if world.rank == 0:
-                ops.average_rows(rows, means)
-                send(b + 2)
+            if world.rank:
                 dist.barrier(group)
-            else:
+            ops.average_rows(rows, means)
+            send(b + 2)
+            if not world.rank:
                 dist.barrier(group)
-                ops.average_rows(rows, means)
-                send(b + 2)
             assert all((mean == b + 0.5).all() for mean in bucket.own_views(means) if mean is not None), b
         assert optimizer._peers.log == ["arrive"] * len(transport.buckets)
-
-    with_peers(world, check, True, bucket_mb=TINY)
 
 
 @on_ranks(2, 3, time_limit=60)
@@ -322,8 +308,8 @@ def test_an_error_of_one_rank_behind_the_first_update(world):
 
 @on_ranks(2, nightly=[3])
 def test_an_error_behind_the_first_update_of_ranks_that_share_memory(world):
-    check = lambda alone, models: breaks_and_is_mended(alone, *models[1])  # noqa: E731
-    with_peers(world, check, True, bucket_mb=TINY)
+    with with_peers(world) as (alone, models):
+        breaks_and_is_mended(alone, *models[1])
 
 
 @on_ranks(2, time_limit=120)
