@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -18,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from distributed.cases import raised_by
 from distributed.optim.cases import SPECIFICATIONS, gradients_of, model_bytes
 from distributed.optim.group_cases import check_order_of_addition
-from zerofp4 import launch
 from zerofp4.distributed import start_exchange
 from zerofp4.engine import hosts as host_transport
 from zerofp4.engine.peers import Peers
@@ -155,28 +152,6 @@ def a_rank_that_does_not_come(world):
     assert_all_equal(all_bytes(parameters, optimizer), before, "nothing changes")
 
 
-def a_rank_that_dies(world):
-    """In the middle of a step, while another waits in a barrier of the GPUs."""
-    build(gpu_of(world), transport="peer")  # what takes long the first time, and on a busy machine, is done
-    dist.barrier()
-    group = dist.new_group(timeout=timedelta(seconds=4))
-    parameters, optimizer = build(gpu_of(world), transport="peer", process_group=group)
-    set_gradients(parameters, make_gradients(parameters, 0))
-    peers = optimizer._peers
-    if world.rank == 1:
-        peers.arrive = lambda: os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        print(f"step raised {type(error).__name__}", flush=True)
-    torch.cuda.synchronize(peers.device)
-    try:
-        peers.check()
-    except RuntimeError as error:
-        print(f"then: {error}", flush=True)
-    os._exit(0)  # the group is of no more use
-
-
 def barriers(world):
     """Thousands of them: what was queued before on any rank is seen behind."""
     peers = Peers(dist.group.WORLD, gpu_of(world))
@@ -206,7 +181,3 @@ def refusals(world):
     assert auto["transport"] == "collective" and "only GPUs" in auto["why_collective"]
     with pytest.raises(ValueError, match="transport"):
         build("peer" if world.rank else "collective")
-
-
-if __name__ == "__main__":
-    a_rank_that_dies(launch.init_process_group(os.environ.get("ZEROFP4_TEST_BACKEND")))

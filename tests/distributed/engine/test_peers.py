@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -136,55 +133,6 @@ def checks_of_hosts(_) -> Launch:
 @pytest.mark.parametrize("name", HOSTS)
 def test_hosts_of_two_ranks(early, name):
     assert early(checks_of_hosts).outcome(name).values == [None] * 4
-
-
-def one_dies(world_size: int, folder: Path) -> tuple[list[str], list[int]]:
-    """What each rank printed, and how it ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_PORT": str(port)}
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MASTER_ADDR": "127.0.0.1"}
-    shared = {**os.environ, **path, **environment(world_size), **place}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "distributed.engine.peer_checks"],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        printed = [rank.communicate(timeout=90)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return printed, [rank.returncode for rank in ranks]
-
-
-DEATHS = {size: functools.partial(one_dies, size) for size in (2, 3)}
-
-
-@pytest.mark.parametrize(
-    "size",
-    [
-        pytest.param(2, marks=(needs_gpu, waits_for(DEATHS[2]))),
-        pytest.param(3, marks=(needs_two_gpus, waits_for(DEATHS[3]))),
-    ],
-)
-def test_a_rank_that_dies(early, size):
-    """Its memory can still be read, and the others' barriers end by the group's timeout; so does what waits
-    for a reduction of amaxes behind it, with NCCL by the end of the process.
-    """
-    printed, statuses = early(DEATHS[size])
-    for rank in {*range(size)} - {1}:
-        named = "then: rank 1 did not come to a barrier" in printed[rank]
-        ended = device_for(size) == "cuda" and "Watchdog caught collective operation timeout" in printed[rank]
-        assert named or ended, printed
-    assert statuses[1] == -9, printed
 
 
 @on_ranks(2, 3)
