@@ -49,14 +49,13 @@ __global__ void __launch_bounds__(kThreads) adamw_begin_kernel(const __grid_cons
 // row by row: an offset beside them would take registers that are not there, and spilled ones cost 2%.
 template <typename Gradient>
 struct LaneArrays {
-    int64_t index;  // of that element, counted from the first owned one
     float* master;
     float* exp_avg;
     float* exp_avg_sq;
     Gradient gradient;
 
     __device__ __forceinline__ void advance(int64_t pitch) {
-        index += pitch, master += pitch, exp_avg += pitch, exp_avg_sq += pitch;
+        master += pitch, exp_avg += pitch, exp_avg_sq += pitch;
         gradient.advance(pitch);
     }
 };
@@ -66,7 +65,7 @@ __device__ __forceinline__ LaneArrays<Gradient> arrays_of(const AdamWTable& tabl
                                                           const AdamWDescriptor& tensor,
                                                           const AdamWStep& step, int64_t row, int64_t col) {
     const int64_t index = row * tensor.cols + col - tensor.start;
-    return {index, in_global(tensor.master) + index, in_global(tensor.exp_avg) + index,
+    return {in_global(tensor.master) + index, in_global(tensor.exp_avg) + index,
             in_global(tensor.exp_avg_sq) + index, Gradient(table, tensor, step, index)};
 }
 
@@ -210,7 +209,7 @@ __device__ __forceinline__ void update_rows(const AdamWDescriptor& tensor, const
 #pragma unroll 1  // more rows at once, and with them fewer blocks, or registers spilled, are slower
     for (int r = 0; r < kWarpRows; ++r) {
         const LaneRange owned =
-            whole ? LaneRange{0, kLaneColumns} : range_of<kApart>(tensor, arrays.index, lane_col);
+            whole ? LaneRange{0, kLaneColumns} : range_of<kApart>(tensor, arrays.master - tensor.master, lane_col);
         const bool vectors = kApart == kNeighbours && owned.begin == 0 && owned.end == kLaneColumns;
         Values values;
         if (vectors) {
