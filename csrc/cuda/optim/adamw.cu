@@ -208,8 +208,8 @@ __device__ __forceinline__ void update_rows(const AdamWDescriptor& tensor, const
     LaneBits<kApart> bits;
 #pragma unroll 1  // more rows at once, and with them fewer blocks, or registers spilled, are slower
     for (int r = 0; r < kWarpRows; ++r) {
-        const LaneRange owned =
-            whole ? LaneRange{0, kLaneColumns} : range_of<kApart>(tensor, arrays.master - tensor.master, lane_col);
+        const LaneRange owned = whole ? LaneRange{0, kLaneColumns}
+                                      : range_of<kApart>(tensor, arrays.master - tensor.master, lane_col);
         const bool vectors = kApart == kNeighbours && owned.begin == 0 && owned.end == kLaneColumns;
         Values values;
         if (vectors) {
