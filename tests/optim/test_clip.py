@@ -5,16 +5,13 @@ import math
 import pytest
 import torch
 from cases.optim import (
-    Plain,
     assert_all_equal,
     batch,
     built,
-    check,
     make_gradients,
     make_net,
     make_parameters,
     set_gradients,
-    take_step,
 )
 from helpers import assert_bytes_equal
 from torch import nn
@@ -33,13 +30,6 @@ def test_clip_of_nonfinite_gradients_is_what_torch_says(device, norm_type, value
     total = optimizer.clip_grad_norm_(1.0, norm_type)
     assert_bytes_equal(total.isnan(), expected.isnan(), "isnan")
     assert_bytes_equal(total.isinf(), expected.isinf(), "isinf")
-
-
-def test_clipping_twice_clips_what_was_clipped(device):
-    _, optimizer = built(device, torch.optim.SGD, seed=0, lr=0.1)
-    optimizer.clip_grad_norm_(3.0, math.inf)
-    assert optimizer.clip_grad_norm_(2.0, math.inf).item() == pytest.approx(3.0)
-    assert optimizer.clip_grad_norm_(9.0, math.inf).item() == pytest.approx(2.0)
 
 
 def test_gradients_that_change_after_clipping(device):
@@ -62,19 +52,6 @@ def test_gradients_that_change_after_clipping(device):
     backward()
     optimizer.clip_grad_norm_(1.0)
     optimizer.step()
-
-
-def test_after_a_step_gradients_are_reduced_anew(device):
-    parameters, optimizer = built(device, torch.optim.SGD, lr=0.1)
-    plain = Plain(parameters, torch.optim.SGD, lr=0.1)
-    for step in range(2):  # without zero_grad() in between
-        set_gradients(parameters, make_gradients(parameters, step))
-        optimizer.clip_grad_norm_(1e9)
-        optimizer.step()
-        plain.step()
-        take_step(parameters, optimizer, 10 + step)
-        plain.step()
-        check(optimizer, plain, f"step {step}:")
 
 
 def test_clipped_gradients_that_are_dropped_are_reduced_anew(device):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases.optim import keywords, make_gradients, make_parameters, set_gradients
+from helpers import needs_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofp4 import NVFP4Tensor
@@ -75,29 +76,13 @@ def test_values_read_back_in_a_world_of_one(device, optimizer_class, options, ex
     assert reads == [expected] * 2
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("optimizer_class", [FusedAdamW, torch.optim.AdamW])
-def test_nothing_waits_for_a_gpu_in_a_world_of_one(device, optimizer_class, clip):
-    if device.type != "cuda":
-        pytest.skip("there is no GPU to wait for")
-    options = {} if optimizer_class is FusedAdamW else {"fused": True}
-    optimizer = stepped(device, 5, optimizer_class, **options)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        if clip:
-            optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert optimizer.skipped_steps == 0
-
-
-def test_steps_return_while_the_gpu_is_busy(device):
+@needs_gpu
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"), [(FusedAdamW, {}), (torch.optim.AdamW, {"fused": True})]
+)
+def test_steps_return_while_the_gpu_is_busy(optimizer_class, options):
     """The GPU is 50 ms behind each call, of 20 steps with clipping."""
-    if device.type != "cuda":
-        pytest.skip("there is no GPU to wait for")
-    optimizer = stepped(device, 5, FusedAdamW)
+    optimizer = stepped(torch.device("cuda"), 5, optimizer_class, **options)
     optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     torch.cuda.synchronize()

@@ -110,17 +110,13 @@ def test_a_load_between_clipping_and_a_step(device):
     assert_same_masters(optimizer, other, "after the load")
 
 
-@pytest.mark.parametrize("fails", ["raises", "in the middle"])
-def test_gradients_that_were_not_used_are_not_kept(device, fails, monkeypatch):
-    """zero_grad() frees them, whatever a step came to."""
-    parameters, optimizer = build(device, on_nonfinite="raise")
+def test_gradients_that_were_not_used_are_not_kept(device, monkeypatch):
+    """zero_grad() frees them, though the step failed in the middle."""
+    parameters, optimizer = build(device)
     set_gradients(parameters, make_gradients(parameters, 0))
-    if fails == "raises":
-        parameters[1].grad[0, 0] = math.inf
-    else:
-        monkeypatch.setattr(adamw.Part, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("no update")))
+    monkeypatch.setattr(adamw.Part, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("no update")))
     kept = [weakref.ref(p.grad) for p in parameters]
-    with pytest.raises((FloatingPointError, RuntimeError), match=r"NaN or Inf|no update"):
+    with pytest.raises(RuntimeError, match="no update"):
         optimizer.step()
     optimizer.zero_grad()
     collect_garbage()

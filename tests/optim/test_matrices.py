@@ -37,52 +37,41 @@ def test_options_of_each_class_are_its_own(device):
 
 
 def bad_arguments(device):
-    matrix, other, bias, cube = (
-        nn.Parameter(torch.zeros(shape, device=device)) for shape in ((4, 6), (5, 4), (4,), (2, 2, 2, 2))
-    )
+    matrix, other, bias = (nn.Parameter(torch.zeros(n, device=device)) for n in ((4, 6), (5, 4), (4,)))
     first, second = make_parameters(device, 0, MATRICES[:2])
-    adamw, adafactor, lbfgs = torch.optim.AdamW, torch.optim.Adafactor, torch.optim.LBFGS
+    adamw, adafactor = torch.optim.AdamW, torch.optim.Adafactor
     whole = {"whole_matrices": True}
 
     def with_bias(**options):
         return [{"params": [matrix]}, {"params": [bias], **options}]
 
-    message = r"\[0\]\['params'\]\[1\] has shape \(4,\), and torch.optim.Muon gets whole matrices"
-    yield "1D", ValueError, message, [matrix, bias], {}
-    message = r"\[0\] has shape \(2, 2, 2, 2\), and torch.optim.Muon gets whole"
-    yield "4D", ValueError, message, [cube], {}
-    message = r"\[0\]\['params'\]\[1\] 'fc.bias' has shape \(4,\)"
-    yield "name", ValueError, message, [("fc.weight", matrix), ("fc.bias", bias)], {}
+    message = r"\[0\]\['params'\]\[1\] 'fc.bias' has shape \(4,\), and torch.optim.Muon gets whole matrices"
+    yield ValueError, message, [("fc.weight", matrix), ("fc.bias", bias)], {}
     message = "torch.optim.adamw.AdamW gets whole matrices"
-    yield "1D, AdamW", ValueError, message, [bias], {"optimizer_class": adamw, **whole}
+    yield ValueError, message, [bias], {"optimizer_class": adamw, **whole}
     message = "optimizer_class: Muon cannot run on shards of parameters, it orthogonalizes whole matrices"
-    yield "False", ValueError, message, [matrix], {"whole_matrices": False}
-    message = "LBFGS cannot run on shards"
-    yield "LBFGS", ValueError, message, [matrix], {"optimizer_class": lbfgs, **whole}
+    yield ValueError, message, [matrix], {"whole_matrices": False}
     message = r"\[1\]\['optimizer_class'\] is AdamW, and lr was given for Muon: a group with a class"
-    yield "defaults", ValueError, message, with_bias(optimizer_class=adamw), {"lr": 0.1}
-    message = (
-        r"param_groups\[1\]\['optimizer_class'\] must be a subclass of torch.optim.Optimizer, got <class"
-    )
-    yield "int in a group", TypeError, message, with_bias(optimizer_class=int), {}
+    yield ValueError, message, with_bias(optimizer_class=adamw), {"lr": 0.1}
+    message = r"param_groups\[1\]\['optimizer_class'\] must be a subclass of torch.optim.Optimizer, got <cla"
+    yield TypeError, message, with_bias(optimizer_class=int), {}
     message = r"param_groups\[1\]\['optimizer_class'\]: Adafactor cannot run on shards.*whole_matrices=True"
-    yield "Adafactor in a group", ValueError, message, with_bias(optimizer_class=adafactor), {}
+    yield ValueError, message, with_bias(optimizer_class=adafactor), {}
     groups = with_bias(optimizer_class=adamw, betas=(2.0, 0.9))
-    yield "option of a group", ValueError, "Invalid beta", groups, {}
+    yield ValueError, "Invalid beta", groups, {}
     groups = [{"params": [p], "optimizer_class": adamw} for p in (matrix, other)]
     message = "momentum: given for Muon, which is the class of no group"
-    yield "unused", ValueError, message, groups, {"momentum": 0.9}
-    yield "unused whole", ValueError, "whole_matrices: given for Muon", groups, whole
+    yield ValueError, message, groups, {"momentum": 0.9}
+    yield ValueError, "whole_matrices: given for Muon", groups, whole
     groups = [{"params": [first]}, {"params": [second], "optimizer_class": adamw}]
     message = r"\[0\].* and .*\[1\].* share an amax, so they must have the same optimizer_class"
-    yield "amax", ValueError, message, groups, {"amax_groups": [[first, second]]}
+    yield ValueError, message, groups, {"amax_groups": [[first, second]]}
 
 
-@pytest.mark.parametrize("case", [name for name, *_ in bad_arguments(torch.device("cpu"))])
-def test_bad_arguments(device, case):
-    ((_, kind, message, params, options),) = [c for c in bad_arguments(device) if c[0] == case]
-    with pytest.raises(kind, match=message):
-        ZeroFP4Optimizer(params, **keywords({"optimizer_class": torch.optim.Muon, **options}))
+def test_bad_arguments(device):
+    for kind, message, params, options in bad_arguments(device):
+        with pytest.raises(kind, match=message):
+            ZeroFP4Optimizer(params, **keywords({"optimizer_class": torch.optim.Muon, **options}))
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -58,28 +58,6 @@ def test_no_step_after_a_move_and_the_same_steps_after_refresh(device, what, opt
         take_steps(plain, optimizer, [1, 2])
 
 
-@CLASSES
-def test_the_master_of_an_fp32_parameter_may_move_in_place(device, optimizer_class):
-    """It is the parameter's own memory until then."""
-    if device.type != "cpu":
-        pytest.skip("torch does not move storages in place on a GPU")
-    plain, optimizer = both(device, optimizer_class, **DEFAULTS)
-    take_steps(plain, optimizer, [0])
-    share_master(optimizer, plain.parameters[3])
-    optimizer.refresh()
-    take_steps(plain, optimizer, [1, 2])
-
-
-def test_moments_may_move(device):
-    """The optimizer of the masters takes their addresses itself."""
-    plain, optimizer = both(device, FusedAdamW, [((64, 64), torch.bfloat16, True)], **DEFAULTS)
-    take_steps(plain, optimizer, [0])
-    (state,) = optimizer.inner.state.values()
-    state["exp_avg"] = state["exp_avg"].clone()
-    state["exp_avg_sq"].data = state["exp_avg_sq"].data.clone()
-    take_steps(plain, optimizer, [1, 2])
-
-
 def test_refresh_drops_what_was_assigned(device):
     parameters, optimizer = built(device)
     with unchanged(parameters, optimizer):

