@@ -404,30 +404,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._agree(call, gradients, word, error)
         if error:
             self._sit_out_clip(error)
-        means = self._means(sent)  # views, which average() fills
-        if self._averages_nothing and call.norm_type == 2.0:
-            self._squares.zero_()
-            if self._launches is None:
-                ops.add_squares(means, self._squares)
-            else:
-                self._launches.add_squares(self._squares)
-            if call.averages:
-                found = self._squares[:, -2:].sum(0)  # how many Infs and NaNs there were
-                word = self._word(gradients, found)
-        if call.averages:
-            self._forget_clipped()
-            if not self._averages_nothing:
-                self._squares.zero_()
-                error = self._step.average(sent, self._squares)
-            self._agreement.accept_nonfinite(word)
-        total = in_phase("norm", global_norm)(means, call.norm_type, self.process_group(), self._squares)
-        with self._sound.breaking("clip_grad_norm_()"):  # the others have a norm that is of no use
-            error.raise_if_any()
-        if call.averages:
-            in_slices = self.communication.adds_to_slices  # and not in p.grad any more
-            self._reduced = GradientSnapshot(self._collect_gradients() if in_slices else gradients)
-            if self._schedule is not None:
-                self._schedule.is_reduced = True
+        total = self._reduce(call, gradients, sent, word)
         if self._factor is not None:
             total = total * self._factor
         factor = (call.max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -629,6 +606,37 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         error = OwnError(raised_by_all(error.take()))
         self._agree(None, NOTHING, None, error)
         self._sit_out(error, averages=False)  # the others have averaged theirs in this clip
+
+    def _reduce(
+        self, call: Call, gradients: Gradients, sent: Gradients | None, word: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Average the gradients for a clip, unless they are averaged, and return their norm."""
+        error = OwnError()
+        means = self._means(sent)  # views, which average() fills
+        if self._averages_nothing and call.norm_type == 2.0:
+            self._squares.zero_()
+            if self._launches is None:
+                ops.add_squares(means, self._squares)
+            else:
+                self._launches.add_squares(self._squares)
+            if call.averages:
+                found = self._squares[:, -2:].sum(0)  # how many Infs and NaNs there were
+                word = self._word(gradients, found)
+        if call.averages:
+            self._forget_clipped()
+            if not self._averages_nothing:
+                self._squares.zero_()
+                error = self._step.average(sent, self._squares)
+            self._agreement.accept_nonfinite(word)
+        total = in_phase("norm", global_norm)(means, call.norm_type, self.process_group(), self._squares)
+        with self._sound.breaking("clip_grad_norm_()"):  # the others have a norm that is of no use
+            error.raise_if_any()
+        if call.averages:
+            in_slices = self.communication.adds_to_slices  # and not in p.grad any more
+            self._reduced = GradientSnapshot(self._collect_gradients() if in_slices else gradients)
+            if self._schedule is not None:
+                self._schedule.is_reduced = True
+        return total
 
     def _must_skip(self) -> bool:
         """Whether the host leaves out an update that cannot read on the device that it is to be skipped."""
