@@ -13,7 +13,6 @@ from cases.fsdp2 import (
     Model,
     Run,
     assert_same_masters,
-    batch_of,
     check_gathered,
     inject,
     make_model,
@@ -79,20 +78,6 @@ def test_a_write_on_one_rank_is_cast_by_refresh_and_by_a_step(world, how):
         with pytest.raises(RuntimeError, match=r"the master of 'second.weight' was written to .*refresh\(\)"):
             run.model.second.unshard()
     run.attachment.refresh() if how == "refresh" else run.optimizer.step()
-    run.check()
-
-
-@on_ranks(2)
-def test_what_is_read_into_a_state_dict_needs_refresh(world):
-    """In place: nothing calls load_state_dict. The codes of before are never used."""
-    run, other, path = start(world), other_run(world), shared_folder(world)
-    run.step(0)
-    dcp.save(other.model.state_dict(), checkpoint_id=path)
-    dcp.load(run.model.state_dict(), checkpoint_id=path)
-    with pytest.raises(RuntimeError, match=r"written to since it was cast: call refresh\(\)"):
-        run.model(batch_of(world, 1))
-    run.attachment.refresh()
-    assert_bytes_equal(run.output(1), other.output(1), "outputs")
     run.check()
 
 
@@ -176,18 +161,6 @@ def test_a_run_goes_on_in_a_world_of_another_size(world, case):
             for name, value in found.items():
                 assert_bytes_equal(value, expected[name], f"{name} on {size} ranks")
         dist.barrier()
-
-
-@on_ranks(4)
-def test_checkpoints_of_replicas_of_shards(world):
-    """A mesh of two dimensions loads what one of one has saved, and the other way round."""
-    meshes = [mesh_of(world), mesh_of(world, (2, 2), ("replicate", "shard"))]
-    for mesh, other in (meshes, meshes[::-1]):
-        run, path = start(world, mesh=mesh), shared_folder(world)
-        run.inject(range(2))
-        dcp.save(state_of(run), checkpoint_id=path)
-        run.inject(range(2, 4))
-        assert_same_masters(resumed(world, path, mesh=other).model, run.model)
 
 
 def zero_run(world, seed: int = 0) -> Run:
