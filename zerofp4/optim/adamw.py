@@ -330,20 +330,21 @@ class Part:
             self._ranges.append((*kind, first - begin, slice(first, first + count)))
         self._built_for = None
 
-    def lay_out(self, states: Sequence[Mapping[str, Any] | None], dtypes: _Dtypes) -> dict[torch.Tensor, Any]:
+    def lay_out(self, states: list[Mapping[str, Any] | None], dtypes: _Dtypes) -> dict[torch.Tensor, Any]:
         """Build the stages, unless they are built for this. Returns the state of first updates.
 
         states: of the parameters; None or empty where there is none. dtypes: of gradients.
         """
+        made = {}
+        if not all(states):
+            for i, (p, _, _, compact, of) in enumerate(self.members):
+                if not states[i] and dtypes[i] is None:
+                    states[i] = dict.fromkeys(self.keys[i])
+                elif not states[i]:
+                    states[i] = made[p] = first_state(p, compact, of)
+        items = zip(states, self.keys, strict=True)
+        entries = locals_of([state[key] for state, keys in items for key in keys])
         before = self._built_for[0] if self._built_for else [torch.float32] * len(dtypes)
-        made, entries = {}, []
-        for (p, _, _, compact, of), state, dtype, keys in zip(
-            self.members, states, dtypes, self.keys, strict=True
-        ):
-            if not state and dtype is not None:
-                state = made[p] = first_state(p, compact, of)
-            entries.extend(map(state.__getitem__, keys) if state else [None] * len(keys))
-        entries = locals_of(entries)
         dtypes = [new or old for new, old in zip(dtypes, before, strict=True)]
         built_for = dtypes, ops.tensor_facts([*self.params, *entries])
         if built_for != self._built_for:
