@@ -1,10 +1,8 @@
 """The same training by transformers' Trainer, accelerate, Lightning and accelerate's FSDP2, which go on in a
-world of another size; and adapters of peft.
+world of another size.
 """
 
-import functools
 import itertools
-import tempfile
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from helpers import assert_bytes_equal
 
 import zerofp4
 from distributed.optim.cases import assert_same_on_all_ranks
-from distributed.run import on_ranks, run_ranks
+from distributed.run import run_ranks
 from zerofp4.integrations import fsdp2
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
@@ -225,40 +223,3 @@ def test_runs_go_on_in_worlds_of_other_sizes(tmp_path):
         for name in WAYS:
             begun, ended = after.values[0][name][0], before.values[0][name][1]
             assert_all_equal(begun, ended, f"{name}, leg {leg}, master")
-
-
-# peft
-
-
-@on_ranks(1, 2)
-def test_adapters_are_trained_on_a_quantized_base(world):
-    """Saved, loaded on another base, and merged."""
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    base = llama().to(world.device)
-    zerofp4.convert_model(base)
-    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4))
-    codes = [p.rowwise_data.clone() for p in base.parameters() if isinstance(p, zerofp4.NVFP4Tensor)]
-    optimizer = ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, lr=3e-2)
-    tokens = torch.arange(16, device=world.device)[None]
-    loss = functools.partial(model, input_ids=tokens, labels=tokens)
-    losses = []
-    for _ in range(8):
-        losses.append(loss().loss)
-        losses[-1].backward()
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0]
-    now = [p.rowwise_data for p in base.parameters() if isinstance(p, zerofp4.NVFP4Tensor)]
-    assert len(now) == 7 and all(map(torch.equal, now, codes))
-    logits, folder = loss().logits, tempfile.mkdtemp()
-    model.save_pretrained(folder)
-    other = llama().to(world.device)
-    zerofp4.convert_model(other)
-    other = peft.PeftModel.from_pretrained(other, folder)
-    assert_bytes_equal(other(input_ids=tokens).logits, logits, "logits")
-    zerofp4.unconvert_model(model)
-    before, merged = model(input_ids=tokens).logits, model.merge_and_unload()
-    # bfloat16 weights: the adapter's part is rounded with them
-    torch.testing.assert_close(merged(input_ids=tokens).logits, before, rtol=0.05, atol=0.05)
