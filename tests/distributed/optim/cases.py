@@ -127,15 +127,11 @@ def check_weights(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -
     assert_same_on_all_ranks(model_bytes(parameters), optimizer.process_group())
 
 
-def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, tensor.contiguous())
-    return found
-
-
 def averages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of each the mean over the ranks in FP32: gathered, all at once, added in rank order, divided."""
-    total, *others = gathered(torch.cat([tensor.float().reshape(-1) for tensor in tensors]))
+    mine = torch.cat([tensor.float().reshape(-1) for tensor in tensors])
+    total, *others = gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
     for other in others:
         total += other
     ranks = torch.full_like(total[:1], dist.get_world_size())  # not by the rounded reciprocal

@@ -29,7 +29,7 @@ WHOLE = [
     ((96, 512), torch.bfloat16, False),
 ]
 """Matrices whose rows are cut in parts; each is whole tiles of 16 x 16, and whole chunks of a norm."""
-SHAPES = {2: [(2, 1)], 3: [(3, 1)], 4: [(2, 2), (4, 1), (1, 4)]}
+SHAPES = {2: [(2, 1)], 4: [(2, 2), (4, 1), (1, 4)]}
 REPLICATED = [
     ((300,), torch.float32, False),
     ((34, 48), torch.bfloat16, True),
@@ -103,13 +103,11 @@ class Mixture:
 class Parts:
     """This rank's part of matrices, quantized, and what all parts have.
 
-    Neighbours are a tensor-parallel group, of three in a world of three, else of two. Ranks of the same part
-    are a data-parallel group.
+    Two neighbours are a tensor-parallel group. Ranks of the same part are a data-parallel group.
     """
 
     def __init__(self, world):
-        self.world, self.count = world, 3 if world.world_size == 3 else 2
-        size = world.world_size
+        self.world, self.count, size = world, 2, world.world_size
         self.part, self.data_rank = world.rank % self.count, world.rank // self.count
         tensor = [[*range(first, first + self.count)] for first in range(0, size, self.count)]
         data = [[*range(part, size, self.count)] for part in range(self.count)]
