@@ -16,8 +16,7 @@ from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 def given_to_all(world, state_dict, by):
     """The state dict of rank `by` as every rank reads it from that rank's file."""
-    file = io.BytesIO()
-    torch.save(state_dict, file)
+    torch.save(state_dict, file := io.BytesIO())
     told = [file.getvalue()]
     if world.world_size > 1:
         dist.broadcast_object_list(told, by)

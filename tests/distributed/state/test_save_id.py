@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import functools
 import io
-import pickle
-import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from distributed.cases import raised_by, shared_folder
+from distributed.cases import shared_folder
 from distributed.run import on_ranks
 from distributed.state import cases as checkpoint_cases
 from distributed.state.cases import assert_same_model, contents, on_rank_0, run
@@ -36,12 +32,14 @@ def load(optimizer, path, group=None) -> None:
 def refused(model, optimizer, source: Path | dict, match: str, group=None) -> None:
     """On every rank, with one message, and nothing changes. source: a checkpoint or a state dict."""
     before = contents(model, optimizer)
-    from_folder = functools.partial(load, optimizer, source, group)
-    from_dict = functools.partial(optimizer.load_state_dict, source)
-    raised = raised_by(from_dict if isinstance(source, dict) else from_folder)
-    assert isinstance(raised, ValueError) and re.search(match, str(raised)), repr(raised)
+    with pytest.raises(ValueError, match=match) as raised:
+        if isinstance(source, dict):
+            optimizer.load_state_dict(source)
+        else:
+            load(optimizer, source, group)
     messages: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(messages, str(raised), group=group)
+    dist.all_gather_object(messages, str(raised.value), group=group)
+    del raised  # it holds frames
     assert len(set(messages)) == 1, messages
     assert contents(model, optimizer) == before
 
@@ -61,12 +59,12 @@ def copy_files(source: Path, target: Path, pattern: str) -> None:
 
 
 def save_twice(world, old, new, thread_count=1, group=None):
-    """After step 1 and after step 5. Returns the model and the optimizer."""
+    """After step 1 and after step 5. Returns the model."""
     model, optimizer = trained(world, 1, group=group)
     save(optimizer, old, thread_count, group)
     run(model, optimizer, range(1, 5))
     save(optimizer, new, thread_count, group)
-    return model, optimizer
+    return model
 
 
 @on_ranks(3)
@@ -78,7 +76,7 @@ def test_a_save_that_did_not_end_in_an_old_folder_is_refused(world, written, thr
     groups = {size: dist.new_group(range(size)) for size in (1, 2, 3)}
     old, new = shared_folder(world), shared_folder(world)
     if world.rank < 2:
-        model, _ = save_twice(world, old, new, thread_count, groups[2])
+        model = save_twice(world, old, new, thread_count, groups[2])
     on_rank_0(world, copy_files, new, old, f"{written}.distcp")
     for size, group in groups.items():
         if world.rank < size:
@@ -123,48 +121,11 @@ def test_files_of_torch_save_of_two_saves_are_refused(world):
             refused(model, optimizer, state, of_steps(2, 2))
 
 
-# What is in the files
-
-
-def rewrite(path: Path, change: Callable[[str, Any], Any]) -> None:
-    """Give each chunk and each value of a checkpoint to `change`, with its key, and write what it returns."""
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    contents, new = {file.name: file.read_bytes() for file in path.glob("*.distcp")}, {}
-    for index, info in metadata.storage_data.items():
-        file, out = io.BytesIO(contents[info.relative_path][info.offset :][: info.length]), io.BytesIO()
-        torch.save(change(index.fqn, torch.load(file, weights_only=False)), out)
-        already = new.setdefault(info.relative_path, b"")
-        info.offset, info.length = len(already), len(out.getvalue())
-        new[info.relative_path] = already + out.getvalue()
-    for name, content in new.items():
-        (path / name).write_bytes(content)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def without_id(_: str, value: Any) -> Any:
-    """As another optimizer, or a tool, writes it."""
-    return value.detach() if isinstance(value, torch.Tensor) else type(value)(value)
-
-
-@on_ranks(2)
-def test_a_checkpoint_without_ids_loads_and_not_beside_one_with_ids(world):
-    path = shared_folder(world)
-    model, optimizer = trained(world, 1)
-    save(optimizer, path)
-    on_rank_0(world, rewrite, path, without_id)
-    other, loaded = trained(world, 2, seed=1)
-    load(loaded, path)
-    assert_same_model(other, model)
-    save(optimizer, path)
-    on_rank_0(world, rewrite, path, lambda k, v: without_id(k, v) if "first.weight.exp_avg" in k else v)
-    refused(other, loaded, path, "mixes saves: [0-9a-f]+ at step 1, one without an id")
-
-
 @on_ranks(2)
 def test_options_of_another_save_are_refused(world):
     """A rank with few elements may write nothing else."""
-    old, new, values = shared_folder(world), shared_folder(world), {}
-    save_twice(world, old, new)
-    on_rank_0(world, rewrite, old, lambda k, v: values.setdefault(k, v))
-    on_rank_0(world, rewrite, new, lambda k, v: values[k] if k == "optimizer.param_groups" else v)
-    refused(*trained(world, 2, seed=1), new, of_steps(1, 5))
+    model, optimizer = trained(world, 1)
+    before, path = optimizer.state_dict()["param_groups"], shared_folder(world)
+    run(model, optimizer, range(1, 5))
+    save(optimizer.state_dict() | {"param_groups": before}, path)
+    refused(*trained(world, 2, seed=1), path, of_steps(1, 5))
