@@ -147,19 +147,22 @@ def test_a_choice_that_is_changed_later(beside):
 @pytest.mark.parametrize(("dtype", "state"), [(torch.bfloat16, "compact"), (torch.float32, "full")])
 def test_a_written_parameter_that_is_its_own_master(device, dtype, state):
     """A state dict that was not saved is that memory, and accepts what is in it: accelerate loads one once it
-    has wrapped the model, and DDP has written to all parameters. The value before is in checkpoints only.
+    has wrapped the model, and DDP has written to all parameters. The value before is in checkpoints only. An
+    NVFP4 weight is made from its master.
     """
     p = nn.Parameter(torch.randn(4, 64, device=device).to(dtype))
-    optimizer = build([p], state=state)
-    set_gradients([p], make_gradients([p], 0))
-    optimizer.step()
-    saved, before = copy.deepcopy(optimizer.state_dict()), p.detach().clone()
+    q = nn.Parameter(zerofp4.quantize(torch.randn(16, 64, device=device)))
+    optimizer = build([p, q], state=state)
+    take_step([p, q], optimizer, 0)
+    saved, before, codes = copy.deepcopy(optimizer.state_dict()), p.detach().clone(), q.rowwise_data.clone()
     with torch.no_grad():
         p.zero_()
+        q.zero_()
     with pytest.raises(RuntimeError, match=r"written to .* before the optimizer loads a checkpoint"):
         optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     assert not p.any()
+    assert_bytes_equal(q.rowwise_data, codes, "codes")
     optimizer.step()
     assert p.any()
     optimizer.load_state_dict(saved)

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerofp4.optim.moments import check_choice
-
 NOT_ELEMENTWISE = {
     "Muon": "it orthogonalizes whole matrices",
     "Adafactor": "its second moments are sums over rows and columns: whole_matrices=True gives it matrices",
@@ -165,7 +163,12 @@ class InnerOptimizers:
 
     def _check_choices(self, param_groups: Sequence[dict]) -> None:
         for g, (group, inner_group) in enumerate(zip(param_groups, self.param_groups, strict=True)):
-            check_choice(f"param_groups[{g}]", group.get("state"), inner_group.get("state"))
+            now, chosen = group.get("state"), inner_group.get("state")
+            if now != chosen:
+                raise ValueError(
+                    f"param_groups[{g}]['state'] was {chosen!r} when the optimizer was built and is {now!r} "
+                    "now: build a new optimizer, which can load_state_dict() this one's state_dict()"
+                )
 
     def sync_options(self, param_groups: Sequence[dict]) -> None:
         """Copy options between the parameter groups and those of the optimizers: what was changed in a

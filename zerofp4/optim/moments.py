@@ -63,15 +63,6 @@ def suits_compact(shape: torch.Size) -> bool:
     return len(shape) >= 2 and shape[-1] >= STATE_GROUP
 
 
-def check_choice(group: str, state: Any, chosen: Any) -> None:
-    """Raises ValueError if the `state` of a parameter group is not what it was built with."""
-    if state != chosen:
-        raise ValueError(
-            f"{group}['state'] was {chosen!r} when the optimizer was built and is {state!r} now: build a new "
-            "optimizer for another one, which can load_state_dict() this one's state_dict()"
-        )
-
-
 def check_rows(name: str, p: torch.Tensor) -> None:
     """Raises ValueError for a DTensor whose ranks would share groups of a row."""
     parts = [

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
 from cases.compact import HYPERS, Whole, make_sharded
-from cases.fused import COMPACT_STATE, is_compact
+from cases.fused import COMPACT_STATE
 from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients, take_step
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import zerofp4
 from distributed.optim.cases import assert_same_on_all_ranks, model_bytes, whole_state
 from distributed.run import on_ranks
 from zerofp4 import reference
@@ -107,20 +104,14 @@ def test_replicas(world):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", ["replicated_over", "mesh"])
-def test_replicas_have_one_number(world, way):
+def test_replicas_have_one_number(world):
     """Their random bytes are those of it. Here a rank has one or two parameters of its own before it."""
     alone = [dist.new_group([rank]) for rank in range(2)][world.rank]
     mesh = init_device_mesh(world.device.type, (2, 1))
-    both = dist.new_group([0, 1])
-    where = {
-        "mesh": {"process_group": mesh},
-        "replicated_over": {"process_group": alone, "replicated_over": both},
-    }[way]
     own, shared = ([torch.zeros(4, 64, device=world.device) for _ in range(n)] for n in (1 + world.rank, 1))
     groups = [
         {"params": [nn.Parameter(p) for p in own], "process_group": alone},
-        {"params": [nn.Parameter(p) for p in shared], **where},
+        {"params": [nn.Parameter(p) for p in shared], "process_group": mesh},
     ]
     ZeroFP4Optimizer(groups, FusedAdamW, lr=1e-3)
     with pytest.raises(ValueError, match=r"compact state as number 1.* compact state as number 2"):
@@ -164,31 +155,3 @@ def test_full_state_loads_into_compact_and_back(world):
     for p, state in zip(last, again.state.values(), strict=True):
         for name in ("exp_avg", "exp_avg_sq", "step"):
             assert_bytes_equal(back.state[p][name].full_tensor(), state[name], name)
-
-
-def is_upper(p) -> bool:
-    """Whether a parameter is the upper part of its master."""
-    return is_compact(p) and p.dtype == torch.bfloat16 and not isinstance(p, zerofp4.NVFP4Tensor)
-
-
-@on_ranks(1, 2, 3)
-def test_a_model_that_is_loaded_without_its_optimizer(world):
-    """NVFP4 weights are made from their masters again. bf16 parameters are the upper part of theirs, and keep
-    what was written until a checkpoint is loaded.
-    """
-    parameters = make_sharded(world.device)
-    optimizer = build(parameters)
-    run(parameters, optimizer, range(2))
-    saved, weights = copy.deepcopy(optimizer.state_dict()), model_bytes(parameters)
-    packed = [p for p in parameters if isinstance(p, zerofp4.NVFP4Tensor)]
-    for written in (packed, parameters):
-        with torch.no_grad():
-            for p in written:
-                p.zero_()
-        optimizer.load_state_dict(optimizer.state_dict())
-        if written is parameters:
-            kept = [p for p in parameters if is_upper(p)]
-            assert kept and not any(p.any() for p in kept)
-            optimizer.load_state_dict(saved)
-        assert_all_equal(model_bytes(parameters), weights, "weights")
-    run(parameters, optimizer, range(2, 3))
