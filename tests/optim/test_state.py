@@ -51,6 +51,7 @@ def entry(i, name, value):
         (lambda s: s["param_groups"][0].update(lr=-1.0), "Invalid learning rate: -1.0"),
         (lambda s: s["param_groups"][0].update(lr=math.nan), r"\[.lr.\] must be finite, got nan"),
         (entry(1, "master", lambda _: torch.zeros(5)), r"\.master has shape \(5,\), here \(6, 48\)"),
+        (lambda s: s["state"][0]["master"].__create_chunk_list__(), r"\.master is not whole in the check"),
         (entry(1, "exp_avg", lambda _: None), r"param_groups\[0\]\['params'\]\[1\].*\.exp_avg is missing"),
         (entry(0, "exp_avg_sq", lambda _: "0.5"), "state_dict cannot be loaded: AttributeError"),
         (entry(0, "step", lambda _: torch.zeros(2)), r"\.step has shape \(2,\), here \(\)"),

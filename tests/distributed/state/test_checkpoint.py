@@ -226,16 +226,14 @@ def test_a_checkpoint_of_torchs_adamw_and_back(world, kind, dtype):
         assert_bytes_equal(master, whole(q.detach()).float(), "master")
         for name in ("exp_avg", "exp_avg_sq", "step"):
             assert_bytes_equal(whole(optimizer.state[p][name]), whole(adamw.state[q][name]).float(), name)
-    if kind == "plain":  # the same as from its state dict
+    if kind == "plain":  # the same from its state dict
         other = make()
         other.load_state_dict(plain.state_dict())
         zerofp4.convert_model(other, columnwise=True)
         direct = zerofp4.optim.ZeroFP4Optimizer(other.named_parameters(), fused, lr=0.5)
         direct.load_state_dict(copy.deepcopy(adamw.state_dict()))
-        train(world, other, direct, range(3, 5))
-
-    train(world, model, optimizer, range(3, 5))
-    if kind == "plain":
+        for one in ((model, optimizer), (other, direct)):
+            train(world, *one, range(3, 5))
         assert_same_model(model, other)
     masters = dict(zerofp4.master_state_dict(model, optimizer))
     dcp.save({"model": masters, "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=back)

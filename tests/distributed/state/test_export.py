@@ -1,7 +1,6 @@
 """Models out of a ZeRO run: masters, safetensors, ordinary parameters; and one optimizer after another."""
 
 import importlib.util
-import shutil
 from unittest import mock
 
 import pytest
@@ -55,10 +54,6 @@ def test_safetensors_are_written_in_shards(world):
             zerofp4.save_safetensors(model, optimizer, path, torch.bfloat16)
     if world.rank == 0:
         assert set(path.iterdir()) == {*names, index}
-        shutil.rmtree(path)
-        path.write_text("a file in the way")
-    with pytest.raises((OSError, RuntimeError), match="File exists"):
-        zerofp4.save_safetensors(model, optimizer, path)
 
 
 @on_ranks(1, 2, 3)
@@ -105,8 +100,8 @@ def test_a_new_optimizer_goes_on_from_an_old_one_with_more_parameters(world):
 @on_ranks(2)
 def test_a_frozen_quantized_weight_has_its_values(world):
     model = Model().to(world.device)
-    model.first.weight.requires_grad_(False)
+    weight = model.first.weight.requires_grad_(False)
     optimizer = build(model)
-    model.first.weight.clear_high_precision_init_val()
+    weight.clear_high_precision_init_val()
     found = dict(zerofp4.master_state_dict(model, optimizer))
-    assert_bytes_equal(found["first.weight"], model.first.weight.dequantize(torch.float32), "first.weight")
+    assert_bytes_equal(found["first.weight"], weight.dequantize(torch.float32), "first.weight")
