@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, batch, make_net, make_parameters
+from cases.optim import assert_all_equal, batch, make_net, make_parameters, take_step
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofp4.optim import ZeroFP4Optimizer
@@ -92,6 +92,23 @@ def test_load_into_parameters_that_were_moved(device):
     optimizer.load_state_dict(optimizer.state_dict())
     assert_all_equal(parameter_values(net), before, "weight")
     run_steps(net, optimizer, scheduler, range(1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"),
+    [(torch.optim.NAdam, {}), (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5})],
+)
+def test_a_state_from_before_the_first_step(device, optimizer_class, options):
+    """It is saved as zeros, with which these classes do not begin."""
+    pairs = []
+    for _ in range(2):
+        parameters = make_parameters(device)
+        pairs.append((parameters, ZeroFP4Optimizer(parameters, optimizer_class, lr=0.1, **options)))
+    (_, first), (_, second) = pairs
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for parameters, optimizer in pairs:
+        take_step(parameters, optimizer, 0)
+    assert_all_equal(second.gathered_masters(), first.gathered_masters(), "master")
 
 
 def test_damaged_files_are_refused(device):

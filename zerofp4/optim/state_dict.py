@@ -454,7 +454,7 @@ def _match(
         own = [_name(key) for key in group.get("param_names") or group["params"]]
         # What was read into state_dict() has this optimizer's numbers in `state`, and not the groups'.
         pairs = zip(own, group["params"], strict=True)
-        theirs.append([(g, state.get(name, state.get(_name(key) or key, {}))) for name, key in pairs])
+        theirs.append([(g, state.get(name, state.get(key, {}))) for name, key in pairs])
         by_name |= zip(own, theirs[g], strict=True)
         by_name |= {name: (g, state[name]) for name in group.get("elsewhere", ()) if name in state}
         names += own
