@@ -101,20 +101,23 @@ def micro_batches(world, **options):
     assert_same(models, "the end")
 
 
+EVENTS = "nan", "closure", "changed", "head", "layers.0", "layers.1", "replaced", "nan", "kept"
+
+
 def nothing_comes_of_it(world, name="FusedAdamW", **options):
-    """Steps that no rank takes, for a NaN, for an error of one rank, for a gradient that changed, and passes
-    that break off: what was sent for them is in no later step.
+    """Steps that no rank takes, for a NaN, for an error of one rank, for a gradient that changed or was
+    replaced, and passes that break off in a module of one rank: what was sent for them is in no later step.
     """
     models = make_models(world, name, **options)
     last = world.rank == world.world_size - 1
-    for step, event in enumerate(["nan", "closure", "changed", "broken", "once more", "nan", "kept"]):
+    for step, event in enumerate(EVENTS):
         for net, optimizer in models:
-            if event == "broken":
-                break_off(net, world, "layers.1" if last else None)
+            if event in ("head", "layers.0", "layers.1"):  # none, most or some of it was sent
+                break_off(net, world, event if last else None)
                 optimizer.zero_grad()
             else:
                 fail(world, net, optimizer, event, last)
-            if event not in ("once more", "kept"):
+            if event not in ("replaced", "kept"):
                 optimizer.zero_grad(set_to_none=step % 2 > 0)
                 loss_of(net, world, step).backward()
             optimizer.step()
@@ -131,15 +134,15 @@ def fail(world, net, optimizer, event, last):
     hook.remove()
     parameters, skipped = list(net.parameters()), optimizer.skipped_steps
     before = [tensor.clone() for tensor in all_bytes(parameters, optimizer)]
-
-    changes = event in ("changed", "once more")
+    changes = event in ("changed", "replaced")
 
     def closure():
         if last and not changes:
             raise RuntimeError("no loss today")
 
     if changes and last:
-        net.head.weight.grad.mul_(2)
+        grad = net.head.weight.grad
+        net.head.weight.grad = grad.mul_(2) if event == "changed" else grad * 2
     if event == "nan":
         optimizer.step()
         assert optimizer.skipped_steps == skipped + 1 and "rare" in optimizer.first_nonfinite()
