@@ -144,9 +144,17 @@ def test_an_error_behind_the_agreement_holds_up_nobody(world, what):
 
 
 @on_ranks(2)
-def test_a_norm_without_the_gradients_of_a_rank_is_used_by_nobody(world):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_norm_without_the_gradients_of_a_rank_is_used_by_nobody(world, replicas):
+    """Nor does a replica wait for a rank whose gradients cannot be taken."""
+    parameters = parameters_of(world)
+    group = None if replicas == 1 else init_device_mesh(world.device.type, (2, 1))
     # Of ranks that share memory the others would wait for the group's timeout.
-    parameters, optimizer = build(world, gradient_wire=torch.float16, transport="collective")
+    options = {"gradient_wire": torch.float16, "transport": "collective", "bucket_mb": SMALL}
+    groups = [{"params": parameters, "process_group": group}]
+    optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **keywords(OPTIONS, options))
+    assert {bucket["replicas"] for bucket in optimizer.describe()["buckets"]} == {replicas}
+    set_gradients(parameters, make_gradients(parameters, world.rank))
     checkpoint, masters = copy.deepcopy(optimizer.state_dict()), optimizer.gathered_masters()
     error = ValueError("cannot be taken")
     with on_rank_1(world, GradientMemory, "take", error, call=2):
@@ -156,20 +164,6 @@ def test_a_norm_without_the_gradients_of_a_rank_is_used_by_nobody(world):
     assert_all_equal(optimizer.gathered_masters(), masters, "master")
     optimizer.zero_grad()
     assert_broken(world, optimizer, checkpoint, parameters, False)
-
-
-@on_ranks(2)
-def test_a_rank_whose_gradients_cannot_be_taken_keeps_no_replica_waiting(world):
-    mesh = init_device_mesh(world.device.type, (2, 1))
-    parameters = [torch.nn.Parameter(torch.full((6, 64), 2.0, device=world.device)) for _ in range(3)]
-    groups = [{"params": parameters, "process_group": mesh}]
-    optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **keywords(OPTIONS, {"bucket_mb": SMALL}))
-    assert {bucket["replicas"] for bucket in optimizer.describe()["buckets"]} == {2}
-    set_gradients(parameters, make_gradients(parameters, 1))
-    error = ValueError("cannot be taken")
-    with on_rank_1(world, GradientMemory, "take", error):
-        assert raised_by(lambda: optimizer.clip_grad_norm_(1.0)) is (error if world.rank == 1 else None)
-    assert_told(world, raised_in_turn(optimizer, optimizer.step), error, FOUND)
 
 
 @on_ranks(2)
