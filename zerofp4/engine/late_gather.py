@@ -113,6 +113,6 @@ class LateGathers:
 
     def synchronize(self) -> None:
         """The same, and the host waits for the device."""
-        if self._stream is not None:
+        if self._stream is not None and self._pending:
             self._stream.synchronize()
         self.settle()

@@ -1,4 +1,7 @@
-"""Gradients that travel while a backward pass makes the others: the bytes of a step that waits for all."""
+"""Gradients that travel while a backward pass makes the others: the bytes of a step that waits for all. By
+collectives, or written into each other's memory, here of files on the CPU; with that of GPUs the same checks
+run in test_peers.
+"""
 
 from unittest import mock
 
@@ -7,8 +10,8 @@ import torch
 from cases.optim import assert_all_equal, keywords
 
 from distributed.engine import overlap_checks as checks
+from distributed.engine.file_peers import sharing_files
 from distributed.engine.overlap_cases import (
-    CLASSES,
     SMALL,
     TINY,
     assert_same,
@@ -21,33 +24,65 @@ from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
 
+FEW = 0.01
+"""bucket_mb for some of several parameters."""
+
 
 def make_pair(world, name="FusedAdamW", **options):
     """Without overlap, and with it."""
     return [make(world, name, overlap=o, **({"bucket_mb": SMALL} | options)) for o in (None, "backward")]
 
 
-@on_ranks(1, 2, nightly=[3], time_limit=60)
-@pytest.mark.parametrize(("name", "clip"), [("AdamW", True), ("FusedAdamW", False), ("FusedAdamW", True)])
-def test_the_bytes_of_a_step_without_overlap(world, name, clip):
-    checks.whole_steps(world, name, clip, bucket_mb=SMALL)
+def run(world, check, late, **options):
+    """By collectives where `late` is None, else through memory in files, with copies made late or early."""
+    if late is None:
+        check(world, **({"bucket_mb": SMALL} | options))
+        return
+    with sharing_files(world, late) as (alone, group):
+        check(alone, transport="peer", process_group=group, **({"bucket_mb": FEW} | options))
+
+
+@on_ranks(2, 3, time_limit=60)
+@pytest.mark.parametrize(
+    ("late", "options"),
+    [
+        (None, {"name": "AdamW", "clip": True}),
+        (None, {}),
+        (None, {"clip": True}),
+        (True, {"name": "AdamW", "bucket_mb": SMALL}),
+        (True, {"clip": True}),
+        (False, {"clip": True, "bucket_mb": None}),
+    ],
+)
+def test_the_bytes_of_a_step_without_overlap(world, late, options):
+    run(world, checks.whole_steps, late, **options)
+
+
+ROUNDED = {"gradient_wire": torch.float16}
+NARROWED = {"gradient_dtype": torch.float32, "gradient_wire": torch.bfloat16}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", [{"gradient_wire": torch.float16}, {"gradient_dtype": torch.float32}, {}])
-def test_micro_batches_and_gradients_that_somebody_assigned(world, options):
-    checks.micro_batches(world, bucket_mb=SMALL, **options)
+@pytest.mark.parametrize("late", [None, True, False])
+@pytest.mark.parametrize("options", [{}, ROUNDED, NARROWED])
+def test_micro_batches_and_gradients_that_somebody_assigned(world, late, options):
+    """Those that are rounded are copied to memory that buckets have in turns."""
+    run(world, checks.micro_batches, late, **options)
 
 
 @on_ranks(2, nightly=[3], time_limit=60)
-@pytest.mark.parametrize("name", CLASSES)
-def test_steps_that_come_to_nothing(world, name):
-    checks.nothing_comes_of_it(world, name, bucket_mb=SMALL)
+@pytest.mark.parametrize(
+    ("late", "options"),
+    [(None, {}), (None, {"name": "AdamW"}), (True, {}), (False, {"name": "AdamW"}), (True, ROUNDED)],
+)
+def test_steps_that_come_to_nothing(world, late, options):
+    run(world, checks.nothing_comes_of_it, late, **options)
 
 
 @on_ranks(2)
-def test_one_optimizer_goes_on_from_another(world):
-    checks.one_after_another(world, bucket_mb=SMALL)
+@pytest.mark.parametrize("late", [None, True])
+def test_one_optimizer_goes_on_from_another(world, late):
+    run(world, checks.one_after_another, late)
 
 
 @on_ranks(2)
@@ -97,6 +132,30 @@ def test_buckets_begin_in_backward_passes(world):
     optimizer.step()
     assert begun == list(range(len(kinds)))
     check_weights(list(net.parameters()), optimizer)
+
+
+@on_ranks(2)
+def test_no_rank_waits_in_a_backward_pass(world):
+    """Not even where the others make none, nor for steps that no rank takes; describe() says what is done."""
+
+    def check(alone, transport, **options):
+        net, optimizer = make(alone, transport="auto", overlap="backward", **options)
+        described = optimizer.describe()
+        ways = ("transport", "why_collective", "overlap", "accumulate", "in_buckets")
+        assert [described[way] for way in ways] == ["peer", None, "backward", "local", True]
+        gradients = sum(bucket["gradients"] for bucket in described["buckets"])
+        assert described["bytes_sent"]["gradients"] == gradients > 0
+        if world.rank == 0:
+            for seed in range(3):
+                loss_of(net, alone, seed).backward()
+                optimizer.zero_grad()
+        assert optimizer._peers.log == []
+        loss_of(net, alone, 4).backward()
+        optimizer.step()
+        assert optimizer._peers.log == ["arrive"]
+        check_weights(list(net.parameters()), optimizer)
+
+    run(world, check, late=True, bucket_mb=TINY)
 
 
 # What lies in the FP32 slices meanwhile
