@@ -51,7 +51,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     if (reason := why_not(setting.launcher)) is not None:
         pytest.skip(reason)
-    values = pyfuncitem.config.stash[_LAUNCHES][setting].outcome(pyfuncitem.nodeid).values
+    values = pyfuncitem.config.stash[_LAUNCHES][setting].outcome(pyfuncitem.nodeid)
     left_out = [value.reason for value in values if isinstance(value, NotRun)]
     if left_out and len(left_out) == len(values):  # else a rank has waited for others
         pytest.skip(left_out[0])

@@ -49,15 +49,6 @@ class Check:
     time_limit: float
 
 
-@dataclasses.dataclass
-class Outcome:
-    """What each rank returned, what each printed since it started, and what went wrong."""
-
-    values: list[Any]
-    outputs: list[str]
-    problem: str | None = None
-
-
 def on_ranks(
     *world_sizes: int, nightly: Sequence[int] = (), launcher: str = "fork", time_limit: float = 60.0
 ) -> Callable:
@@ -82,20 +73,18 @@ def on_ranks(
 def run_ranks(
     function: Callable,
     world_size: int,
-    launcher: str = "fork",
     *,
     time_limit: float = 60.0,
     env: dict[str, str] | None = None,
     **arguments: Any,
-) -> Outcome:
-    """function(world, **arguments), of a module, on ranks of its own.
+) -> list[Any]:
+    """What function(world, **arguments), of a module, returns on each of some ranks of its own.
 
-    launcher: "fork", "torchrun", "mpirun", or "alone" for a world of one. env: what to change in their
-    environment.
+    env: what to change in their environment.
     Raises RanksFailed when a rank raises, does not finish in time_limit seconds, or ends badly.
     """
     name = f"{function.__module__}:{function.__name__}"
-    launch = Launch(Setting(world_size, launcher), [Check(name, name, arguments, time_limit)], env)
+    launch = Launch(Setting(world_size), [Check(name, name, arguments, time_limit)], env)
     try:
         return launch.outcome(name)
     finally:
@@ -113,7 +102,7 @@ class Launch:
         self._setting = setting
         self._left = list(checks)
         self._env = env
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, list[Any] | RanksFailed] = {}
         self._ranks: _Ranks | None = None
         self._starting = threading.Lock()
 
@@ -131,21 +120,21 @@ class Launch:
             self._ranks = _Ranks(self._setting, self._left, self._env)
             return self._ranks
 
-    def outcome(self, name: str) -> Outcome:
-        """Waits for the check of that name. Raises RanksFailed if it failed."""
+    def outcome(self, name: str) -> list[Any]:
+        """What each rank returned from the check of that name. Waits; raises RanksFailed if it failed."""
         while name not in self._outcomes:
             self._start()
             check = self._left.pop(0)
-            outcome = self._outcomes[check.name] = self._ranks.wait_for_check(check)
+            found = self._outcomes[check.name] = self._ranks.wait_for_check(check)
             if not self._ranks.have_joined():  # no check could run, nor would another try end otherwise
-                self._outcomes.update({check.name: outcome for check in self._left})
+                self._outcomes.update({check.name: found for check in self._left})
                 self._left.clear()
-            if outcome.problem is not None or not self._left:
+            if isinstance(found, RanksFailed) or not self._left:
                 self.stop()
-        outcome = self._outcomes[name]
-        if outcome.problem is not None:
-            raise RanksFailed(outcome.problem)
-        return outcome
+        found = self._outcomes[name]
+        if isinstance(found, RanksFailed):
+            raise found
+        return found
 
     def stop(self) -> None:
         """Ends the ranks, if there are any. Checks that are left get new ones when they are asked for."""
@@ -169,7 +158,7 @@ class _Ranks:
     def have_joined(self) -> bool:
         return all((self._folder / f"joined.{rank}").exists() for rank in range(self._setting.world_size))
 
-    def wait_for_check(self, check: Check) -> Outcome:
+    def wait_for_check(self, check: Check) -> list[Any] | RanksFailed:
         index, seconds = self._checks.index(check), _START_SECONDS
         begin, status, paths, has_joined = time.monotonic(), None, [None], False
         while not all(paths) and status is None and time.monotonic() < begin + seconds:
@@ -180,32 +169,28 @@ class _Ranks:
         ended = f"hangs: not done in {check.time_limit:g} s"
         if status is not None:
             ended = f"ended early (status of the launcher: {status})"
-        outputs = [self._log(rank) for rank in range(len(paths))]
         if all(path and path.suffix == ".passed" for path in paths):
-            return Outcome([pickle.loads(path.read_bytes()) for path in paths], outputs)
+            return [pickle.loads(path.read_bytes()) for path in paths]
         lines = [f"{check.name} on {self._setting} ({device_for(len(paths))})"]
         for rank, path in enumerate(paths):
             if path is None:
-                lines.append(f"rank {rank}: {ended}. It printed:\n{_tail(outputs[rank])}")
+                lines.append(f"rank {rank}: {ended}. It printed:\n{self._tail(rank)}")
             else:
                 lines.append(f"rank {rank}: {'passed' if path.suffix == '.passed' else path.read_text()}")
-        return Outcome([], outputs, "\n".join(lines))
+        return RanksFailed("\n".join(lines))
 
     def stop(self) -> None:
         self.processes.kill()
         shutil.rmtree(self._folder)
 
-    def _log(self, rank: int) -> str:
-        """What it printed; before it could, what the launcher did."""
+    def _tail(self, rank: int) -> str:
+        """The end of what it printed; before it could, of what the launcher did."""
         own = self._folder / f"{rank}.log"
-        return (own if own.exists() else self._folder / "launcher.log").read_text(errors="replace")
+        text = (own if own.exists() else self._folder / "launcher.log").read_text(errors="replace")
+        return "\n".join(text.splitlines()[-_LOG_LINES:])
 
 
 def outcome_paths(folder: Path, index: int, world_size: int) -> list[Path | None]:
     """For each rank, the file that it has left about a check, if there is one."""
     paths = [[folder / f"{index}.{rank}.{how}" for how in ("passed", "failed")] for rank in range(world_size)]
     return [next((path for path in both if path.exists()), None) for both in paths]
-
-
-def _tail(text: str) -> str:
-    return "\n".join(text.splitlines()[-_LOG_LINES:])

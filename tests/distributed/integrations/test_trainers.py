@@ -221,5 +221,5 @@ def test_runs_go_on_in_worlds_of_other_sizes(tmp_path):
     legs = [run_ranks(leg_of, ranks, leg=leg, **options) for leg, ranks in enumerate((1, 2, 1))]
     for leg, (before, after) in enumerate(itertools.pairwise(legs), 1):
         for name in WAYS:
-            begun, ended = after.values[0][name][0], before.values[0][name][1]
+            begun, ended = after[0][name][0], before[0][name][1]
             assert_all_equal(begun, ended, f"{name}, leg {leg}, master")

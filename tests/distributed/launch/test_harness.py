@@ -14,11 +14,10 @@ import torch.distributed as dist
 from early import waits_for
 
 from distributed.processes import NotRun, run_script
-from distributed.run import Check, Launch, Outcome, RanksFailed, Setting
+from distributed.run import Check, Launch, RanksFailed, Setting
 
 
 def rank_times(world, factor):
-    print(f"this is rank {world.rank}")
     return world.rank * factor
 
 
@@ -61,27 +60,27 @@ CHECKS = [
 ]
 
 
-def failure_of(launch: Launch, name: str) -> Outcome | RanksFailed:
+def outcome_of(launch: Launch, name: str) -> list | RanksFailed:
     try:
         return launch.outcome(name)
     except RanksFailed as failure:
         return failure
 
 
-def outcomes(_: Path) -> dict[str, Outcome | RanksFailed]:
+def outcomes(_: Path) -> dict[str, list | RanksFailed]:
     """What came of each check, by name."""
     launch = Launch(Setting(2), CHECKS, CPU)
     try:
-        return {each.name: failure_of(launch, each.name) for each in CHECKS}
+        return {each.name: outcome_of(launch, each.name) for each in CHECKS}
     finally:
         launch.stop()
 
 
-def without_a_group(_: Path) -> list[Outcome | RanksFailed]:
+def without_a_group(_: Path) -> list[list | RanksFailed]:
     """The checks of a launch whose rank cannot join a group."""
     checks = [check(rank_times, name=name, factor=1) for name in ("first", "second")]
     launch = Launch(Setting(1, "alone"), checks, {**CPU, "ZEROFP4_TEST_BACKEND": "nccl"})
-    return [failure_of(launch, each.name) for each in checks]
+    return [outcome_of(launch, each.name) for each in checks]
 
 
 @pytest.mark.heavy
@@ -116,10 +115,8 @@ def test_what_went_wrong_is_said(early, name, messages):
 @waits_for(outcomes)
 def test_checks_beside_a_failure_still_run(early):
     found = early(outcomes)
-    assert [found[name].values for name in ("first", "last")] == [[0, 1], [0, 3]]
-    for text, rank in zip(found["last"].outputs, (0, 1), strict=True):
-        assert f"this is rank {rank}" in text and f"this is rank {1 - rank}" not in text
-    assert found["leaves_out"].values == [NotRun("not here")] * 2
+    assert [found[name] for name in ("first", "last")] == [[0, 1], [0, 3]]
+    assert found["leaves_out"] == [NotRun("not here")] * 2
 
 
 @pytest.mark.heavy

@@ -82,9 +82,9 @@ def test_memory_above_the_state(early, how):
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             pytest.skip("this system does not let a process have its peak of memory counted anew")
-    outcome = early(how)
-    for shares in outcome.values:
-        assert all(share < MOST[part] for part, share in shares.items()), outcome.values
+    found = early(how)
+    for shares in found:
+        assert all(share < MOST[part] for part, share in shares.items()), found
 
 
 @on_ranks(2)
