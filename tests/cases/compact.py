@@ -77,19 +77,11 @@ class Tensor:
         shard = Shard(self.start, self.end - self.start)
         return ops.MasterPiece(self.high, shard, self.matrix, dtype, tile_offset, amax_offset)
 
-    def item(self, gradient_dtype, piece=None, present=None) -> ops.CompactItem:
-        return ops.CompactItem(
-            self.high,
-            self.low,
-            self.step,
-            self.exp_avg,
-            self.exp_avg_sq,
-            self.scales,
-            gradient_dtype,
-            (piece or self.piece(),),
-            present,
-            self.number,
-        )
+    def item(self, gradient_dtype, piece=None) -> ops.AdamWItem:
+        state = self.high, self.step, self.exp_avg, self.exp_avg_sq
+        pieces = (piece or self.piece(),)
+        compact = {"compact": True, "scales": self.scales, "low": self.low, "number": self.number}
+        return ops.AdamWItem(*state, gradient_dtype, pieces, **compact)
 
     def owned(self, whole: torch.Tensor) -> torch.Tensor:
         """What is owned of a tensor of the whole matrix."""

@@ -335,45 +335,36 @@ class PostStage:
 
 
 class AdamWItem(NamedTuple):
-    """One tensor of an update: contiguous, float32, on the device of the others.
+    """One tensor of an update: contiguous, on the device of the others.
 
     The state is None where there is none yet: then only the amaxes are taken.
     """
 
     master: torch.Tensor
+    """float32; in compact state also bfloat16, with `low`. Without pieces its last dimension is a row of
+    compact state.
+    """
     step: torch.Tensor | None
     """float32 [] or [1]: how many updates there were."""
     exp_avg: torch.Tensor | None
+    """float32; int8 codes in compact state."""
     exp_avg_sq: torch.Tensor | None
+    """float32; uint8 codes in compact state."""
     gradient_dtype: torch.dtype
-    pieces: tuple[MasterPiece, ...]
-    """What it is of a weight, where its amaxes are wanted; of several matrices, one behind the other."""
+    pieces: tuple[MasterPiece, ...] = ()
+    """What it is of a weight, where its amaxes are wanted; of several matrices, one behind the other. In
+    compact state each begins with a group of its matrix, and ends with one.
+    """
     present: torch.Tensor | None = None
     """float64 of one element on the device: where it is 0, the item counts as one without gradient."""
-
-
-class CompactItem(NamedTuple):
-    """One tensor of an update of compact state: contiguous, on the device of the others.
-
-    master: float32, or bfloat16 with `low`. Its last dimension is a row, unless it has pieces.
-    """
-
-    master: torch.Tensor
-    low: torch.Tensor | None
+    # Of compact state:
+    compact: bool = False
+    scales: torch.Tensor | None = None
+    """float32 [groups, 2]: the owned groups of rows of STATE_GROUP elements, row by row."""
+    low: torch.Tensor | None = None
     """uint8, as many as masters: their lowest bytes. None for float32 masters, and for zeros that only amaxes
     are taken of.
     """
-    step: torch.Tensor | None
-    exp_avg: torch.Tensor | None
-    """int8 codes. None where there is no state yet."""
-    exp_avg_sq: torch.Tensor | None
-    """uint8 codes."""
-    scales: torch.Tensor | None
-    """float32 [groups, 2]: the owned groups of rows of STATE_GROUP elements, row by row."""
-    gradient_dtype: torch.dtype
-    pieces: tuple[MasterPiece, ...] = ()
-    """As of AdamWItem. Each begins with a group of its matrix, and ends with one."""
-    present: torch.Tensor | None = None
     number: int = 0
     """Of the parameter in its optimizer, below 2**32: it chooses the random bytes that round its masters."""
     first_row: int = 0
@@ -414,7 +405,7 @@ class _Split:
     item's own counter and the others in copies of it: none could read a counter that another advances.
     """
 
-    def __init__(self, item: AdamWItem | CompactItem):
+    def __init__(self, item: AdamWItem):
         self.parts, self.begins, self._step = [item], [0], item.step
         self._copies = None
         if len(item.pieces) < 2:
@@ -427,7 +418,7 @@ class _Split:
             steps[1:] = self._copies.split(1)
         arrays = {"step": steps}
         for name in ("master", "low", "exp_avg", "exp_avg_sq", "scales"):
-            array = getattr(item, name, None)
+            array = getattr(item, name)
             if array is not None:
                 sizes = numels if name != "scales" else [2 * _group_range(p)[1] for p in item.pieces]
                 arrays[name] = array.view(-1).split(sizes)
@@ -435,10 +426,9 @@ class _Split:
             item._replace(pieces=(piece,), **{name: parts[k] for name, parts in arrays.items()})
             for k, piece in enumerate(item.pieces)
         ]
-        if isinstance(item, CompactItem):  # the rows of a stack are those of its matrices, one after another
-            rows = item.pieces[0].matrix[0]
-            firsts = range(item.first_row, item.first_row + rows * len(self.parts), rows)
-            self.parts = [p._replace(first_row=row) for p, row in zip(self.parts, firsts, strict=True)]
+        # The rows of a stack are those of its matrices, one after another.
+        rows = item.pieces[0].matrix[0]
+        self.parts = [p._replace(first_row=item.first_row + rows * k) for k, p in enumerate(self.parts)]
 
     def take_step(self) -> None:
         """Make the copies what the counter is now, on its device."""
@@ -446,59 +436,45 @@ class _Split:
             self._copies.copy_(self._step.view(1).expand_as(self._copies))
 
 
-def _descriptor(item: AdamWItem | CompactItem) -> _C.AdamWDescriptor:
-    if isinstance(item, CompactItem):
-        return _compact_descriptor(item)
-    numel = item.master.numel()
-    whole = MasterPiece(None, Shard(0, numel), (ceil_div(numel, ROW), ROW), torch.float32, -1, -1)
-    return _C.AdamWDescriptor(
-        master=address_of("master", item.master),
-        exp_avg=address_of("exp_avg", item.exp_avg),
-        exp_avg_sq=address_of("exp_avg_sq", item.exp_avg_sq),
-        **_common(item, item.pieces[0] if item.pieces else whole),
-    )
-
-
-def _common(item: AdamWItem | CompactItem, piece: MasterPiece) -> dict[str, int]:
-    """Arguments of every descriptor."""
-    return {
-        "step": address_of("step", item.step),
-        "present": address_of("present", item.present),
-        "gradient_dtype": DTYPE_CODES[item.gradient_dtype],
-        "start": piece.shard.start,
-        "numel": piece.shard.numel,
-        "rows": piece.matrix[0],
-        "cols": piece.matrix[1],
-        "weight_dtype": DTYPE_CODES[piece.dtype],
-        "tile_offset": piece.tile_offset,
-        "amax_offset": piece.amax_offset,
-        "own_offset": piece.own_offset,
-    }
-
-
-def _compact_descriptor(item: CompactItem) -> _C.AdamWDescriptor:
+def _descriptor(item: AdamWItem) -> _C.AdamWDescriptor:
     if item.pieces:
         piece = item.pieces[0]
     else:
-        cols = item.master.shape[-1] if item.master.dim() else 1
-        matrix = item.master.numel() // max(cols, 1), cols
-        piece = MasterPiece(None, Shard(0, item.master.numel()), matrix, torch.float32, -1, -1)
-    is_float, master = item.master.dtype == torch.float32, address_of("master", item.master)
-    return _C.AdamWDescriptor(
-        master=master if is_float else 0,
-        exp_avg=0,
-        exp_avg_sq=0,
-        compact=_C.CompactState(
+        numel, cols = item.master.numel(), item.master.shape[-1] if item.compact else ROW
+        piece = MasterPiece(None, Shard(0, numel), (ceil_div(numel, cols), cols), torch.float32, -1, -1)
+    master, exp_avg, exp_avg_sq = (
+        address_of(name, getattr(item, name)) for name in ("master", "exp_avg", "exp_avg_sq")
+    )
+    state = {}
+    if item.compact:
+        is_float = item.master.dtype == torch.float32
+        state["compact"] = _C.CompactState(
             high=0 if is_float else master,
             low=address_of("low", item.low),
-            exp_avg=address_of("exp_avg", item.exp_avg),
-            exp_avg_sq=address_of("exp_avg_sq", item.exp_avg_sq),
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
             scales=address_of("scales", item.scales),
             first_group=_group_range(piece)[0],
             first_block=item.first_row * ceil_div(piece.matrix[1], RANDOM_COLUMNS),
             number=item.number,
-        ),
-        **_common(item, piece),
+        )
+        master, exp_avg, exp_avg_sq = master if is_float else 0, 0, 0
+    return _C.AdamWDescriptor(
+        master=master,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        step=address_of("step", item.step),
+        present=address_of("present", item.present),
+        gradient_dtype=DTYPE_CODES[item.gradient_dtype],
+        start=piece.shard.start,
+        numel=piece.shard.numel,
+        rows=piece.matrix[0],
+        cols=piece.matrix[1],
+        weight_dtype=DTYPE_CODES[piece.dtype],
+        tile_offset=piece.tile_offset,
+        amax_offset=piece.amax_offset,
+        own_offset=piece.own_offset,
+        **state,
     )
 
 
@@ -524,7 +500,7 @@ def _group_range(piece: MasterPiece) -> tuple[int, int]:
 class AdamWStage:
     """AdamW for a list of tensors: begin() per parameter group, then one update().
 
-    items: all AdamWItem, or all CompactItem.
+    items: all in compact state, or none.
     reduced: the vector that the amaxes of items with a piece go to, cleared since the last update: words of
     tiles with owned elements are written, words of amax groups and of weights whose scales travel raised.
 
@@ -535,7 +511,7 @@ class AdamWStage:
     graph that has captured its calls, but not its making, can be replayed while all of these live.
     """
 
-    def __init__(self, items: Sequence[AdamWItem] | Sequence[CompactItem], reduced: torch.Tensor | None):
+    def __init__(self, items: Sequence[AdamWItem], reduced: torch.Tensor | None):
         self.device = items[0].master.device
         splits = [_Split(item) for item in items]
         parts = [part for split in splits for part in split.parts]
@@ -543,7 +519,7 @@ class AdamWStage:
         self._firsts = list(itertools.accumulate((len(split.parts) for split in splits), initial=0))
         self._plan = _C.AdamWPlan(
             on_cpu=self.device.type == "cpu",
-            compact=isinstance(items[0], CompactItem),
+            compact=items[0].compact,
             tensors=[_descriptor(part) for part in parts],
             reduced=address_of("reduced", reduced),
         )

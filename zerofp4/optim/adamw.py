@@ -370,9 +370,7 @@ class Part:
         reduced = self.plan and self.plan.reduced
         self.stages = {kind: ops.AdamWStage(some, reduced) for kind, some in items.items() if some}
 
-    def _item(
-        self, member: Member, p: torch.Tensor, state: _Tensors, dtype: torch.dtype
-    ) -> ops.AdamWItem | ops.CompactItem:
+    def _item(self, member: Member, p: torch.Tensor, state: _Tensors, dtype: torch.dtype) -> ops.AdamWItem:
         """What a stage has of a parameter. Raises where its memory is not what kernels take it for."""
         listed, _, name, compact, of = member
         pieces, present = self._pieces.get(listed, ()), self._present.get(listed)
@@ -388,15 +386,17 @@ class Part:
                 check_buffer(what, tensor, shapes.get(key, p.shape), kept_as, p.device)
         if not compact:
             return ops.AdamWItem(p, *state, dtype, pieces, present)
+        *state, scales = state
         if of is None:
             cols = p.shape[-1]
             if any(piece.matrix[1] != cols or piece.shard.start % cols for piece in pieces):
                 raise ValueError(f"{name} has compact state by rows of {cols}, which the weight has not")
-            return ops.CompactItem(p, None, *state, dtype, pieces, present)
+            return ops.AdamWItem(p, *state, dtype, pieces, present, True, scales)
         pieces = pieces or (of.piece,)
         rows, cols = pieces[0].matrix
         first_row = of.shard.start // (rows * cols) * rows  # of one of the matrices of a stack
-        return ops.CompactItem(p, of.low, *state, dtype, pieces, present, of.number, first_row)
+        own = of.low, of.number, first_row
+        return ops.AdamWItem(p, *state, dtype, pieces, present, True, scales, *own)
 
     def run(self, gradients: _Tensors, options: Sequence[Any], rows: ops.RankGradients | None = None) -> None:
         """Update the parameters, and leave their amaxes in the plan.
