@@ -100,7 +100,7 @@ class Agreement:
         """Of the agreement that was read last: the largest of all ranks."""
         self._vector = torch.zeros(self._count + 2 * _EQUAL + _FLAGS, dtype=torch.float64, device=device)
         self.refused = torch.zeros((), dtype=torch.float32, device=device)
-        """1 where the ranks do not take the step."""
+        """1 where the ranks do not take the step, by any agreement that the host has not read."""
         self._present = torch.zeros(self._count, dtype=torch.float64, device=device)
         self._in_buckets = buckets is not None
         self._positions = dict(enumerate(slots.own))
@@ -167,7 +167,10 @@ class Agreement:
         vector = self._vector[-len(words) :]
         reduce_max(vector, self._group(), f"agreeing on {'clip_grad_norm_()' if is_clip else 'step()'}")
         pairs = self._vector[self._count : -_FLAGS].view(2, _EQUAL)
-        self.refused.copy_(pairs.sum(0).ne(0).any() | self._vector[-1].ne(0))
+        refused = pairs.sum(0).ne(0).any() | self._vector[-1].ne(0)
+        if self._unread:  # a step that no rank takes stays so, whatever a later call of it agrees on
+            refused |= self.refused.ne(0)
+        self.refused.copy_(refused)
         if not is_capturing(self._device):
             self._unread.append(self._to_host(vector))
 

@@ -148,3 +148,20 @@ def test_ranks_with_other_options_refuse_the_step(world):
     optimizer.param_groups[0]["lr"] = 0.02
     take(world, model, 2)
     check_weights(*model)
+
+
+@on_ranks(2)
+def test_ranks_that_clip_at_other_norms_refuse_the_step(world):
+    """The agreement of step() itself finds nothing wrong."""
+    model = build(world)
+    parameters, optimizer = model
+    take(world, model, 0)
+    before = everything(model)
+    set_gradients(parameters, gradients_of(world, parameters, 1))
+    optimizer.clip_grad_norm_(0.003 + world.rank)
+    optimizer.step()
+    assert_all_equal(everything(model), before, "tensor")
+    with pytest.raises(RuntimeError, match=r"max_norm must be the same .* got from 0\.003 to 1\.003"):
+        optimizer.step()
+    take(world, model, 1, clips=True)
+    check_weights(*model)
