@@ -113,6 +113,21 @@ def test_amax_groups_are_lists_of_weights_to_convert(groups, error, message):
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ({"four_over_six": zerofp4.FourOverSix()}, r"four_over_six needs block \(1, 16\) here, got"),
+        ({"block": (1, 16), "columnwise": True}, r"columnwise=True needs block \(16, 16\)"),
+        ({"block": (1, 32)}, r"block must be \(16, 16\) or \(1, 16\)"),
+    ],
+)
+def test_kinds_of_weights_that_are_not_gathered(kind, message):
+    model = nn.Linear(16, 16)
+    with pytest.raises(ValueError, match=message):
+        fsdp2.prepare(model, **kind)
+    assert type(model.weight) is nn.Parameter
+
+
 # Masters that are not sharded
 
 

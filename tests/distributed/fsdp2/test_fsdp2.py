@@ -14,6 +14,7 @@ from cases.fsdp2 import (
     Run,
     check_gathered,
     make_model,
+    masters_of,
     mesh_of,
     start,
     unsharded,
@@ -28,8 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofp4
 from distributed.run import on_ranks
-from zerofp4 import FourOverSix
+from zerofp4 import FourOverSix, ops
 from zerofp4.integrations import fsdp2
+from zerofp4.integrations.fsdp2 import gathered
 from zerofp4.optim import FusedAdamW
 
 
@@ -96,14 +98,50 @@ def test_collectives_of_a_step_and_bytes_of_a_gather(world, kind):
 
 
 class Mlp(nn.Module):
-    def __init__(self, linear=nn.Linear):
+    def __init__(self, linear=nn.Linear, **recipe):
         super().__init__()
         self.up = linear(48, 96)
         self.down = linear(96, 48, bias=False)
+        self.recipe = zerofp4.nn.NVFP4Recipe(stochastic_rounding=False, **recipe)
 
     def forward(self, x):
-        with zerofp4.nn.autocast(zerofp4.nn.NVFP4Recipe(stochastic_rounding=False)):
+        with zerofp4.nn.autocast(self.recipe):
             return x + self.down(torch.tanh(self.up(x)))
+
+
+MLP = ("up.weight", "down.weight")
+
+
+@on_ranks(2)
+def test_layers_multiply_rows_that_are_gathered(world):
+    """Gathered again in each pass, into memory that was freed, and with swizzled scales."""
+
+    def rows():
+        return Mlp(zerofp4.nn.Linear, weight_block=(1, 16), backward="dequantized")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathered, "has_fp4_tensor_cores", lambda device: True)
+        run = start(world, model=make_model(world, model_class=rows), kind=CHOSEN)
+        for step in range(3):
+            masters = masters_of(run.model)
+            with unsharded(run.model) as found:
+                for name in MLP:
+                    expected = zerofp4.quantize(masters[name], scale_layouts=("swizzled",), **CHOSEN)
+                    for buffer_name, buffer in expected.record.buffers():
+                        own = found[name].record.buffer(buffer_name)
+                        assert_bytes_equal(own, buffer, f"{name}: {buffer_name}")
+            run.step(step)
+        run.check(names=MLP, as_values=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_tensor_cores", [True, False])
+def test_columns_are_made_where_products_read_them(world, has_tensor_cores):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "has_fp4_tensor_cores", lambda device: has_tensor_cores)
+        run = start(world, model=make_model(world, model_class=lambda: Mlp(zerofp4.nn.Linear)))
+    run.step(0)
+    run.check(names=MLP, columnwise=MLP if has_tensor_cores else (), as_values=False)
 
 
 @on_ranks(1, 2)
@@ -113,8 +151,7 @@ def test_quantized_layers_multiply_what_is_gathered(world, columnwise, reshards)
     model, expected = (make_model(world, model_class=lambda: Mlp(zerofp4.nn.Linear)) for _ in range(2))
     zerofp4.convert_model(expected)
     run = start(world, model=model, columnwise=columnwise, reshard_after_forward=reshards)
-    names = ("up.weight", "down.weight")
-    codes = {"names": names, "columnwise": names if columnwise else (), "as_values": False}
+    codes = {"names": MLP, "columnwise": MLP if columnwise else (), "as_values": False}
     run.check(**codes)
     plain = Run(world, expected, None, None)
     assert run.backward(0, alike=True) == plain.backward(0, alike=True)
