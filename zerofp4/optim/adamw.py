@@ -180,6 +180,10 @@ class FusedAdamW(torch.optim.Optimizer):
         self._part_of = {p: k for k, (params, _) in enumerate(parts) for p in params}
         self._assigned: list[list[Any]] | None = None
         """By group, its kind of state and the ids of the parameters when the parts last got theirs."""
+        self._listed: list[torch.Tensor] = []
+        """The parameters of all parts, one after another."""
+        self._keys: list[tuple[str, ...]] = []
+        """The entries of their state."""
         self._laid_out: Any = None
         """The kinds of gradients and ops.state_facts() that the parts are laid out for."""
         self._passed: Any = None
@@ -237,17 +241,15 @@ class FusedAdamW(torch.optim.Optimizer):
                     members[self._part_of.get(p, 0)].append(member)
             for part, own in zip(self._parts, members, strict=True):
                 part.hold(own)
+            self._listed = list(itertools.chain.from_iterable(part.listed for part in self._parts))
+            self._keys = list(itertools.chain.from_iterable(part.keys for part in self._parts))
             self._assigned, self._laid_out, self._passed = ids, None, None
         for part in self._parts:
-            part.params = locals_of(part.listed)
+            if part.params is not part.listed:  # a DTensor may hold another tensor than before
+                part.params = locals_of(part.listed)
         if device is not None and ops.is_capturing(device):
             self._captured.update(stage for part in self._parts for stage in part.stages.values())
         return [ops.adamw_options(**group | scalars) for group in self.param_groups]
-
-    def _facts(self) -> Any:
-        listed = list(itertools.chain.from_iterable(part.listed for part in self._parts))
-        keys = list(itertools.chain.from_iterable(part.keys for part in self._parts))
-        return ops.state_facts(listed, self.state, keys)
 
     def _is_laid_out(self, kinds: Any) -> bool:
         """Whether parameters and state are where they were when gradients of these kinds were laid out.
@@ -255,7 +257,7 @@ class FusedAdamW(torch.optim.Optimizer):
         A stage holds addresses, so every step compares them all, on a GPU too: an assignment to .data of a
         parameter leaves no other mark. Where gradients lie does not matter.
         """
-        facts = self._facts()
+        facts = ops.state_facts(self._listed, self.state, self._keys)
         return kinds is not None and facts is not None and (kinds, facts) == self._laid_out
 
     def _lay_out(self, kinds: Any, dtypes: Sequence[_Dtypes]) -> None:
@@ -270,7 +272,7 @@ class FusedAdamW(torch.optim.Optimizer):
         for part, own in zip(self._parts, dtypes, strict=True):
             made |= part.lay_out([by_id.get(id(p)) for p in part.listed], own)
         self.state.update(made)
-        self._laid_out = kinds, self._facts()
+        self._laid_out = kinds, ops.state_facts(self._listed, self.state, self._keys)
 
 
 class Member(NamedTuple):
@@ -310,9 +312,9 @@ class Part:
         """The entries of their state."""
         self._ranges: list[tuple[bool, int, int, slice]] = []
         """By kind of state and group: both, the number of the first item in its stage, and which members."""
-        # From each step:
         self.params: _Tensors = []
-        """What this rank holds of the parameters."""
+        """What this rank holds of the parameters: `listed` itself where they are plain."""
+        # From each step:
         self.stages: dict[bool, ops.AdamWStage] = {}
         """Of full state, and of compact state, where there are such parameters."""
         self._built_for: Any = None
@@ -322,6 +324,7 @@ class Part:
         """members: ordered by group."""
         self.members = members = sorted(members, key=operator.attrgetter("compact"))
         self.listed = [m.parameter for m in members]
+        self.params = locals_of(self.listed)
         self.keys = [tuple(_KEPT[m.compact]) for m in members]
         kinds, self._ranges, begins = [(m.compact, m.group) for m in members], [], {}
         for kind in dict.fromkeys(kinds):
