@@ -57,12 +57,12 @@ def make_step(done, groups="aaa", packed=2, late=False, halfway=None, **faults):
     return step, Log(done, faults, update=update).update
 
 
-def run(averages=True, error=None, **options):
+def run(reduces=True, error=None, **options):
     """A step: what was done, the buckets, and what was raised."""
     done, raised = [], None
     step, update = make_step(done, **options)
     try:
-        step.run(update if averages else None, [None] if averages else None, OwnError(error))
+        step.run(update if reduces else None, [None] if reduces else None, OwnError(error))
     except RuntimeError as failure:
         raised = failure
     return done, step.buckets, raised
@@ -82,7 +82,7 @@ def test_three_buckets_are_in_flight():
 
 
 def test_masters_are_published_as_they_are():
-    done, _, raised = run(averages=False)
+    done, _, raised = run(reduces=False)
     assert raised is None
     exchanges = {"begin", "send_gradients", "arrived", "average", "update", "end"}
     assert not {entry.split()[0] for entry in done} & exchanges

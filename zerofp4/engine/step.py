@@ -48,7 +48,7 @@ class Transport(Protocol):
     """Moves the gradients and weights of some buckets. A verb that an implementation leaves out does nothing.
 
     A step calls prepare() before the ranks agree, then begin(), then send_gradients() of each bucket and
-    arrived() or average() of each, in the same order: at most two buckets are between both. A
+    arrived() or average() of each, in the same order: between both at most one other bucket is sent. A
     BackwardSchedule calls send_gradients() earlier. All verbs but prepare() and halfway() are collective, and
     what arrived() and average() raise is an error of this rank alone, whose part has taken place.
 
@@ -86,7 +86,7 @@ class Transport(Protocol):
         """
 
     def arrived(self, b: int, gradients: Gradients) -> Arrived:
-        """What is queued next may read the gradients of bucket b, until the next but one bucket is sent."""
+        """What is queued next may read the gradients of bucket b, until bucket b + 2 is sent."""
 
     def average(self, b: int, gradients: Gradients, squares: torch.Tensor | None = None) -> None:
         """Average bucket b into its `gradients`, float32.
@@ -95,7 +95,9 @@ class Transport(Protocol):
         """
 
     def discard(self, b: int) -> None:
-        """Take this rank's part in arrived() or average() of bucket b, of which nobody uses anything."""
+        """Take this rank's part in the exchange of bucket b, of which nobody uses anything. Not for a bucket
+        with replicas, whose average() has one more exchange.
+        """
 
     def end(self) -> None:
         """Every rank has read the gradients of this exchange, which may be overwritten."""
@@ -203,8 +205,6 @@ class Step:
         # Of one program:
         self.failure = OwnError()
         self._update: Update | None = None
-        self._gradients: dict[int, Gradients] = {}
-        """By bucket, what was sent and has not been used."""
         self._flagged: set[int] = set()
         """Buckets whose amax reduction this rank has joined with a flag, so that no rank casts them."""
         self._gathers: dict[int, Waitable | None] = {}
@@ -224,13 +224,13 @@ class Step:
         error: of this rank, which takes part without changing anything and raises it.
         """
         try:
-            self.begin(update, error or OwnError(), averages=gradients is not None)
+            self.begin(update, error or OwnError(), reduces=gradients is not None)
             for first, end in self._groups:
                 for turn in range(first, end + 3):
                     if turn < end and gradients is not None:
                         self.send(turn, gradients)
                     if first <= turn - 1 < end:
-                        self.update(turn - 1)
+                        self.update(turn - 1, gradients)
                     if first <= turn - 2 < end:
                         self.cast(turn - 2)
                     if first <= turn - 3:
@@ -240,27 +240,26 @@ class Step:
             self.failure.raise_if_any(cause=gone)  # it came first, and may be why the others have gone
             raise
         finally:
-            self._update, self._gradients = None, {}
+            self._update = None
         self.failure.raise_if_any()
 
     # What run() does, for one bucket at a time
 
-    def begin(self, update: Update | None, failure: OwnError, averages: bool = True) -> None:
-        """A new program begins. averages: whether gradients are exchanged."""
-        self._update, self._gradients, self.failure = update, {}, failure
+    def begin(self, update: Update | None, failure: OwnError, reduces: bool = True) -> None:
+        """A new program begins. reduces: whether gradients are exchanged."""
+        self._update, self.failure = update, failure
         self._flagged, self._gathers = set(), {}
-        if averages:
+        if reduces:
             in_phase("gradients", self.transport.begin)()
 
     def send(self, b: int, gradients: Gradients) -> None:
         """Begin to send the gradients of bucket b, while the one before is waited for."""
-        self._gradients[b] = gradients
         if self._sends:
             in_phase("gradients", self.transport.send_gradients)(b, gradients or None)
 
-    def update(self, b: int) -> None:
+    def update(self, b: int, gradients: Gradients | None) -> None:
         """Update the masters, which leaves their amaxes; the all-reduce of amaxes starts."""
-        bucket, gradients = self.buckets[b], self._gradients.pop(b, None)
+        bucket = self.buckets[b]
         if self._update is not None and gradients is not NOTHING:
             with self.failure:
                 in_phase("update", self._read_and_update)(b, gradients)
@@ -276,7 +275,7 @@ class Step:
             in_phase("amaxes", bucket.plan.abstain)()
         else:
             with self.failure:  # start_step() itself joins with a flag where it raises
-                # It returns an error of an earlier step on another rank, which the agreement tells.
+                # An error of an earlier step that it returns is one that the agreement has raised.
                 in_phase("amaxes", bucket.plan.start_step)()
         if self.failure:
             self._flagged.add(b)
@@ -303,7 +302,7 @@ class Step:
             self._gathers[b] = in_phase("weights", self.transport.gather)(b)
 
     def complete(self, b: int) -> None:
-        """Wait for the codes of all ranks, and transpose them."""
+        """Wait for the codes of all ranks, and transpose them; not of buckets whose gathers are late."""
         gather, plan = self._gathers.pop(b, None), self.buckets[b].plan
         if gather is not None:
             in_phase("weights", gather.wait)()
@@ -315,12 +314,12 @@ class Step:
         bucket = self.buckets[b]
         return self._late is not None and bucket.plan is not None and bucket.world_size > 1
 
-    def _start_late_gathers(self, averages: bool) -> None:
+    def _start_late_gathers(self, reduces: bool) -> None:
         """Behind everything that the step waits for; the gathers of the first parameters first."""
         late = filter(self._is_late, range(len(self.buckets)))
         late = sorted(late, key=lambda b: min(self.buckets[b].indices))
-        if late and averages:
-            # The current stream waits for no gather, which would say that others have read this rank's rows.
+        if late and reduces:
+            # A gather that is waited for proves that all ranks have read the gradients: here none is.
             in_phase("gradients", self.transport.end)()
         for b in late:
             bucket = self.buckets[b]

@@ -33,7 +33,7 @@ class Call(NamedTuple):
     """What a rank is about to do, which must be the same on every rank."""
 
     is_clip: bool  # clip_grad_norm_(), not step()
-    averages: bool  # gradients are to be averaged; False where clip_grad_norm_ has averaged them
+    reduces: bool  # gradients are to be averaged; False where clip_grad_norm_ has averaged them
     step: int  # how many steps there were
     max_norm: float = 0.0
     norm_type: float = 0.0
@@ -389,7 +389,7 @@ def _find_difference(lowest: Call, highest: Call) -> str | None:
     """What the calls of the ranks differ in, options aside; the same words on every rank."""
     if lowest.is_clip != highest.is_clip:
         return "some ranks called clip_grad_norm_ and others step(): no rank does either"
-    if lowest.averages != highest.averages:
+    if lowest.reduces != highest.reduces:
         return (
             "some ranks have gradients to reduce and others have reduced theirs in clip_grad_norm_: call "
             "clip_grad_norm_ and zero_grad() on every rank or on none, and zero_grad() on all to start anew"

@@ -72,8 +72,8 @@ class EarlyUpdates:
         """The error of this rank, which step() raises. Until then every agreement on a bucket carries it: no
         rank updates the bucket, and all cast it from its masters as they are.
         """
-        self._waiting: dict[int, tuple[dict[int, bool], torch.Tensor | None]] = {}
-        """By bucket between send and update: which parameters have a gradient, and the word of a NaN."""
+        self._waiting: dict[int, tuple[Gradients, dict[int, bool], torch.Tensor | None]] = {}
+        """By bucket between send and update: its gradients, which parameters have one, the word of a NaN."""
         self._pass: int | None = None
         """The last backward pass that has made a gradient."""
         self._is_over = False
@@ -176,10 +176,10 @@ class EarlyUpdates:
         with self._error:
             self._shards.check_written(mine)
         if sent in buckets:
-            step.send(sent, self._take_gradients(sent))
+            self._take_gradients(sent)
+            step.send(sent, self._waiting[sent][0])
         if updated in buckets:
-            self._agree_on(updated)
-            step.update(updated)
+            step.update(updated, self._agree_on(updated))
         if cast in buckets:
             step.cast(cast)
         if completed in buckets:
@@ -213,8 +213,8 @@ class EarlyUpdates:
         self._agreement.begin_buckets()
         self._step.begin(self._update, OwnError())
 
-    def _take_gradients(self, b: int) -> Gradients:
-        """Take the gradients of bucket b out of p.grad. Empty, and they stay, after an error of this rank."""
+    def _take_gradients(self, b: int) -> None:
+        """Take the gradients of bucket b out of p.grad. After an error of this rank they stay there."""
         indices, transport = self._buckets[b].indices, self._step.transport
         present, word, gradients = dict.fromkeys(indices, False), None, NOTHING
         if not (self._error or self._step.failure):
@@ -232,18 +232,19 @@ class EarlyUpdates:
                 for gradient in own:
                     if gradient is not None and gradient.is_cuda:  # it may come from another stream
                         gradient.record_stream(torch.cuda.current_stream(gradient.device))
-        self._waiting[b] = present, word
-        return gradients
+        self._waiting[b] = gradients, present, word
 
-    def _agree_on(self, b: int) -> None:
-        """The agreement of all ranks on the update of bucket b, which the update reads on the device."""
+    def _agree_on(self, b: int) -> Gradients:
+        """The agreement of all ranks on the update of bucket b, which the update reads on the device. Returns
+        the gradients of the bucket.
+        """
         agreement, found_inf = self._agreement, self._shards.found_inf
         error = self._error or self._step.failure
-        present, word = self._waiting.pop(b)
+        gradients, present, word = self._waiting.pop(b)
         if agreement.world_size == 1:
             self._update.present = present
         else:
-            call = Call(is_clip=False, averages=True, step=self._saved.steps)
+            call = Call(is_clip=False, reduces=True, step=self._saved.steps)
             groups = self._inners.param_groups  # as of the first bucket, whatever a scheduler has done since
             in_phase("vote", agreement.begin)(list(present.values()), call, error, word, groups, Rounds())
         agreement.accept_nonfinite(word)
@@ -251,6 +252,7 @@ class EarlyUpdates:
         torch.maximum(found_inf, agreement.skip, out=found_inf)
         if not error:
             self._sound.is_between = True
+        return gradients
 
     # Calls of the optimizer
 

@@ -213,7 +213,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """The gradients that clip_grad_norm_ has averaged for the next step."""
         self._factor: torch.Tensor | None = None
         """float32 []: what these are still to be multiplied by; None where nothing was clipped."""
-        self._took_next_step = False
+        self._sat_out_next_step = False
         """Whether clip_grad_norm_ failed on this rank alone, which has then already taken its part in the
         step() that the other ranks call next.
         """
@@ -221,7 +221,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """What a GradScaler has found in the gradients of this rank."""
         self._consolidated: dict[int, dict[str, torch.Tensor]] | None = None
         """What consolidate_state_dict() has gathered on this rank: `state` of the next state_dict()."""
-        self._publish()
+        self._run_program()
         self._shards.settle()
         if lost:
             warnings.warn(
@@ -311,33 +311,34 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             return self._early.step(closure, is_scaled)
         if self._is_capturing():
             self._check_can_capture(closure)
-        if self._took_next_step:
-            self._took_next_step = False
+        if self._sat_out_next_step:
+            self._sat_out_next_step = False
             raise RuntimeError("clip_grad_norm_ has raised an error on this rank: no rank takes this step")
+        self._settle_earlier_calls()
         call, gradients, word, sent, loss, error = None, NOTHING, None, None, None, OwnError()
-        with self._alone(error):
+        with self._keeping(error):
             self._check_usable()
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            averages = self._reduced is None
+            reduces = self._reduced is None
             gradients = self._collect_gradients()
             self._unscale(gradients)
-            word = self._word(gradients) if averages else None  # a GPU is at work while the host goes on
+            word = self._word(gradients) if reduces else None  # a GPU is at work while the host goes on
             self._shards.check_unchanged(self.param_groups)
             self.inners.sync_options(self.param_groups)
-            if not averages and self._reduced.changed(gradients):
+            if not reduces and self._reduced.changed(gradients):
                 raise RuntimeError(
                     "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
                     "step: call it after the last backward pass, or zero_grad() before the next one"
                 )
-            self._prepare_update(gradients, averages)
-            sent = self._to_average(gradients, averages)
-            call = Call(is_clip=False, averages=averages, step=self._saved.steps)
+            self._prepare_update(gradients, reduces)
+            sent = self._to_average(gradients, reduces)
+            call = Call(is_clip=False, reduces=reduces, step=self._saved.steps)
         present = self._agree(call, gradients, word, error)
-        if error:
-            self._sit_out(error, self._agreement.call_of_others().averages)
-        if call.averages:
+        if error:  # no host has waited for the agreement, which would have raised it
+            self._sit_out(error, self._agreement.call_of_others().reduces)
+        if call.reduces:
             self._agreement.accept_nonfinite(word)
         try:
             with self._sound.breaking("step()"):
@@ -346,7 +347,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 elif self._update is None:
                     self._update_at_once(sent, present)
                 else:
-                    self._publish(self._update, sent)
+                    self._run_program(self._update, sent)
                     self.inners.sync_options(self.param_groups)
         finally:
             self._forget_clipped()
@@ -375,11 +376,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             )
         if self._is_capturing():
             raise RuntimeError(
-                "clip_grad_norm_ of several ranks cannot be captured: the host waits for their agreement"
+                "clip_grad_norm_ of several ranks cannot be captured: capture step() alone"
             )
-        self._took_next_step = False
+        self._sat_out_next_step = False
+        self._settle_earlier_calls()
         call, gradients, word, sent, error = None, NOTHING, None, None, OwnError()
-        with self._alone(error):
+        with self._keeping(error):
             self._check_usable()
             max_norm, norm_type = float(max_norm), float(norm_type)
             if not max_norm >= 0:
@@ -393,16 +395,22 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     "gradients were added to clipped ones: clip_grad_norm_ scales what step() uses, not "
                     "p.grad, so call zero_grad() before the next backward pass"
                 )
-            averages = self._reduced is None or self._reduced.changed(gradients)
+            reduces = self._reduced is None or self._reduced.changed(gradients)
             # The sums of squares of gradients in p.grad say if there is a NaN or Inf.
-            looks = averages and not (self._averages_nothing and norm_type == 2.0)
-            word = self._word(gradients) if looks else None
+            scans = reduces and not (self._averages_nothing and norm_type == 2.0)
+            word = self._word(gradients) if scans else None
             for bucket in () if self._averages_nothing else self._shards.buckets:
                 _ = bucket.gradients  # makes their memory
-            sent = self._to_average(gradients, averages)
-            call = Call(True, averages, self._saved.steps, max_norm, norm_type)
+            sent = self._to_average(gradients, reduces)
+            call = Call(
+                is_clip=True,
+                reduces=reduces,
+                step=self._saved.steps,
+                max_norm=max_norm,
+                norm_type=norm_type,
+            )
         self._agree(call, gradients, word, error)
-        if error:
+        if error:  # as in step()
             self._sit_out_clip(error)
         total = self._reduce(call, gradients, sent, word)
         if self._factor is not None:
@@ -415,7 +423,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's; also forgets what clip_grad_norm_ averaged. Not collective."""
         self._forget_clipped()
-        self._took_next_step = False
+        self._sat_out_next_step = False
         if self._schedule is not None:
             self._schedule.drop()
         if self._early is not None:
@@ -435,30 +443,31 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     # Before the agreement
 
-    @contextlib.contextmanager
-    def _alone(self, error: OwnError) -> Iterator[None]:
-        """For all of a step or a clip that can fail on this rank alone: error takes what is raised inside,
-        so that the other ranks learn of it.
-
-        Raises what the ranks found in the step before, on every rank and before it joins a collective.
-        [Note: when the host reads an agreement]
+    def _settle_earlier_calls(self) -> None:
+        """Raise what the ranks found in the step before, on every rank and before it joins a collective; and
+        have the weights follow masters that were loaded. [Note: when the host reads an agreement]
         """
-        if self._reduced is None:  # else clip_grad_norm_ of this step has asked
+        if self._reduced is None:  # else clip_grad_norm_ of this step has read them, and its own is not due
             self._agreement.read(self.param_groups)
         if not self._shards.weights_follow:
             with self._sound.breaking("following load_state_dict()"):
-                self._publish()
+                self._run_program()
             self._shards.weights_follow = True
+
+    @contextlib.contextmanager
+    def _keeping(self, error: OwnError) -> Iterator[None]:
+        """For what can fail on this rank alone: error takes what is raised inside, interrupts too, and the
+        agreement tells the other ranks. Raised at once is what all ranks raise (of a clip_grad_norm_ in a
+        closure), an error of a collective, which leaves no rank to tell, and any error of a capture, since
+        NCCL cannot end a group with a collective of a graph that never came to be.
+        """
         calls = self._agreement.calls
         try:
             yield
-        except BaseException as failure:  # an interrupt, too
-            # A clip_grad_norm_ in a closure has told the others already; of a collective that failed nobody
-            # is left to know; and NCCL ends no group of which a collective was captured in a graph that never
-            # came to be.
+        except BaseException as failure:
             in_closure = self._agreement.calls > calls and getattr(failure, "all_ranks_raise", False)
             if in_closure or isinstance(failure, CollectiveError) or self._is_capturing():
-                self._took_next_step = False
+                self._sat_out_next_step = False
                 raise
             error.keep(failure)
 
@@ -467,7 +476,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._peers.check()
         self._sound.raise_if_broken()
 
-    def _prepare_update(self, gradients: Gradients, averages: bool) -> None:
+    def _prepare_update(self, gradients: Gradients, reduces: bool) -> None:
         """Allocate what the update needs, and check what FusedAdamW is given."""
         if self._update is None:
             _ = self._shards.optimized_pairs  # makes the memory of gradients
@@ -478,13 +487,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._update.begin(
             self._agreement.skip_in_kernels,
             present=None if all_present else present,
-            in_slices=not averages and not self._averages_nothing,
+            in_slices=not reduces and not self._averages_nothing,
             factor=self._factor,
         )
 
-    def _to_average(self, gradients: Gradients, averages: bool) -> Gradients | None:
+    def _to_average(self, gradients: Gradients, reduces: bool) -> Gradients | None:
         """What the transport makes of gradients that are averaged in this call, or are their own means."""
-        if averages or self._averages_nothing:
+        if reduces or self._averages_nothing:
             return self._transport.prepare(gradients, self._launches is not None)
         return None
 
@@ -534,7 +543,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return gradients if self._schedule is None else self._schedule.merged(gradients)
 
     def _word(self, gradients: Gradients, when: torch.Tensor | None = None) -> torch.Tensor | None:
-        """The word of a NaN or Inf in this rank's gradients. when: as of Agreement.find_word()."""
+        """Which of this rank's gradients is the first with a NaN or Inf, as a word of the agreement. when: as
+        of Agreement.find_word().
+        """
         if self.world_size == 1 and is_capturing(self.found_inf.device) and not self.inners.heed_found_inf():
             return None  # the optimizer of the masters cannot read it
         given = self.inners.found_inf(), self._scaler_found_inf
@@ -551,12 +562,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """By trainable parameter, whether any rank has a gradient; None where the host does not wait for the
         outcome. Raises where it does, and the ranks refuse.
 
-        call, gradients: None and NOTHING with an error.
+        call: None with an error of this rank. gradients: as far as they were collected.
         word: of Agreement.find_word(); None where nothing was looked at.
         """
         present, rounds, schedule = [g is not None for g in gradients], Rounds(), self._schedule
         if schedule is not None:
-            rounds = schedule.close(error, reduces=self._reduced is None if call is None else call.averages)
+            rounds = schedule.close(error, reduces=self._reduced is None if call is None else call.reduces)
         agreement = self._agreement
         try:
             if self.world_size == 1:
@@ -569,7 +580,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     return None
                 present = agreement.read(self.param_groups, error)
         except Exception:
-            error.take()
+            error.take()  # it was raised, and would be in a reference cycle
             if schedule is not None:
                 schedule.abandon(agreement.rounds)
             raise
@@ -579,15 +590,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     # Behind it
 
-    def _sit_out(self, error: OwnError, averages: bool) -> NoReturn:
-        """Take this rank's part in a step that it cannot take, and raise why: the other ranks find out behind
-        it. Masters stay as they are on every rank. [Note: when the host reads an agreement]
+    def _sit_out(self, error: OwnError, reduces: bool) -> NoReturn:
+        """Take this rank's part in a step that it cannot take, and raise why. The updates of the other ranks
+        read on the device that no rank takes the step. [Note: when the host reads an agreement]
 
-        averages: whether the other ranks exchange gradients.
+        reduces: whether the other ranks exchange gradients.
         """
         try:
             with error:  # what fails for the same reason is not raised in its place
-                self._publish(None, NOTHING if averages else None)
+                self._run_program(None, NOTHING if reduces else None)
         finally:
             self._forget_clipped()
             self._saved.steps += 1
@@ -598,14 +609,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         call = self._agreement.call_of_others()
         self._squares.zero_()
-        if call.averages:
+        if call.reduces:
             self._step.average(NOTHING)
         in_phase("norm", global_norm)((), call.norm_type or 2.0, self.process_group(), self._squares)
-        self._took_next_step = True
+        self._sat_out_next_step = True
         # Marked: a closure of step() that calls clip_grad_norm_ must not bring it to another agreement.
         error = OwnError(raised_by_all(error.take()))
         self._agree(None, NOTHING, None, error)
-        self._sit_out(error, averages=False)  # the others have averaged theirs in this clip
+        self._sit_out(error, reduces=False)  # the others have averaged theirs in this clip
 
     def _reduce(
         self, call: Call, gradients: Gradients, sent: Gradients | None, word: torch.Tensor | None
@@ -619,10 +630,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 ops.add_squares(means, self._squares)
             else:
                 self._launches.add_squares(self._squares)
-            if call.averages:
+            if call.reduces:
                 found = self._squares[:, -2:].sum(0)  # how many Infs and NaNs there were
                 word = self._word(gradients, found)
-        if call.averages:
+        if call.reduces:
             self._forget_clipped()
             if not self._averages_nothing:
                 self._squares.zero_()
@@ -631,7 +642,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         total = in_phase("norm", global_norm)(means, call.norm_type, self.process_group(), self._squares)
         with self._sound.breaking("clip_grad_norm_()"):  # the others have a norm that is of no use
             error.raise_if_any()
-        if call.averages:
+        if call.reduces:
             in_slices = self.communication.adds_to_slices  # and not in p.grad any more
             self._reduced = GradientSnapshot(self._collect_gradients() if in_slices else gradients)
             if self._schedule is not None:
@@ -660,7 +671,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if not error:
             with error:
                 in_phase("update", self._step_inners)(present)
-        self._publish(error=error)
+        self._run_program(error=error)
 
     def _step_inners(self, present: Sequence[bool]) -> None:
         factor = self._factor
@@ -681,13 +692,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self.inners.step(found_inf=skip, clip_factor=factor)
         self.inners.sync_options(self.param_groups)
 
-    def _publish(
+    def _run_program(
         self,
         update: BucketUpdate | None = None,
         gradients: Gradients | None = None,
         error: OwnError | None = None,
     ) -> None:
-        """Run the program of a step: update the masters if asked to, cast them, and gather the weights."""
+        """Run the program of a step: average and update if asked to, cast the masters, gather the weights."""
         try:
             self._shards.check_not_taken_over()
             self._shards.settle()
@@ -696,7 +707,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             fused = [inner for inner in self.inners.all if isinstance(inner, FusedAdamW)]
             if update is None and any(inner.amaxes_outdated() for inner in fused):
                 for plan in self._shards.plans:
-                    plan.begin_update()  # takes back the amaxes that the update left
+                    plan.begin_update()  # the amaxes of the last update are not those of the masters now
             self._step.run(update, gradients, error)
         finally:
             self._shards.accept_values()
@@ -837,9 +848,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     write_master(values, *planes)
             self._saved.steps, self._saved.token = steps, token
             self._forget_clipped()
-            self._took_next_step, self._consolidated = False, None
+            self._sat_out_next_step, self._consolidated = False, None
             self._agreement.drop_unread()
-            self._publish()
+            self._run_program()
             self._shards.settle()
         self._shards.weights_follow, self._sound.broken = False, None
         for hook in self._optimizer_load_state_dict_post_hooks.values():
