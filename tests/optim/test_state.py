@@ -115,6 +115,25 @@ def test_a_state_from_before_the_first_step(device, optimizer_class, options):
     assert_all_equal(second.gathered_masters(), first.gathered_masters(), "master")
 
 
+class WithANumber(torch.optim.SGD):
+    """Keeps a Python number for each parameter."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["count"] = self.state[p].get("count", 0) + 1
+
+
+def test_a_python_number_stays_one(device):
+    parameters = make_parameters(device)
+    optimizer = ZeroFP4Optimizer(parameters, WithANumber, lr=0.1)
+    for seed in range(2):
+        take_step(parameters, optimizer, seed)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    counts = [state["count"] for state in optimizer.inner.state.values()]
+    assert counts and all(type(count) is int and count == 2 for count in counts)
+
+
 def test_damaged_files_are_refused(device):
     """Every flipped bit in what torch.save wrote of the values, and every cut. It writes nothing else."""
     net, optimizer, scheduler = build(device)
