@@ -68,7 +68,7 @@ class AveragedMasters:
             for one in self.optimizer._saved.parameters:
                 value = state_dict["state"].get(one.number, {}).get("average")
                 found.append(one.read("average", value, MASTER))
-            saves = find_saves(state_dict)
+            _, saves = find_saves(state_dict)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = OwnError(load_error(failure))
         agree_on_save(saves, error, self.optimizer.process_group(), "load_state_dict() of averages")

@@ -405,10 +405,9 @@ def read_state_dict(
     Returns this rank's range of each master, 1D, None if it stays; and the saves that this rank has read.
     Raises ValueError for what does not fit.
     """
-    matched, was_in_file = _match(state_dict, saved.ids), was_read(state_dict)
-    # Another optimizer may lack what is new here.
-    homes = {None, *(own.home for own in saved.parameters)}
-    may_lack = bool(matched) and any(piece.about.home not in homes for piece in pieces_of(state_dict))
+    matched = _match(state_dict, saved.ids)
+    was_in_file, saves = find_saves(state_dict, saved.save_id)
+    is_live = not was_in_file and any(piece.about.home is not None for piece in pieces_of(state_dict))
     masters, states, errors = [], {}, []
     for i, own in enumerate(saved.parameters):
         master = None
@@ -416,7 +415,7 @@ def read_state_dict(
             if own.number in matched:
                 master, state = _read_parameter(saved, i, matched[own.number][1], was_in_file)
                 states |= state
-            elif not may_lack:
+            elif not (matched and is_live):  # another optimizer may lack what is new here
                 raise ValueError(f"state_dict does not fit: {own.label} is missing")
             if master is None and i in written:
                 master = initial_values(saved.shards.parameters[i])[own.shard.start : own.shard.end]
@@ -439,7 +438,7 @@ def read_state_dict(
             "here. What get_optimizer_state_dict(model, optimizer) returns loads options, too",
             stacklevel=3,
         )
-    return masters, find_saves(state_dict, saved.save_id)
+    return masters, saves
 
 
 def _match(
@@ -555,19 +554,17 @@ def pieces_of(state_dict: Mapping) -> Iterator[Piece]:
         yield from (value for value in entries.values() if type(value) is Piece)
 
 
-def was_read(state_dict: Mapping) -> bool:
-    """Whether torch.distributed.checkpoint has read a checkpoint into the pieces of a state dict."""
-    return any(piece.unread is not None for piece in pieces_of(state_dict))
-
-
-def find_saves(state_dict: Mapping, present: str | None = None) -> Saves:
-    """The saves that this rank has read. present: the optimizer's, which a partial load leaves in options."""
-    was_in_file, pieces = was_read(state_dict), pieces_of(state_dict)
-    saves = set().union(*(p.saves for p in pieces if p.unread is not None or not was_in_file))
+def find_saves(state_dict: Mapping, present: str | None = None) -> tuple[bool, Saves]:
+    """Whether torch.distributed.checkpoint has read a checkpoint into the state dict, and the saves that this
+    rank has read. present: the optimizer's, which a partial load leaves in options.
+    """
+    was_in_file = any(piece.unread is not None for piece in pieces_of(state_dict))
+    pieces = [p for p in pieces_of(state_dict) if p.unread is not None or not was_in_file]
+    saves = set().union(*(piece.saves for piece in pieces))
     save_id = getattr(state_dict.get("param_groups"), "save_id", None)
     if saves - {None} and save_id not in (None, present):  # tools drop the seals of tensors alone
         saves.add(save_id)
-    return saves
+    return was_in_file, saves
 
 
 def load_error(failure: Exception) -> Exception:

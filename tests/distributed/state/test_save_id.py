@@ -117,3 +117,15 @@ def test_options_of_another_save_are_refused(world):
     run(model, optimizer, range(1, 5))
     save(optimizer.state_dict() | {"param_groups": before}, path)
     refused(*trained(world, 2, seed=1), path, of_steps(1, 5))
+
+
+@on_ranks(2)
+def test_what_is_loaded_without_options_leaves_those_that_there_are(world):
+    path = shared_folder(world)
+    model, optimizer = trained(world, 1)
+    save(optimizer, path)
+    other, loaded = trained(world, 2, seed=1)
+    state = loaded.state_dict()
+    dcp.load({"optimizer": {"state": state["state"]}}, checkpoint_id=path)
+    loaded.load_state_dict(state)
+    assert_same_model(other, model)
