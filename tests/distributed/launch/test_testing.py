@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from cases.optim import make_net
 from torch import nn
 
-from distributed.optim.cases import make_net
 from distributed.run import on_ranks
 from zerofp4.optim import ZeroFP4Optimizer
 from zerofp4.testing import VerificationError, verify_model, verify_weights, weight_buffers
@@ -17,7 +17,7 @@ PLACES = [("first.weight", "rowwise_data"), ("second.weight", "columnwise_scale"
 
 @on_ranks(2)
 def test_a_single_wrong_byte_on_the_last_rank(world):
-    net = make_net(world)
+    net = make_net(world.device)
     optimizer = ZeroFP4Optimizer(net.parameters(), lr=0.01)
     named = dict(net.named_parameters())
     expected = {"nvfp4_weights": 2, "other_weights": len(named) - 2}

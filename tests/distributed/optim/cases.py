@@ -11,9 +11,7 @@ import torch.distributed as dist
 from cases import optim
 from cases.optim import assert_all_equal, assert_weights_follow, make_gradients, make_parameters
 from torch import nn
-from torch.nn import functional as F
 
-import zerofp4
 from distributed.cases import raised_by
 from zerofp4 import NVFP4Tensor
 from zerofp4.cast import StagedPlan
@@ -184,29 +182,3 @@ def refuse_one_step(plan: StagedPlan, error: Exception | None = None) -> None:
         raise error or RuntimeError("storage has moved")  # a variable would be in a cycle with its frame
 
     plan.start_step = refuse
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(32, 24, dtype=torch.bfloat16)
-        self.first = nn.Linear(24, 96, dtype=torch.bfloat16)
-        self.norm = nn.LayerNorm(96)
-        self.second = nn.Linear(96, 34, dtype=torch.bfloat16)
-
-    def forward(self, tokens):
-        hidden = self.norm(F.gelu(self.first(self.embedding(tokens))).float())
-        return self.second(hidden.bfloat16()).float()
-
-
-def make_net(world, seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    net = Net().to(world.device)
-    assert zerofp4.convert_model(net, columnwise=True).converted == ["first", "second"]
-    return net
-
-
-def loss_of(net: Net, world, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * world.rank + step)
-    tokens = torch.randint(32, (16,), generator=generator).to(world.device)
-    return F.cross_entropy(net(tokens), (tokens * 5 + 3) % 32)

@@ -7,7 +7,15 @@ import math
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients, unchanged
+from cases.optim import (
+    assert_all_equal,
+    batch,
+    keywords,
+    make_gradients,
+    make_net,
+    set_gradients,
+    unchanged,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,7 +23,6 @@ from distributed.cases import raised_everywhere
 from distributed.optim.cases import (
     built,
     check_weights,
-    make_net,
     parameters_of,
 )
 from distributed.run import on_ranks
@@ -187,14 +194,12 @@ def test_a_model_in_distributed_data_parallel(world):
     """It writes rank 0's values into every weight: before the optimizer is built these are what the masters
     begin with, and the next step refuses them behind that.
     """
-    net = make_net(world, seed=world.rank)
+    net = make_net(world.device, seed=world.rank)
     ddp, parameters = DistributedDataParallel(net), list(net.parameters())
     optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, lr=0.1)
     for step in range(2):
         check_weights(parameters, optimizer)
-        generator = torch.Generator().manual_seed(10 * step + world.rank)
-        tokens = torch.randint(32, (4, 5), generator=generator).to(world.device)
-        ddp(tokens).square().mean().backward()
+        ddp(batch(world.device, 10 * step + world.rank)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     before = optimizer.gathered_masters()
