@@ -128,6 +128,7 @@ def test_a_load_that_is_interrupted_before_it_changes_masters_changes_nothing(de
     saved = copy.deepcopy(optimizer.state_dict())
     for members, one in ((parameters, optimizer), (other, right)):
         take_step(members, one, 1)
+        one.param_groups[0]["lr"] = 0.05
     with monkeypatch.context() as patched:
         patched.setattr(zero, where, interrupt)
         with pytest.raises(KeyboardInterrupt):
