@@ -327,13 +327,13 @@ def _items(value: Any) -> Sequence[Any]:
 
 def compared_options(param_groups: Sequence[dict]) -> list[tuple[str, Any]]:
     """Names and values of options that ranks must have in common: numbers, tensors, lists of these."""
-    found = {
-        f"param_groups[{g}]['{name}']": value
+    found = [
+        (f"param_groups[{g}]['{name}']", value)
         for g, group in enumerate(param_groups)
         for name, value in options(group).items()
         if all(isinstance(item, numbers.Real | torch.Tensor) for item in _items(value))
-    }
-    return sorted(found.items(), key=operator.itemgetter(0))
+    ]
+    return sorted(found, key=operator.itemgetter(0))
 
 
 def show_option(value: Any) -> str:
