@@ -348,7 +348,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     self._update_at_once(sent, present)
                 else:
                     self._run_program(self._update, sent)
-                    self.inners.sync_options(self.param_groups)
         finally:
             self._forget_clipped()
             if self._schedule is not None:
