@@ -10,7 +10,7 @@ import torch
 from cases.optim import assert_all_equal, batch, make_net, make_parameters, take_step
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerofp4.optim import ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.optim.state_dict import SavedState
 
 
@@ -113,6 +113,17 @@ def test_a_state_from_before_the_first_step(device, optimizer_class, options):
     for parameters, optimizer in pairs:
         take_step(parameters, optimizer, 0)
     assert_all_equal(second.gathered_masters(), first.gathered_masters(), "master")
+
+
+def test_options_come_as_what_they_are_here(device):
+    """An lr as a tensor; initial_lr is for a scheduler that goes on."""
+    first = ZeroFP4Optimizer(make_parameters(device), lr=0.125)
+    torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
+    lr = torch.tensor(0.5, device=device)
+    second = ZeroFP4Optimizer(make_parameters(device), FusedAdamW, lr=lr)
+    second.load_state_dict(first.state_dict())
+    (group,) = second.param_groups
+    assert torch.is_tensor(group["lr"]) and group["lr"] == group["initial_lr"] == 0.125
 
 
 class WithANumber(torch.optim.SGD):
