@@ -180,10 +180,10 @@ def test_other_threads_wait_for_the_reader_that_completes():
 
 
 def test_a_gather_that_fails_is_raised_once():
-    """To who reads, or else when all settle; others arrive."""
+    """To who reads, or else when all settle; who reads behind that is told nothing."""
     gone = CollectiveError("gathering weights failed")
-    buckets = [Bucket() for _ in range(3)]
-    coming, said = on_the_way(*buckets, errors=(gone, None, gone))
+    buckets = [Bucket() for _ in range(4)]
+    coming, said = on_the_way(*buckets, errors=(gone, None, gone, gone))
     for call in (buckets[0].parameters[0].dequantize, coming.settle):
         with pytest.raises(CollectiveError):
             call()

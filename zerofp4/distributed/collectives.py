@@ -171,9 +171,6 @@ class OwnError:
             self._error = error
         return kept
 
-    def keep(self, error: BaseException) -> None:
-        self._error = error
-
     def take(self) -> BaseException | None:
         """The exception, to be raised; it is not kept any more."""
         error, self._error = self._error, None

@@ -106,10 +106,16 @@ class LateGathers:
             bucket.gate.close(late.wait)
 
     def settle(self) -> None:
-        """What is queued next on the current stream finds all codes. Raises the error of a gather, once."""
-        while self._pending:
-            self._pending[0].wait()
-            self._pending.pop(0).gate.open()
+        """What is queued next on the current stream finds all codes. Raises the first error of a gather: a
+        rank has gone then, and the other gathers are not waited for.
+        """
+        pending, self._pending = self._pending, []
+        try:
+            for late in pending:
+                late.wait()
+        finally:
+            for late in pending:
+                late.gate.open()
 
     def synchronize(self) -> None:
         """The same, and the host waits for the device."""

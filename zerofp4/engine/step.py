@@ -255,7 +255,8 @@ class Step:
     def send(self, b: int, gradients: Gradients) -> None:
         """Begin to send the gradients of bucket b, while the one before is waited for."""
         if self._sends:
-            in_phase("gradients", self.transport.send_gradients)(b, gradients or None)
+            sent = None if gradients is NOTHING else gradients
+            in_phase("gradients", self.transport.send_gradients)(b, sent)
 
     def update(self, b: int, gradients: Gradients | None) -> None:
         """Update the masters, which leaves their amaxes; the all-reduce of amaxes starts."""
@@ -339,8 +340,8 @@ class Step:
         in_phase("gradients", self.transport.begin)()
         for first, end in self._groups:
             for turn in range(first, end + 1):
-                if turn < end and self._sends:
-                    in_phase("gradients", self.transport.send_gradients)(turn, gradients or None)
+                if turn < end:
+                    self.send(turn, gradients)
                 if turn > first:
                     with error:
                         if gradients is not NOTHING:

@@ -20,7 +20,7 @@ from zerofp4.distributed import (
     rank_and_size,
     reduce_max,
 )
-from zerofp4.engine import Rounds, are_sendable, in_order, is_sendable
+from zerofp4.engine import Rounds, are_sendable, is_sendable
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import MultiTensor, find_nonfinite, is_capturing
 from zerofp4.optim.build import Slots
@@ -161,7 +161,7 @@ class Agreement:
         if tensors is not None:
             last = self._count + _EQUAL - 1
             self._vector[last], self._vector[last + _EQUAL] = tensors, -tensors
-        if nonfinite is not None:
+        if nonfinite is not None and not error:
             self._word_of_all.copy_(nonfinite)
         is_clip = call is not None and call.is_clip
         vector = self._vector[-len(words) :]
@@ -425,17 +425,26 @@ def first_nonfinite(
     present = [(word, g) for word, g in pairs if g is not None and g.numel()]
     if not present:
         return None
-    words, plain, others = [word for word, _ in present], [g for _, g in present], []
-    dtypes = list(map(_dtype, plain))
+    plain, others = [g for _, g in present], {}
+    words, dtypes = [word for word, _ in present], list(map(_dtype, plain))
     if not (all(_keeps_values(dtype, rounded_to) for dtype in set(dtypes)) and are_sendable(plain, dtypes)):
-        is_plain = [_keeps_values(g.dtype, rounded_to) and is_sendable(g, g.dtype) for g in plain]
-        others = [pair for pair, plainly in zip(present, is_plain, strict=True) if not plainly]
-        words, plain = (list(itertools.compress(each, is_plain)) for each in (words, plain))
+        plain, words = [], []
+        for word, g in present:
+            if _keeps_values(g.dtype, rounded_to) and is_sendable(g, g.dtype):
+                plain.append(g)
+                words.append(word)
+            else:
+                others.setdefault(g.dtype, []).append((word, g))
     found = torch.zeros((), dtype=torch.int32, device=present[0][1].device)
     find_nonfinite(plain, words, found, when)
-    for word, g in others:  # copied one by one, as they are sent
-        dtype = rounded_to or (g.dtype if g.dtype in WEIGHT_DTYPES else torch.float32)
-        find_nonfinite([in_order(g, dtype)], [word], found, when)
+    for own, rest in others.items():
+        dtype = rounded_to or (own if own in WEIGHT_DTYPES else torch.float32)
+        # The largest element is finite in that dtype if all are.
+        largest = torch.stack(torch._foreach_norm([g for _, g in rest], float("inf")))
+        # In the arguments of a kernel: a replayed CUDA graph may find memory of the host changed.
+        bad = torch.zeros(len(rest), dtype=torch.int32, device=largest.device)
+        torch._foreach_add_(bad.unbind(), [word for word, _ in rest])
+        found = torch.maximum(found, bad.masked_fill_(largest.to(dtype).isfinite(), 0).max())
     return found
 
 

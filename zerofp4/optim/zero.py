@@ -316,7 +316,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise RuntimeError("clip_grad_norm_ has raised an error on this rank: no rank takes this step")
         self._settle_earlier_calls()
         call, gradients, word, sent, loss, error = None, NOTHING, None, None, None, OwnError()
-        with self._keeping(error):
+        calls = self._agreement.calls
+        try:
             self._check_usable()
             if closure is not None:
                 with torch.enable_grad():
@@ -335,6 +336,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._prepare_update(gradients, reduces)
             sent = self._to_average(gradients, reduces)
             call = Call(is_clip=False, reduces=reduces, step=self._saved.steps)
+        except BaseException as failure:
+            if self._raises_at_once(failure, calls):
+                raise
+            error = OwnError(failure)
         present = self._agree(call, gradients, word, error)
         if error:  # no host has waited for the agreement, which would have raised it
             self._sit_out(error, self._agreement.call_of_others().reduces)
@@ -380,7 +385,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._sat_out_next_step = False
         self._settle_earlier_calls()
         call, gradients, word, sent, error = None, NOTHING, None, None, OwnError()
-        with self._keeping(error):
+        calls = self._agreement.calls
+        try:
             self._check_usable()
             max_norm, norm_type = float(max_norm), float(norm_type)
             if not max_norm >= 0:
@@ -408,6 +414,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 max_norm=max_norm,
                 norm_type=norm_type,
             )
+        except BaseException as failure:
+            if self._raises_at_once(failure, calls):
+                raise
+            error = OwnError(failure)
         self._agree(call, gradients, word, error)
         if error:  # as in step()
             self._sit_out_clip(error)
@@ -453,22 +463,18 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 self._run_program()
             self._shards.weights_follow = True
 
-    @contextlib.contextmanager
-    def _keeping(self, error: OwnError) -> Iterator[None]:
-        """For what can fail on this rank alone: error takes what is raised inside, interrupts too, and the
-        agreement tells the other ranks. Raised at once is what all ranks raise (of a clip_grad_norm_ in a
-        closure), an error of a collective, which leaves no rank to tell, and any error of a capture, since
-        NCCL cannot end a group with a collective of a graph that never came to be.
+    def _raises_at_once(self, failure: BaseException, calls: int) -> bool:
+        """Whether an error before the agreement is raised at once; else the agreement tells the other ranks.
+        At once is raised what all ranks raise in a clip_grad_norm_ of a closure, an error of a collective,
+        which leaves no rank to tell, and any error of a capture: NCCL cannot end a group with a collective of
+        a graph that never came to be.
+
+        calls: how many agreements there were before.
         """
-        calls = self._agreement.calls
-        try:
-            yield
-        except BaseException as failure:
-            in_closure = self._agreement.calls > calls and getattr(failure, "all_ranks_raise", False)
-            if in_closure or isinstance(failure, CollectiveError) or self._is_capturing():
-                self._sat_out_next_step = False
-                raise
-            error.keep(failure)
+        in_closure = self._agreement.calls > calls and getattr(failure, "all_ranks_raise", False)
+        at_once = in_closure or isinstance(failure, CollectiveError) or self._is_capturing()
+        self._sat_out_next_step &= not at_once
+        return at_once
 
     def _check_usable(self) -> None:
         if self._peers is not None:
