@@ -7,11 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, batch, make_net, make_parameters, take_step
+from cases.optim import assert_all_equal, batch, make_net, make_parameters, take_step, unchanged
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.state_dict import SavedState
+from zerofp4.optim.state_dict import CODES, SavedState
 
 
 def run_steps(net, optimizer, scheduler, steps):
@@ -55,6 +55,9 @@ def entry(i, name, value):
         (entry(1, "exp_avg", lambda _: None), r"param_groups\[0\]\['params'\]\[1\].*\.exp_avg is missing"),
         (entry(0, "exp_avg_sq", lambda _: "0.5"), "state_dict cannot be loaded: AttributeError"),
         (entry(0, "step", lambda _: torch.zeros(2)), r"\.step has shape \(2,\), here \(\)"),
+        (entry(0, "step", lambda _: math.nan), r"\.step must be finite and not negative, got nan"),
+        (entry(0, "step", lambda _: math.inf), r"\.step must be finite and not negative, got inf"),
+        (entry(0, "step", lambda step: -step.whole()), r"\.step must be finite and not negative, got -1\.0"),
     ],
 )
 def test_a_state_dict_that_does_not_fit_changes_nothing(device, change, message):
@@ -74,6 +77,29 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(device, change, message)
     assert optimizer.inner.state is inner and optimizer.inner.param_groups is groups
     assert all(group["lr"] != 7 for group in [*optimizer.param_groups, *groups])
     run_steps(net, optimizer, scheduler, range(1))
+
+
+@pytest.mark.parametrize("plane", ["master_high", "master_low"])
+def test_half_of_a_master_of_24_bits_is_refused(device, plane):
+    parameters = [torch.nn.Parameter(torch.randn(4, 64, device=device, dtype=torch.bfloat16))]
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, lr=0.1, state="compact")
+    take_step(parameters, optimizer, 0)
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["state"][0][plane]
+    with unchanged(parameters, optimizer), pytest.raises(ValueError, match=rf"\.{plane} is missing"):
+        optimizer.load_state_dict(state)
+    assert set(optimizer.state[parameters[0]]) == {"master_high", "master_low", "step", *CODES}
+
+
+def test_its_own_state_must_have_every_parameter(device):
+    """Only the state of another optimizer may lack one, which is new in this one."""
+    net = make_net(device)
+    optimizer = ZeroFP4Optimizer(net.named_parameters(), lr=0.1)
+    state = optimizer.state_dict()
+    for key in ("params", "param_names"):
+        state["param_groups"][0][key].pop()
+    with pytest.raises(ValueError, match=r"state_dict does not fit: second\.bias is missing"):
+        optimizer.load_state_dict(state)
 
 
 def test_load_into_parameters_that_were_moved(device):

@@ -9,7 +9,7 @@ import itertools
 import math
 import numbers
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zerofp4.distributed import CollectiveError, GroupReference
+from zerofp4.distributed import CollectiveError, GroupReference, OwnError
 from zerofp4.engine import joined
 from zerofp4.optim.initial import initial_values
 from zerofp4.optim.inner import InnerClass, InnerOptimizers, are_unchanged, options
@@ -221,8 +221,6 @@ class SavedParameter(NamedTuple):
         these ranks has.
         """
         (shape, shard), what = self.extent(entry), f"state_dict does not fit: {self.label}.{name}"
-        if value is None:
-            raise ValueError(f"{what} is missing")
         if isinstance(value, numbers.Number):
             value = torch.tensor(value, dtype=entry.dtype)
         home = value.about.home if type(value) is Piece else None
@@ -240,6 +238,12 @@ class SavedParameter(NamedTuple):
         if value.is_whole:  # a file that a world of one wrote
             return value.values[shard.start : shard.end].to(entry.dtype, copy=True)
         raise ValueError(f"{what} has the elements of another rank. {ONE_PART}")
+
+    def check_complete(self, names: Iterable[str], found: Mapping[str, Any]) -> None:
+        """Raise ValueError for the first of these entries that a state dict lacks."""
+        for name in names:
+            if name not in found:
+                raise ValueError(f"state_dict does not fit: {self.label}.{name} is missing")
 
 
 # What is saved
@@ -407,25 +411,24 @@ def read_state_dict(
     """
     matched = _match(state_dict, saved.ids)
     was_in_file, saves = find_saves(state_dict, saved.save_id)
-    is_live = not was_in_file and any(piece.about.home is not None for piece in pieces_of(state_dict))
-    masters, states, errors = [], {}, []
+    homes = {None, *(own.home for own in saved.parameters)}
+    is_of_another = any(piece.about.home not in homes for piece in pieces_of(state_dict))
+    may_lack = matched and is_of_another and not was_in_file  # what is new here
+    masters, states, error = [], {}, OwnError()
     for i, own in enumerate(saved.parameters):
         master = None
-        try:
+        with error:  # the other ranks may gather what comes next
             if own.number in matched:
                 master, state = _read_parameter(saved, i, matched[own.number][1], was_in_file)
                 states |= state
-            elif not (matched and is_live):  # another optimizer may lack what is new here
+            elif not may_lack:
                 raise ValueError(f"state_dict does not fit: {own.label} is missing")
             if master is None and i in written:
                 master = initial_values(saved.shards.parameters[i])[own.shard.start : own.shard.end]
             if master is None and own.shard.numel and obstacle is not None:
                 raise ValueError(f"state_dict has no master of {own.label}, and {obstacle}")
-        except ValueError as error:  # the other ranks may gather what comes next
-            errors.append(str(error))
         masters.append(master)
-    if errors:
-        raise ValueError(errors[0])
+    error.raise_if_any()
     groups = []
     for group, own in zip(saved.param_groups(), saved.ids, strict=True):
         sources = sorted({matched[number][0] for number in own if number in matched})
@@ -481,7 +484,7 @@ def _read_parameter(
     by id, the state of what optimizers update of it, empty if there is none yet. Either is converted where
     this optimizer keeps another kind.
     """
-    own, template, found = saved.parameters[i], saved.template(i), {}
+    own, template, found, error = saved.parameters[i], saved.template(i), {}, OwnError()
     known = KNOWN | template
     for name, value in entries.items():
         if value is None or (was_in_file and type(value) is Piece and value.unread is None):
@@ -489,10 +492,18 @@ def _read_parameter(
         if name not in known:  # a first step does not make it
             is_tensor = torch.is_tensor(value) and value.dim()
             known[name] = MASTER if is_tensor else Entry(torch.float32, "scalar")
-        found[name] = own.read(name, value, known[name])
+        with error:  # the other ranks may gather the next entry
+            found[name] = own.read(name, value, known[name])
+    error.raise_if_any()
+    count = found.get("step", torch.zeros(()))
+    if not (count.isfinite() & (count >= 0)).all():  # an update would put a NaN into the master
+        raise ValueError(
+            f"state_dict does not fit: {own.label}.step must be finite and not negative, got {count.item()}"
+        )
     master = found.pop("master", None)
-    if "master_high" in found:
-        master = joined(found.pop("master_high"), found.pop("master_low"))
+    if not PLANES.keys().isdisjoint(found):
+        own.check_complete(PLANES, found)
+        master = joined(*map(found.pop, PLANES))
     parts = saved.shards.optimized[i]
     if not parts or not (found or was_in_file):  # of other ranks, or never updated
         return master, {}
@@ -500,9 +511,7 @@ def _read_parameter(
         found |= encode_shard(*map(found.pop, MOMENTS), own.shape[-1])
     elif MOMENTS.keys() <= template.keys() and CODES.keys() <= found.keys():
         found |= decode_shard(*map(found.pop, CODES), own.shard.start, own.shape[-1])
-    for name, entry in template.items():
-        if name not in found and name != STARTED:
-            own.read(name, None, entry)  # raises
+    own.check_complete([name for name in template if name != STARTED], found)
     flags = [found[name] for name, entry in template.items() if entry.is_flag and name in found]
     if not all(map(bool, flags)):
         return master, {}

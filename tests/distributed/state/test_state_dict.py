@@ -24,6 +24,7 @@ from distributed.state.cases import (
     assert_goes_on,
     assert_same_model,
     build,
+    contents,
     make_model,
     run,
     saved,
@@ -144,6 +145,28 @@ def test_without_names_a_checkpoint_is_refused(world):
     dcp.load(state, checkpoint_id=path)
     set_optimizer_state_dict(other, loaded, state)
     assert_same_model(model, other)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.zeros(5), r"rank 1: state_dict does not fit: cube\.master has shape \(5,\)"),
+        ("0.5", "rank 1: state_dict cannot be loaded: AttributeError"),
+    ],
+)
+def test_a_rank_with_a_bad_entry_gathers_the_others(world, bad, message):
+    """Ranks gather what another optimizer has entry by entry, and nothing of plain tensors."""
+    model, optimizer = trained(world)
+    other, loaded = trained(world, 1, seed=1)
+    state, before = optimizer.state_dict(), contents(other, loaded)
+    master = state["state"][0]["master"].full_tensor()
+    state["state"][0]["master"] = bad if world.rank else master
+    with pytest.raises(ValueError, match=message):
+        loaded.load_state_dict(state)
+    assert contents(other, loaded) == before
+    loaded.load_state_dict(optimizer.state_dict())
+    assert_goes_on((model, optimizer), (other, loaded))
 
 
 @on_ranks(2)
