@@ -306,9 +306,16 @@ class Agreement:
         """What FusedAdamW reads. [Note: flags on the device]"""
         return self.skip if self._failed is None or is_capturing(self._device) else self._failed
 
-    def has_other_parameters_elsewhere(self) -> bool:
-        """Whether there is a rank that trains other parameters than this one. The same on every rank."""
-        return len(self.slots.labels) > len(self.slots.own)
+    def check_one_rank_has_all(self, call: str) -> None:
+        """Raise ValueError, on every rank, where ranks train different parameters. call: what cannot be done
+        then.
+        """
+        if len(self.slots.labels) > len(self.slots.own):
+            raise ValueError(
+                f"{call} needs a rank that trains all parameters, and other ranks train other parameters "
+                "(experts, slices, stages): save with torch.distributed.checkpoint, or write what "
+                "master_state_dict gives on a rank of each process group"
+            )
 
     # NaN and Inf
 

@@ -47,13 +47,9 @@ def _find_masters(source: Any, dtype: torch.dtype = torch.float32) -> tuple[Zero
     return optimizer, optimizer._saved.master if source is optimizer else source._master
 
 
-def check_one_rank_has_all(optimizer: ZeroFP4Optimizer) -> None:
-    """Raise ValueError, on every rank, where ranks train different parameters, which none can write alone."""
-    if optimizer._agreement.has_other_parameters_elsewhere():
-        raise ValueError(
-            "save_safetensors writes the model of rank 0, and other ranks train other parameters (experts, "
-            "slices, stages): write what master_state_dict gives on a rank of each process group"
-        )
+def check_one_rank_has_all(optimizer: ZeroFP4Optimizer, call: str) -> None:
+    """As of Agreement, for other rooms."""
+    optimizer._agreement.check_one_rank_has_all(call)
 
 
 @torch.no_grad()

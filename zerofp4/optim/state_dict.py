@@ -296,7 +296,7 @@ class SavedState(Mapping):
         self.indices = {id(p): i for i, p in enumerate(shards.parameters)}
         """By the identity of a trainable parameter, its position among these."""
         self._templates: dict[int, tuple[dict, dict[str, Entry]]] = {}
-        """By parameter group, its template and the group that it was made for."""
+        """By parameter group, a copy of the group, and the template that was made for it."""
 
     @property
     def save_id(self) -> str:

@@ -788,11 +788,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._check_sound()
             if not (isinstance(to, int) and 0 <= to < self.world_size):
                 raise ValueError(f"to must be a rank from 0 to {self.world_size - 1}, got {to!r}")
-            if self._agreement.has_other_parameters_elsewhere():
-                raise ValueError(
-                    "consolidate_state_dict gathers what one rank trains, and other ranks train other "
-                    "parameters (experts, slices, stages): save with torch.distributed.checkpoint"
-                )
+            self._agreement.check_one_rank_has_all("consolidate_state_dict()")
         exchange(None, error, self.process_group(), "consolidate_state_dict()")
         if self.world_size == 1:
             return

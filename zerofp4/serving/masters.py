@@ -35,7 +35,7 @@ def save_safetensors(
     """
     tensors, error = master_state_dict(model, optimizer, dtype), OwnError()
     owner = optimizer.optimizer if isinstance(optimizer, AveragedMasters) else optimizer
-    check_one_rank_has_all(owner)
+    check_one_rank_has_all(owner, "save_safetensors()")
     group = owner.process_group()
     if rank_and_size(group)[0] == 0:
         with error:
