@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from unittest import mock
 
@@ -23,6 +24,7 @@ from distributed.cases import (
 )
 from distributed.run import on_ranks
 from zerofp4.cast.signature import plan_hash
+from zerofp4.cast.staged import StepStatus
 
 
 def finished(world, **options) -> tuple[Model, zerofp4.CastPlan]:
@@ -279,6 +281,27 @@ def test_storage_of_one_rank_that_moved_before_a_step(world, wire, is_refreshed)
             plan.all_gather()
             plan.check()
     go_on(model, plan)
+
+
+@on_ranks(2)
+def test_a_step_tells_of_a_gather_that_had_no_effect(world):
+    """Where no host waits for a gather, as on a GPU."""
+    model, plan = finished(world)
+    model.move(0)
+    on_cpu = world.device.type == "cpu"
+    with mock.patch.object(StepStatus, "queued") if on_cpu else contextlib.nullcontext():
+        raised = [raised_by(plan.all_gather)]
+        plan.refresh()
+        if not on_cpu:
+            torch.cuda.synchronize()
+        raised.append(raised_by(plan.step))
+    told = "rank 1 could not take part in all_gather(); no rank changed a weight. This step took place"
+    expected = "model_weights[0]: rowwise_data has moved" if world.rank else f"had no effect: {told}"
+    [message] = [str(error) for error in raised if error is not None]
+    assert expected in message
+    plan.all_gather()
+    plan.post()
+    model.check()
 
 
 @on_ranks(2, 4)
