@@ -131,13 +131,13 @@ def start(
     wrap=lambda model: None,
     **options,
 ) -> Run:
-    """kind: block and four_over_six. wrap: what is done between prepare and fully_shard. options: those of
-    fully_shard.
+    """kind: block and four_over_six. wrap: what is done between prepare and fully_shard; what it returns is
+    the model then. options: those of fully_shard.
     """
     model = make_model(world) if model is None else model
     kind = {"columnwise": columnwise, "amax_groups": amax_groups(model), **(kind or {})}
     fsdp2.prepare(model, take_experts, **kind)
-    wrap(model)
+    model = wrap(model) or model
     shard(model, mesh or mesh_of(world), **options)
     made = optimizer(model.parameters())
     return Run(world, model, made, fsdp2.attach(model, made))

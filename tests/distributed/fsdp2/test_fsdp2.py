@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -67,8 +68,11 @@ def test_what_is_gathered_is_the_whole_master_quantized(world, how, kind):
 
 @on_ranks(2)
 def test_weights_of_an_amax_group_share_one(world):
+    """In a copy of the model that was prepared, too."""
     names = ("first.weight", "third.weight")
-    run = start(world, amax_groups=lambda model: [[model.get_parameter(name) for name in names]])
+    groups = {"amax_groups": lambda model: [[model.get_parameter(name) for name in names]]}
+    run = start(world, wrap=copy.deepcopy, **groups)
+    assert repr(run.attachment).startswith("Attachment(5 weights of FSDPModel\n  AdamW: CastPlan(")
     run.step(0)
     masters = run.masters()
     largest = torch.stack([masters[name].abs().max() for name in names]).max()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from unittest import mock
 
 import pytest
@@ -146,20 +147,23 @@ def resumed(world, path, group=None, **options) -> Run:
 
 
 @on_ranks(4, time_limit=120.0)
-@pytest.mark.parametrize("case", ["fused", "compact", "foreach"])
-def test_a_run_goes_on_in_a_world_of_another_size(world, case):
-    run, path = start(world, optimizer=OPTIMIZERS[case]), shared_folder(world)
+@pytest.mark.parametrize(("case", "saver"), [("fused", (4,)), ("compact", (4,)), ("foreach", (2, 2))])
+def test_a_run_goes_on_in_another_mesh(world, case, saver):
+    """Of fewer ranks, and of replicas."""
+    path, optimizer, names = shared_folder(world), OPTIMIZERS[case], ("replicate", "shard")
+    run = start(world, mesh=mesh_of(world, saver, names[-len(saver) :]), optimizer=optimizer)
     run.inject(range(2))
     dcp.save(state_of(run), checkpoint_id=path)
     run.inject(range(2, 4))
     expected = run.masters()
-    for size in (1, 3):
-        mesh = DeviceMesh(world.device.type, list(range(size)), mesh_dim_names=("shard",))
-        group = dist.new_group(range(size))
-        if world.rank < size:
-            found = resumed(world, path, group, mesh=mesh, optimizer=OPTIMIZERS[case]).masters()
+    for shape in ((1,), (3,), (2, 2)):
+        ranks = torch.arange(math.prod(shape))
+        mesh = DeviceMesh(world.device.type, ranks.view(shape), mesh_dim_names=names[-len(shape) :])
+        group = dist.new_group(ranks.tolist())
+        if world.rank < len(ranks):
+            found = resumed(world, path, group, mesh=mesh, optimizer=optimizer).masters()
             for name, value in found.items():
-                assert_bytes_equal(value, expected[name], f"{name} on {size} ranks")
+                assert_bytes_equal(value, expected[name], f"{name} in a mesh {shape}")
         dist.barrier()
 
 
