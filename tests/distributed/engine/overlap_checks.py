@@ -76,7 +76,7 @@ def whole_steps(world, name="FusedAdamW", clip=False, **options):
 
 def micro_batches(world, **options):
     """Under no_sync(), which leaves some gradients in places of others; and a step of injected gradients."""
-    models = make_models(world, **options)
+    models = make_models(world, overlaps=("backward", "both"), **options)
     for step in range(4):
         for net, optimizer in models:
             if step == 2:

@@ -60,7 +60,7 @@ def test_a_step_is_that_of_the_sums_of_means(world, name, overlap):
 
 
 @on_ranks(1, 2, nightly=[3])
-@pytest.mark.parametrize("overlap", [None, "backward"])
+@pytest.mark.parametrize("overlap", [None, "backward", "both"])
 def test_one_pass_is_the_step_of_local_gradients(world, overlap):
     """Also of passes under no_sync(), whose gradients are in p.grad until the next pass or step() takes them,
     and of gradients that no pass made.
