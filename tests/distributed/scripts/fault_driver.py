@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import checkpoints
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,14 +28,15 @@ from torch import nn
 import zerofp4
 from zerofp4 import distributed
 from zerofp4.engine import GradientMemory, collective
-from zerofp4.optim import Communication, ZeroFP4Optimizer, zero
+from zerofp4.launch import World
+from zerofp4.optim import Communication, ZeroFP4Optimizer, piece, state_dict, zero
 
 SIZE = 3
 TIMEOUT = timedelta(seconds=6)
 HANGS = 60.0
 VICTIM = 1
 KINDS = ("raise", "kill", "stop")
-STAGES = ("backward", "reduce", "norm", "update", "cast", "gather")
+STAGES = ("backward", "reduce", "norm", "update", "cast", "gather", "save", "load")
 
 
 def fail(kind: str) -> None:
@@ -56,12 +58,14 @@ def failing(function: Callable, kind: str, call: int) -> Callable:
 
 
 def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optimizer) -> None:
-    """In the middle of the stage: the first bucket of gradients travels."""
+    """In the middle of the stage: the first bucket of gradients travels, the first pieces are written."""
     targets = {
         "reduce": (GradientMemory, "take", 2),
         "norm": (zero, "global_norm", 1),
         "cast": (distributed, "start_reduce_max", 1),
         "gather": (collective.CollectiveTransport, "gather", 1),
+        "save": (piece.Piece, "__get_tensor_shard__", 3),
+        "load": (state_dict, "_read_parameter", 2),
     }
     if stage == "backward":
         model[1].weight.register_hook(lambda _: fail(kind))
@@ -72,18 +76,21 @@ def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optim
         mock.patch.object(owner, name, failing(getattr(owner, name), kind, call)).start()
 
 
-def loop(rank: int, stage: str, kind: str) -> None:
-    """Two steps; the fault comes in the second."""
+def loop(rank: int, folder: Path, stage: str, kind: str) -> None:
+    """A step and a checkpoint; then another of both, and a resume, in which the fault comes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32)).bfloat16()
     zerofp4.convert_model(model, filter_fn=lambda *_: True)
     model[1].float()
     dist.barrier()  # starting may take longer than a stage
+    dist.distributed_c10d._set_pg_timeout(TIMEOUT, dist.group.WORLD)  # that of a checkpoint
     group = dist.new_group(timeout=TIMEOUT)
     optimizer = ZeroFP4Optimizer(
         model.named_parameters(), process_group=group, communication=Communication(bucket_mb=0.01)
     )
+    world = World(rank, SIZE, rank, torch.device("cpu"), "gloo")
+    saved = checkpoints.Checkpoints(folder / "checkpoints", 2, {}, world)
     for step in (1, 2):
         if step == 2 and rank == VICTIM:
             place_fault(stage, kind, model, optimizer)
@@ -92,7 +99,8 @@ def loop(rank: int, stage: str, kind: str) -> None:
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    dist.barrier(group)
+        saved.save(step, model, optimizer, {"step": step})
+    saved.resume(model, optimizer)
 
 
 def run_rank(rank: int, folder: Path, stage: str, kind: str) -> None:
@@ -100,7 +108,7 @@ def run_rank(rank: int, folder: Path, stage: str, kind: str) -> None:
     try:
         store, hangs = dist.FileStore(str(folder / "store"), SIZE), timedelta(seconds=HANGS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=hangs)
-        loop(rank, stage, kind)
+        loop(rank, folder, stage, kind)
     except BaseException as error:
         outcome = [type(error).__name__, str(error)]
     finally:

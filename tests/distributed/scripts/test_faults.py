@@ -1,4 +1,4 @@
-"""A rank that raises, exits, is killed or stopped in the middle of a stage: what the others make of it."""
+"""A rank that raises, is killed or stopped in the middle of a stage: what the others make of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from checkpoints import find_damage
 from early import waits_for
 
 from distributed.processes import Finished, run_script
@@ -20,12 +21,16 @@ FAILED = {
     "update": CAST,
     "cast": CAST,
     "gather": CAST,
+    "save": ("writing checkpoint step-00000002 failed on rank",),
+    "load": ("load_state_dict() failed on rank",),
 }
 """How the messages of the others begin, when a rank is gone."""
 
 TOLD = {
     "reduce": ("CollectiveError", r"agreeing on step() failed on rank"),
     "update": ("RuntimeError", "another rank could not take part in the cast; no rank changed a"),
+    "save": ("CheckpointError", "{checkpoint} cannot be written: CheckpointException ranks:dict_keys([1])"),
+    "load": ("CheckpointError", "{checkpoint} cannot be loaded: rank 1: told to raise"),
 }
 """What the others make of an error that a rank can still tell them, or in spite of which it goes on."""
 
@@ -40,17 +45,22 @@ def inject(folder: Path) -> tuple[Finished, Path]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_others_raise_an_error_that_names_the_stage(early, stage, kind):
+    """And what is half written is no checkpoint."""
     finished, folder = early(inject)
     assert finished.status == 0, finished.output
     found = json.loads((folder / "outcomes.json").read_text())[f"{stage}-{kind}"]
     others = {str(rank) for rank in range(SIZE)} - {str(VICTIM)}
     assert others <= found.keys(), f"a rank hangs: {found}"
-    if kind == "raise":
+    steps = folder / f"{stage}-{kind}" / "checkpoints"
+    whole = [(path.name, find_damage(path)) for path in sorted(steps.glob("step-*"))]
+    assert whole == [(f"step-{n:08}", None) for n in ((1, 2) if stage == "load" else (1,))]
+    if kind == "raise" and stage not in ("save", "load"):
         assert found[str(VICTIM)] == ["ValueError", "told to raise"]
     for rank in others:
         name, message = found[rank]
         if kind == "raise" and stage in TOLD:
-            assert name == TOLD[stage][0] and message.startswith(TOLD[stage][1]), found
+            begin = TOLD[stage][1].format(checkpoint=steps / "step-00000002")
+            assert name == TOLD[stage][0] and message.startswith(begin), found
             continue
         begin = tuple(text.format(rank=rank) for text in FAILED[stage])
         assert name == "CollectiveError" and message.startswith(begin), found
