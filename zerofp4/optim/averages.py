@@ -66,8 +66,9 @@ class AveragedMasters:
         found, saves, error = [], set(), OwnError()
         try:
             for one in self.optimizer._saved.parameters:
-                value = state_dict["state"].get(one.number, {}).get("average")
-                found.append(one.read("average", value, MASTER))
+                entries = state_dict["state"].get(one.number, {})
+                one.check_complete(["average"], entries)
+                found.append(one.read("average", entries["average"], MASTER))
             _, saves = find_saves(state_dict)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = OwnError(load_error(failure))
