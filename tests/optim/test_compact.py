@@ -73,7 +73,11 @@ def test_a_state_dict_has_what_is_kept(device):
     """torch casts what it loads to the dtype of a parameter; codes stay what they are."""
     optimizer, params = trained(device, state="compact")
     twin, copies = trained(device, 1, state="compact")
-    twin.load_state_dict(through_a_file(optimizer.state_dict()))
+    saved, kept = through_a_file(optimizer.state_dict()), []
+    twin.register_load_state_dict_pre_hook(lambda _, given: kept.append(given["state"][0]["scales"].dtype))
+    saved["state"][0]["step"] = int(saved["state"][0]["step"])  # as some write it
+    twin.load_state_dict(saved)
+    assert kept == [torch.float32]
     for p, q in zip(params, copies, strict=True):
         assert optimizer.state[p].keys() == twin.state[q].keys()
         for name, value in optimizer.state[p].items():
@@ -146,6 +150,22 @@ def test_large_state_is_converted_in_parts(device, monkeypatch):
 
 
 # What is refused
+
+
+@pytest.mark.parametrize("state", ["full", "compact"])
+def test_a_choice_that_is_changed_later(device, state):
+    """Only a load converts what is kept."""
+    optimizer, params = trained(device, state=state)
+    set_random_gradients(params)
+    before, group = [p.clone() for p in params], optimizer.param_groups[0]
+    group["state"] = "full" if state == "compact" else "compact"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"\['state'\] is '.*' now, and that of param_groups\[0\].* not"):
+            optimizer.step()
+    assert_all_equal(params, before, "parameter")
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert ("scales" in optimizer.state[params[0]]) == (state == "full")
+    optimizer.step()
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def refused(optimizer, error, message):
         ({"weight_decay": -1}, "weight_decay must be finite and 0 or more, got -1"),
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers of at least 0 and below 1, got \(0.9, 1.0\)"),
         ({"betas": (0.9,)}, r"betas must be two numbers of at least 0 and below 1, got \(0.9,\)"),
+        ({"betas": (0.9, torch.tensor(0.9))}, r"betas must be two numbers .*, got \(0.9, tensor"),
     ],
 )
 def test_options(device, options, message):
@@ -60,6 +61,7 @@ def test_options(device, options, message):
     group.update(good)
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": [torch.zeros(4, device=device)], **options})
+    optimizer.step()  # without the group
 
 
 @pytest.mark.parametrize("name", ["clip_factor", "found_inf"])
@@ -89,6 +91,13 @@ def test_scalars_that_kernels_cannot_read(device, name):
 def test_parameters(make, error, message):
     with pytest.raises(error, match=re.escape("param_groups[0]['params'][0] 'weight'") + ".*" + message):
         FusedAdamW([("weight", make())])
+
+
+def test_a_parameter_twice():
+    p = torch.zeros(4)
+    message = re.escape("param_groups[0] has a parameter twice")
+    with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(ValueError, match=message):
+        FusedAdamW([p, p])
 
 
 def test_two_devices(device):

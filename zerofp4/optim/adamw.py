@@ -28,7 +28,7 @@ from zerofp4.optim.moments import (
 from zerofp4.storage import check_buffer, check_plain, dispatches
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
-"""What else torch.optim.AdamW has in its groups."""
+"""What else torch.optim.AdamW has in its groups. By `fused` torch's loader puts steps on the device."""
 
 _KEPT = {False: FULL, True: COMPACT}
 """The entries of state, by whether it is compact."""
@@ -98,15 +98,24 @@ class FusedAdamW(torch.optim.Optimizer):
         FusedAdamW.offer_parts(self, [((), None)])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim.Optimizer's. Raises where the constructor does."""
+        """As torch.optim.Optimizer's. Raises where the constructor does, and leaves the group out then."""
         param_group = dict(param_group)
         slices = param_group.pop("slices", {})  # of ZeroFP4Optimizer
         super().add_param_group(param_group)
+        try:
+            self._check_group(len(self.param_groups) - 1, slices)
+        except Exception:
+            self.param_groups.pop()
+            raise
         self._slices |= slices
-        group = self.param_groups[-1]
+
+    def _check_group(self, g: int, slices: Mapping[torch.Tensor, Slice]) -> None:
+        group = self.param_groups[g]
         _check_options(group)
+        if len(set(group["params"])) < len(group["params"]):  # torch warns of it
+            raise ValueError(f"param_groups[{g}] has a parameter twice")
         for i, (p, local) in enumerate(zip(group["params"], locals_of(group["params"]), strict=True)):
-            name = parameter_name(len(self.param_groups) - 1, i, group)
+            name = parameter_name(g, i, group)
             _check_parameter(name, local, self._device(), slices.get(p))
             if self._is_compact(p, group):
                 check_rows(name, p)
@@ -125,11 +134,11 @@ class FusedAdamW(torch.optim.Optimizer):
         """As torch.optim.Optimizer's. Each group keeps its own choice of `state`: full state is encoded, or
         compact state decoded, where this optimizer keeps the other kind.
         """
-        states = {
-            key: _AsIs(entries) if "scales" in entries else entries
-            for key, entries in state_dict["state"].items()
-        }
-        super().load_state_dict(state_dict | {"state": states})
+        hide = self.register_load_state_dict_pre_hook(_hide_compact)  # behind all others, which see dicts
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hide.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take state and groups from load_state_dict(), or those of a copy, which is offered no plan."""
@@ -142,7 +151,10 @@ class FusedAdamW(torch.optim.Optimizer):
             for p in filter(states.get, group["params"]):
                 entries = states[p]
                 if isinstance(entries, _AsIs):
-                    entries = {name: value.to(p.device) for name, value in entries.entries.items()}
+                    entries = {
+                        name: value.to(p.device) if torch.is_tensor(value) else value
+                        for name, value in entries.entries.items()
+                    }
                 if p not in self._slices:  # ZeroFP4Optimizer has converted theirs
                     entries = converted(p, entries, self._is_compact(p, group))
                 step = torch.as_tensor(entries["step"], dtype=torch.float32, device=p.device)
@@ -237,6 +249,14 @@ class FusedAdamW(torch.optim.Optimizer):
             for g, group in enumerate(self.param_groups):
                 for i, p in enumerate(group["params"]):
                     is_compact, name = self._is_compact(p, group), parameter_name(g, i, group)
+                    kept = self.state.get(p)
+                    if kept and not kept.keys() >= _KEPT[is_compact].keys():
+                        raise ValueError(
+                            f"param_groups[{g}]['state'] is {group['state']!r} now, and that of {name} is "
+                            "not: load_state_dict() this optimizer's state_dict(), which converts it"
+                        )
+                    if is_compact:
+                        check_rows(name, p)
                     member = Member(p, g, name, is_compact, self._slices.get(p))
                     members[self._part_of.get(p, 0)].append(member)
             for part, own in zip(self._parts, members, strict=True):
@@ -390,16 +410,16 @@ class Part:
         if not compact:
             return ops.AdamWItem(p, *state, dtype, pieces, present)
         *state, scales = state
+        item = ops.AdamWItem(p, *state, dtype, pieces, present, compact=True, scales=scales)
         if of is None:
             cols = p.shape[-1]
             if any(piece.matrix[1] != cols or piece.shard.start % cols for piece in pieces):
                 raise ValueError(f"{name} has compact state by rows of {cols}, which the weight has not")
-            return ops.AdamWItem(p, *state, dtype, pieces, present, True, scales)
+            return item
         pieces = pieces or (of.piece,)
         rows, cols = pieces[0].matrix
         first_row = of.shard.start // (rows * cols) * rows  # of one of the matrices of a stack
-        own = of.low, of.number, first_row
-        return ops.AdamWItem(p, *state, dtype, pieces, present, True, scales, *own)
+        return item._replace(pieces=pieces, low=of.low, number=of.number, first_row=first_row)
 
     def run(self, gradients: _Tensors, options: Sequence[Any], rows: ops.RankGradients | None = None) -> None:
         """Update the parameters, and leave their amaxes in the plan.
@@ -511,7 +531,16 @@ class BucketUpdate:
 class _AsIs:
     """Compact state in a state dict, hidden from torch, which casts tensors to the dtype of a parameter."""
 
-    entries: dict[str, torch.Tensor]
+    entries: dict[str, Any]
+
+
+def _hide_compact(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Prepare a state dict for torch's load_state_dict."""
+    states = {
+        key: _AsIs(entries) if "scales" in entries else entries
+        for key, entries in state_dict["state"].items()
+    }
+    return state_dict | {"state": states}
 
 
 # What FusedAdamW takes
@@ -531,7 +560,8 @@ def _check_options(options: dict[str, Any], name: str = "options", device: _Devi
     if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
         _check_scalar(f"{name}['lr']", lr, device or lr.device)
         lr = 0.0
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+    are_tensors = (isinstance(beta, torch.Tensor) for beta in betas)  # the host would wait for a GPU
+    if any(are_tensors) or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(f"{name}: betas must be two numbers of at least 0 and below 1, got {betas!r}")
     for key, value in (("lr", lr), ("eps", options["eps"]), ("weight_decay", options["weight_decay"])):
         if not 0.0 <= value < math.inf:
