@@ -20,6 +20,7 @@ from zerofp4.engine.buckets import (
     joined,
     with_own_storage,
     write_master,
+    zeros_on,
 )
 from zerofp4.engine.collective import CollectiveTransport
 from zerofp4.engine.hosts import HostTransport
@@ -64,4 +65,5 @@ __all__ = [
     "kind_key",
     "with_own_storage",
     "write_master",
+    "zeros_on",
 ]

@@ -176,11 +176,12 @@ def in_whole_slices(groups: Sequence[list[int]], sizes: Sizes, owners: Sizes, ro
         needed: Counter[int] = Counter()
         for i in group:
             needed[owners[i]] += sizes[i]
-        opened: tuple[list[int], int, Counter[int]] = [], max(room, *needed.values()), Counter()
         fits = (b for b in buckets if all(b[2][owner] + size <= b[1] for owner, size in needed.items()))
-        bucket, _, filled = found = next(fits, opened)
-        if found is opened:
-            buckets.append(opened)
-        bucket += group
-        filled += needed
+        found = next(fits, None)
+        if found is None:
+            found = [], max(room, *needed.values()), Counter()
+            buckets.append(found)
+        positions, _, filled = found
+        positions.extend(group)
+        filled.update(needed)
     return [sorted(bucket, key=lambda i: (owners[i], i)) for bucket, _, _ in buckets]

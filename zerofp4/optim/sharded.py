@@ -14,7 +14,7 @@ import torch
 
 from zerofp4.cast import CastPlan, StagedPlan
 from zerofp4.distributed import OwnError
-from zerofp4.engine import Bucket, LateGathers, Peers, build_buckets
+from zerofp4.engine import Bucket, LateGathers, Peers, build_buckets, zeros_on
 from zerofp4.ops import Addresses, versions_of
 from zerofp4.optim.build import Checked, kind_of
 from zerofp4.optim.moments import Slice
@@ -72,7 +72,7 @@ class ShardedParameters:
         packed = [bucket for bucket in self.buckets if bucket.is_packed]
         for bucket in packed:
             bucket.plan = self._build_plan(bucket, checked.amax_groups or ())
-            zeros = functools.partial(torch.zeros, device=bucket.device) if peers is None else peers.zeros
+            zeros = zeros_on(bucket.device) if peers is None else peers.zeros
             bucket.scales = bucket.plan.stage_scales(zeros)
         self.plans = [bucket.plan for bucket in packed]
         """What casts the buckets of NVFP4 weights, one for each of them."""
