@@ -112,9 +112,11 @@ def _ranks(g: int, param_group: dict, key: str, group: dist.ProcessGroup | None)
     named, what = param_group.get(key), f"{key} of param_groups[{g}]"
     if named is None:
         return None
-    if named == dist.GroupMember.NON_GROUP_MEMBER:
+    is_mesh = isinstance(named, DeviceMesh)
+    is_outside = named.get_coordinate() is None if is_mesh else named == dist.GroupMember.NON_GROUP_MEMBER
+    if is_outside:
         raise ValueError(f"{what} does not contain the calling process")
-    if key == "process_group" and isinstance(named, DeviceMesh):
+    if key == "process_group" and is_mesh:
         if named.ndim != 2:
             raise ValueError(
                 f"{what} may be a DeviceMesh of two dimensions, of replicas and of the ranks of each, got "

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.optim import assert_all_equal, assert_weights_follow, keywords, make_parameters
+from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.cases import raised_everywhere
 from distributed.optim.cases import model_bytes
@@ -134,9 +135,11 @@ def test_what_is_wrong_with_slices(world):
 def test_meshes_that_cannot_be_meant(world):
     square, line = mesh_of(world, (2, 2)), mesh_of(world, (4,))
     model, other = Mesh(world, (2, 2)), square if world.rank < 3 else dist.group.WORLD
+    outside = DeviceMesh(world.device.type, [[0], [1]])
     for group, message, options in [
         (line, "rank 0: process_group of param_groups[0] may be a DeviceMesh of two dimensions", {}),
         (other, "in 2 parts on rank 0 and", {}),
+        (outside, "rank 2: process_group of param_groups[0] does not contain the calling process", {}),
         (square, "transport='peer' cannot be where", {"transport": "peer"}),
     ]:
         check_refused(model, [{"params": model.parameters, "process_group": group}], message, **options)
