@@ -66,6 +66,19 @@ def test_options_may_be_changed_on_either_side(device, optimizer_class):
     assert optimizer.inner.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.1
 
 
+def test_entries_that_a_group_may_lose(device):
+    """Names, which only this optimizer has, and what a load did not bring."""
+    net = make_net(device)
+    optimizer = ZeroFP4Optimizer(net.named_parameters(), lr=0.1)
+    saved = optimizer.state_dict()
+    optimizer.param_groups[0]["initial_lr"] = 0.1
+    optimizer.load_state_dict(saved)
+    for name in ("param_names", "initial_lr"):
+        del optimizer.param_groups[0][name]
+    optimizer.step()
+    assert "initial_lr" not in optimizer.param_groups[0]
+
+
 def test_weights_that_were_written_to(device):
     for i in (0, 1, 3):
         parameters, optimizer = built(device)

@@ -58,14 +58,14 @@ def test_hashes_tell_values_and_places_apart(device):
     ],
 )
 def test_options_must_be_finite(device, optimizer_class, name, value):
-    """Given for a group, edited or loaded; masters and weights stay as they are."""
+    """Given for a group, edited or loaded; masters and weights stay as they are. A load mends it."""
     parameters = make_parameters(device)
     groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
     with pytest.raises(ValueError, match=r"inf|nan"):
         ZeroFP4Optimizer([groups[0], groups[1] | {name: value}], optimizer_class, lr=0.1)
     optimizer = ZeroFP4Optimizer(groups, optimizer_class, lr=0.1)
     take_step(parameters, optimizer, 0)
-    bad = copy.deepcopy(optimizer.state_dict())
+    good, bad = (copy.deepcopy(optimizer.state_dict()) for _ in range(2))
     bad["param_groups"][1][name] = value
     message = rf"param_groups\[1\]\['{name}'\] must be finite, got .*(inf|nan)"
     with unchanged(parameters, optimizer):
@@ -75,6 +75,9 @@ def test_options_must_be_finite(device, optimizer_class, name, value):
         for _ in range(2):
             with pytest.raises(ValueError, match=message):
                 optimizer.step()
+    assert repr(optimizer.state_dict()["param_groups"][1][name]) == repr(value)
+    optimizer.load_state_dict(good)
+    optimizer.step()
     optimizer.param_groups[1][name] = kept
     optimizer.step()
     assert_weights_follow(parameters, optimizer.gathered_masters())

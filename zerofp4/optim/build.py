@@ -52,6 +52,8 @@ class Checked:
     ):
         if on_nonfinite not in ("skip", "raise"):
             raise ValueError(f'on_nonfinite must be "skip" or "raise", got {on_nonfinite!r}')
+        if state not in ("full", "compact"):
+            raise ValueError(f'state must be "full" or "compact", got {state!r}')
         if not isinstance(communication, Communication):
             raise TypeError(f"communication must be a Communication, got {type(communication).__name__}")
         self.amax_groups, self.communication = amax_groups, communication
@@ -117,7 +119,8 @@ class Checked:
         numbers = number_groups([found[i].parameter.record for i in weights], self.amax_groups)
         for i, number in zip(weights, numbers, strict=True):
             leader = leaders.setdefault(number, i)
-            first, one = found[leader], found[i] = found[leader], found[i]._replace(leader=leader)
+            first = found[leader]
+            one = found[i] = found[i]._replace(leader=leader)
             if _bucket_key(one) != _bucket_key(first):
                 raise ValueError(
                     f"amax_groups: {first.name} and {one.name} share an amax, so they must have the same "

@@ -51,9 +51,11 @@ def inner_classes(
 
     whole_matrices, defaults: arguments of ZeroFP4Optimizer, for its own optimizer_class only.
 
-    Raises TypeError for what is no torch.optim.Optimizer, ValueError for a class that cannot be sharded, and
-    for a group with a class of its own that lacks one of the defaults.
+    Raises TypeError for what is no torch.optim.Optimizer and for another whole_matrices, ValueError for a
+    class that cannot be sharded, and for a group with a class of its own that lacks one of the defaults.
     """
+    if not (whole_matrices is None or isinstance(whole_matrices, bool)):
+        raise TypeError(f"whole_matrices must be None, True or False, got {whole_matrices!r}")
     chosen = [group.get("optimizer_class", optimizer_class) for group in param_groups]
     order, classes = list(dict.fromkeys(chosen)), []
     for g, (group, own) in enumerate(zip(param_groups, chosen, strict=True)):
@@ -149,6 +151,8 @@ class InnerOptimizers:
             self.all += (inner.optimizer_class(groups, **inner.defaults),)
         self._copies: list[dict] = []
         """Of the parameter groups and of those here, as they were when their options were last the same."""
+        self._checked: list[dict] = []
+        """The copies that check_options() last passed."""
         self.sync_options(param_groups)
 
     def _of(self, number: int, by_group: Sequence) -> list:
@@ -174,23 +178,29 @@ class InnerOptimizers:
         """Copy options between the parameter groups and those of the optimizers: what was changed in a
         parameter group since the last copy, and all else from the optimizers, which may change their own.
 
-        Raises ValueError for another choice of state than they were built with, and for a NaN or Inf. A
-        tensor that was written in place is not looked at.
+        Raises ValueError for another choice of state than they were built with.
         """
         inner_groups = self.param_groups
         if are_unchanged([*param_groups, *inner_groups], self._copies):
             return
-        self._check_choices(param_groups)
-        for groups in (param_groups, inner_groups):
-            check_finite(groups)
+        if self._copies:  # else only the optimizers' options count
+            self._check_choices(param_groups)
         copies = self._copies or param_groups
         for group, inner_group, before in zip(param_groups, inner_groups, copies, strict=False):
             own = {key: value for key, value in options(group).items() if value is not before.get(key)}
             inner_group.update(own)
-            for key in before.keys() - group.keys():
-                del inner_group[key]
+            for key in options(before).keys() - group.keys():
+                inner_group.pop(key, None)
             group.update(options(inner_group))
         self._copies = list(map(dict, [*param_groups, *inner_groups]))
+
+    def check_options(self) -> None:
+        """Raise ValueError for a NaN or Inf, where sync_options() has found that an option was replaced. A
+        tensor that was written in place is not looked at.
+        """
+        if self._checked is not self._copies:
+            check_finite(self._copies)
+            self._checked = self._copies
 
     # A step
 

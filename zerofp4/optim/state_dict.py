@@ -308,7 +308,11 @@ class SavedState(Mapping):
         g = self.parameters[i].group
         group = self.param_groups()[g]
         if g not in self._templates or not are_unchanged([group], [self._templates[g][0]]):
-            self._templates[g] = dict(group), make_template(self._classes[g], group, self.device)
+            try:
+                self._templates[g] = dict(group), make_template(self._classes[g], group, self.device)
+            except ValueError:  # of options that no step can have taken: what is kept is that of earlier ones
+                if g not in self._templates:
+                    raise
         template = self._templates[g][1]
         if self.shards.trained[i].state == "full":
             return template

@@ -298,7 +298,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         Raises RuntimeError for gradients that changed since clip_grad_norm_, sparse gradients, another list
         of parameters, a parameter that was moved, written to or unfrozen, or where the optimizer is `broken`;
         TypeError for a gradient that would lose precision on its way (gradient_wire); ValueError for an lr,
-        betas, eps, weight_decay or momentum that is not finite (the host does not read a tensor on a GPU);
+        betas, eps, weight_decay or momentum that is not finite (of tensors only new ones on a CPU are read);
         FloatingPointError, with on_nonfinite="raise", for gradients with a NaN or Inf.
 
         A CUDA graph of several ranks may capture it where masters are updated in buckets, after an eager step
@@ -328,6 +328,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             word = self._word(gradients) if reduces else None  # a GPU is at work while the host goes on
             self._shards.check_unchanged(self.param_groups)
             self.inners.sync_options(self.param_groups)
+            self.inners.check_options()
             if not reduces and self._reduced.changed(gradients):
                 raise RuntimeError(
                     "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
