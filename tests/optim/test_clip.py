@@ -60,7 +60,9 @@ def test_clipped_gradients_that_are_dropped_are_reduced_anew(device):
     gradients = make_gradients(parameters, 1)
     set_gradients(parameters, gradients)
     expected = max(p.grad.abs().max().item() for p in parameters if p.numel())
-    assert optimizer.clip_grad_norm_(1.0, math.inf).item() == expected
+    assert optimizer.clip_grad_norm_(1.0, math.inf).item() == expected > 1
+    for max_norm, clipped in ((0.5, 1.0), (9.0, 0.5)):  # of what is clipped already
+        assert optimizer.clip_grad_norm_(max_norm, math.inf).item() == pytest.approx(clipped)
     optimizer.step()
 
 

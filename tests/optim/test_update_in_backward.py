@@ -1,5 +1,6 @@
 """overlap="update" of one rank alone: backward passes update each weight as soon as its gradient is there."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 
 import zerofp4
 from zerofp4.optim import AveragedMasters, Communication, FusedAdamW, ZeroFP4Optimizer
+from zerofp4.testing import verify_model
 
 
 @pytest.fixture
@@ -97,8 +99,9 @@ def test_options_are_those_of_the_first_update(world):
         assert_same(models, f"step {step}")
 
 
-def test_weights_that_were_written_after_a_checkpoint_was_loaded(world):
-    """They yield to the masters, as in a plain step."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_that_were_written_after_a_checkpoint_was_loaded(world, fails):
+    """They yield to the masters, as in a plain step, also where the first step after the load fails."""
     models = make_pair(world, bucket_mb=TINY)
     step_of(world, models, 0)
     for net, optimizer in models:
@@ -106,6 +109,14 @@ def test_weights_that_were_written_after_a_checkpoint_was_loaded(world):
         with torch.no_grad():
             net.rare.weight.zero_()
             net.embedding.weight.add_(1)
+        if fails:
+            optimizer.param_groups[0]["lr"] = math.nan
+            loss_of(net, world, 1).backward()
+            with pytest.raises(ValueError, match="must be finite"):
+                optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = OPTIONS["lr"]
+            verify_model(net, optimizer)
     step_of(world, models, 2)
     assert_same(models, "after")
 

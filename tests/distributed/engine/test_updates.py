@@ -5,6 +5,7 @@ import copy
 import io
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from distributed.engine.peer_checks import gpu_of
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
 from zerofp4 import ops
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, sharded
 from zerofp4.testing import verify_model
 
 FOUND = "found an error, and no rank takes this step"
@@ -205,6 +206,23 @@ def test_no_more_than_a_bucket_of_gradients_lives(world, reduction, reentrant):
     own = [memory.flat.untyped_storage() for memory in optimizer._transport.memory if memory is not None]
     held = sum({storage.data_ptr(): storage.nbytes() for storage in own}.values())
     assert held <= 2 * 2 * max(p.numel() + 256 * world.world_size for p in parameters)
+
+
+@on_ranks(1, 2)
+def test_the_host_looks_at_each_parameter_a_few_times(world):
+    """And not at all of them for each bucket."""
+    net, optimizer = make(world, bucket_mb=TINY, transport="collective")
+    count, looks = len(optimizer.describe()["buckets"]), []
+
+    def counting(function):
+        return lambda tensors: looks.append(len(tensors)) or function(tensors)
+
+    with contextlib.ExitStack() as patches:
+        for module, name in ((sharded, "versions_of"), (ops, "gradients_of")):
+            patches.enter_context(mock.patch.object(module, name, counting(getattr(module, name))))
+        step_of(world, [(net, optimizer)], 0)
+    assert len(looks) > count == len(list(net.parameters()))
+    assert sum(looks) < 13 * count, sum(looks)
 
 
 # NaN and Inf
