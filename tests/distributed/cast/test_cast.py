@@ -256,6 +256,7 @@ def test_the_vector_is_that_of_float32(world, how):
     model.whole[1] /= 100
     model.cut()
     plans = [model.plan() for _ in range(2)]
+    assert plans[0].staged.wire.dtype == torch.bfloat16
     plans[1].staged.wire = plans[1].staged.reduced
     for _ in range(2):
         for plan in plans:

@@ -231,7 +231,7 @@ def compiled(world) -> Run:
     return run
 
 
-def masters_on_the_cpu(world) -> Run:
+def masters_on_the_cpu(world, kind=None, name="offloaded") -> Run:
     """On a GPU the group needs a backend for the CPU too, and is refused where that is missing."""
     policy, mesh = CPUOffloadPolicy(pin_memory=world.device.type == "cuda"), None
     if world.device.type == "cuda":
@@ -239,8 +239,8 @@ def masters_on_the_cpu(world) -> Run:
             start(world, offload_policy=policy)
         group = dist.new_group(backend="cpu:gloo,cuda:nccl")
         # By another name: DTensor's caches take meshes that differ only in their groups for one.
-        mesh = DeviceMesh.from_group(group, "cuda", mesh_dim_names=("offloaded",))
-    run = start(world, mesh=mesh, offload_policy=policy)
+        mesh = DeviceMesh.from_group(group, "cuda", mesh_dim_names=(name,))
+    run = start(world, mesh=mesh, kind=kind, offload_policy=policy)
     assert all(p.device.type == "cpu" for p in run.model.parameters())
     return run
 
@@ -261,6 +261,13 @@ def test_ways_of_training_that_change_no_number(world, started):
             assert_bytes_equal(p.detach().full_tensor(), q.detach().full_tensor(), "a master")
     if started is not checkpointed_layers:
         run.check()
+
+
+@on_ranks(2)
+def test_scales_of_masters_on_the_cpu_are_gathered(world):
+    run = masters_on_the_cpu(world, ROWS, "offloaded_rows")
+    run.step(0)
+    run.check()
 
 
 @on_ranks(2)

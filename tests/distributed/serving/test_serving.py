@@ -17,11 +17,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import zerofp4
-from distributed.cases import shared_folder
+from distributed.cases import no_space, shared_folder
 from distributed.run import on_ranks
 from zerofp4 import FourOverSix, reference, serving
 from zerofp4.integrations import fsdp2
 from zerofp4.optim import FusedAdamW
+from zerofp4.serving import files
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 TOKENS = torch.arange(16).view(2, 8)
@@ -106,7 +107,8 @@ def test_sharded_models_are_written_as_whole_ones(world, name, kind):
 
 
 @on_ranks(2)
-def test_stale_codes_are_not_written(world):
+def test_what_keeps_an_export_from_being_written_all_ranks_raise(world):
+    """Stale codes, a full disk of the rank that writes, which leaves the last export whole, and no codes."""
     model, attachment = sharded(world, "Llama")
     folder = shared_folder(world)
     if world.rank == 1:
@@ -116,6 +118,12 @@ def test_stale_codes_are_not_written(world):
         serving.save_pretrained(model, folder)
     attachment.refresh()
     serving.save_pretrained(model, folder)
+    before = read(folder)
+    with pytest.raises((OSError, RuntimeError), match="No space left"):
+        with mock.patch.object(files.Shard, "write", no_space if world.rank == 0 else None):
+            serving.save_pretrained(model, folder)
+    found = read(folder)
+    assert found.keys() == before.keys() and all(found[key].equal(before[key]) for key in before)
     attachment.detach()
     with pytest.raises(RuntimeError, match=r"rank 0: 'model\..*' has no codes yet: call .*attach"):
         serving.save_pretrained(model, folder)
