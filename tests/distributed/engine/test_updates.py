@@ -206,6 +206,8 @@ def test_no_more_than_a_bucket_of_gradients_lives(world, reduction, reentrant):
     own = [memory.flat.untyped_storage() for memory in optimizer._transport.memory if memory is not None]
     held = sum({storage.data_ptr(): storage.nbytes() for storage in own}.values())
     assert held <= 2 * 2 * max(p.numel() + 256 * world.world_size for p in parameters)
+    if reduction == "ordered":  # no FP32 slice either
+        assert not any("gradients" in vars(bucket) for bucket in optimizer._shards.buckets)
 
 
 @on_ranks(1, 2)
@@ -361,6 +363,21 @@ def test_a_weight_that_is_written_to_between_a_backward_pass_and_its_step(world)
         net.layers[3].weight.zero_()
     with pytest.raises(RuntimeError, match="was written to since the last step"):
         optimizer.step()
+
+
+@on_ranks(2)
+def test_written_weights_are_the_masters_that_a_state_dict_lacks(world):
+    """The pass that a load ends takes them for its own."""
+    net, optimizer = make(world, bucket_mb=TINY, transport="collective")
+    step_of(world, [(net, optimizer)], 0)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    for entries in state_dict["state"].values():
+        del entries["master"]
+    with torch.no_grad():
+        for p in net.parameters():
+            p.fill_(0.5)
+    optimizer.load_state_dict(state_dict)
+    assert all(torch.all(master == 0.5) for master in optimizer.gathered_masters())
 
 
 @on_ranks(2)

@@ -28,6 +28,7 @@ from distributed.optim.cases import (
 )
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
+from zerofp4.engine.assignment import longest_first
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 
@@ -55,6 +56,8 @@ def test_steps_are_those_of_one_process(world, optimizer_class, options, travel)
         plain.step([p.grad for p in parameters])
         optimizer.step()
         check_same(optimizer, plain, f"step {step}:")
+    owners = longest_first([one.work for one in optimizer._shards.trained], world.world_size)
+    assert [shard.numel > 0 for shard in optimizer._shards.shards] == [rank == world.rank for rank in owners]
     described = optimizer.describe()
     assert all(bucket["whole_matrices"] for bucket in described["buckets"])
     if optimizer_class is FusedAdamW and world.world_size > 1:
