@@ -139,16 +139,16 @@ def sending(step: Step, *kinds: str) -> tuple[float, float]:
 
 def parts(step: Step) -> dict[str, tuple[str, ...]]:
     """By what scripts/bench.py step measures, its phases, one behind the other."""
-    if step.ranks == 1 and step.in_buckets:  # the gradients are means
+    if step.ranks == 1 and step.in_buckets:  # the gradients are means, and their squares tell of a NaN
         reduce, update = (), ("adamw_reducing", "publish")
-        whole, clipped = update, ("norm", *update)
+        whole, clipped = ("scan", *update), ("norm", *update)
     else:
         reduce, update = ("reduce",), ("adamw", "publish")
-        whole = ("adamw_reducing", "publish") if step.in_buckets else (*reduce, *update)
-        clipped = (*reduce, *update)
+        clipped = ("scan", *reduce, *update)
+        whole = ("scan", "adamw_reducing", "publish") if step.in_buckets else clipped
     return {
-        "step": ("scan", *whole),
-        "step_clipped": ("scan", *clipped),
+        "step": whole,
+        "step_clipped": clipped,
         "reduce": reduce,
         "update": update,
         "publish": ("publish_alone",),

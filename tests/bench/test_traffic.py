@@ -58,7 +58,7 @@ def test_bytes_of_a_world_of_one():
         "publish_alone": 9.5 * 2048 + 80,
     }
     assert parts(one)["step"] == ("scan", "adamw_reducing", "publish")
-    assert parts(one)["step_clipped"] == ("scan", "norm", "adamw_reducing", "publish")
+    assert parts(one)["step_clipped"] == ("norm", "adamw_reducing", "publish")
     assert parts(one._replace(in_buckets=False))["step"] == ("scan", "reduce", "adamw", "publish")
     assert {traffic.link for traffic in phases(one).values()} == {0}
 
