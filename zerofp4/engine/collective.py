@@ -93,7 +93,7 @@ class CollectiveTransport(Transport):
         self._sent: dict[int, Pending] = {}
         """By bucket, what is on its way."""
         self._error = OwnError()
-        """What went wrong on this rank before something was sent."""
+        """What went wrong on this rank as it sent any bucket of the present exchange."""
         needed = [b.replica_count * (b.part.stop - b.part.start) for b in buckets if b.replica_count > 1]
         self._of_replicas = zeros(max(needed, default=0), dtype=torch.float32)
 
@@ -131,6 +131,9 @@ class CollectiveTransport(Transport):
             self._sent[b] = reduce_scatter_slices(*flats, bucket.group(), STAGE)
 
     def discard(self, b: int) -> None:
+        self._wait(b)
+
+    def _wait(self, b: int) -> None:
         pending = self._sent.pop(b, None)
         if pending is not None:
             pending.wait()
@@ -139,7 +142,7 @@ class CollectiveTransport(Transport):
         bucket = self.buckets[b]
         if self.memory[b] is None:
             return Arrived([gradients[i] for i in bucket.indices], None)
-        self.discard(b)
+        self._wait(b)
         self._error.raise_if_any()
         return Arrived(self._own_views[b], RankGradients(self._received[b], bucket.masters, bucket.rank))
 
@@ -161,7 +164,7 @@ class CollectiveTransport(Transport):
                 ops.add_squares([bucket.gradients], squares)
             return
         out = bucket.gradients if out is None else out
-        self.discard(b)
+        self._wait(b)
         has_replicas = bucket.replica_count > 1
         counted = None if has_replicas else squares
         if self._ordered or bucket.world_size == 1:

@@ -81,7 +81,7 @@ class HostTransport(Transport):
         self._sent: dict[int, Pending] = {}
         """By bucket, what is on its way."""
         self._error = OwnError()
-        """What went wrong on this rank before something was sent."""
+        """What went wrong on this rank as it sent any bucket of the present exchange."""
 
     def prepare(self, gradients: Gradients, as_sent: bool = False) -> Gradients:
         for memory in self.memory if self._peers is not None else ():
@@ -121,19 +121,22 @@ class HostTransport(Transport):
             ops.average(rows, mean, own_row, self._local)
 
     def discard(self, b: int) -> None:
+        self._wait(b)
+
+    def _wait(self, b: int) -> None:
         self._sent.pop(b).wait()
         if self._peers is not None:
             failed = self._peers.failed
             torch.maximum(failed, self._failed_there.amax(), out=failed)
 
     def arrived(self, b: int, gradients: Gradients) -> Arrived:
-        self.discard(b)
+        self._wait(b)
         self._error.raise_if_any()
         rows = RankGradients(self._received[b], self.buckets[b].masters, self._host)
         return Arrived(self._own_views[b], rows)
 
     def average(self, b: int, gradients: Gradients, squares: torch.Tensor | None = None) -> None:
-        self.discard(b)
+        self._wait(b)
         self._error.raise_if_any()
         own = self._means[b][self._host]
         ops.average(self._received[b], self.buckets[b].gradients, own, self._host, squares)
