@@ -180,7 +180,7 @@ def _share_on_host(hosts: Hosts, rank: int, group: dist.ProcessGroup, device: to
         within = hosts.within()
     else:
         made = _groups_of_hosts.setdefault(dist.group.WORLD, {})
-        key = named, dist.get_backend(group), seconds
+        key = named, dist.get_backend_config(group), seconds
         if key not in made:
             # Only this host's ranks call this, so the group must not synchronize with the world.
             made[key] = dist.new_group(

@@ -4,11 +4,18 @@ NCCL is used where there are GPUs (one for each rank of a host) and gloo where t
 """
 
 from zerofp4.launch.place import ranks_started
-from zerofp4.launch.process_group import DEFAULT_TIMEOUT, World, destroy_process_group, init_process_group
+from zerofp4.launch.process_group import (
+    DEFAULT_TIMEOUT,
+    World,
+    backend_for,
+    destroy_process_group,
+    init_process_group,
+)
 
 __all__ = [
     "DEFAULT_TIMEOUT",
     "World",
+    "backend_for",
     "destroy_process_group",
     "init_process_group",
     "ranks_started",

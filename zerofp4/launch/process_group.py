@@ -127,10 +127,25 @@ def _own_world() -> World | None:
     return _joined[1]
 
 
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The backend of the group's collectives of tensors on this device, "nccl" or "gloo"; None without one.
+    dist.get_backend() names only one of a group that has several.
+    """
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:
+        return None
+
+
 def _existing_world(backend: str | None) -> World:
-    world = _own_world()
-    found = dist.get_backend() if world is None else world.backend
-    if backend not in (None, found):
+    world, group = _own_world(), dist.group.WORLD
+    if world is None:
+        on_gpu = torch.cuda.is_available() and backend_for(group, torch.device("cuda")) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    else:
+        device = world.device
+    found = backend_for(group, device)
+    if backend not in (None, found, dist.get_backend(), dist.get_backend_config()):
         raise ValueError(f"backend: {backend!r} asked for, but the existing process group uses {found!r}")
     if world is not None:
         return world
@@ -143,8 +158,6 @@ def _existing_world(backend: str | None) -> World:
             f"the existing process group has {world_size} ranks, and none of {', '.join(names)} is set: "
             "this rank's place on its host is unknown"
         )
-    on_gpu = "nccl" in found
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     return World(dist.get_rank(), world_size, int(local_rank or 0), device, found)
 
 

@@ -167,7 +167,8 @@ class Agreement:
         vector = self._vector[-len(words) :]
         reduce_max(vector, self._group(), f"agreeing on {'clip_grad_norm_()' if is_clip else 'step()'}")
         pairs = self._vector[self._count : -_FLAGS].view(2, _EQUAL)
-        refused = pairs.sum(0).ne(0).any() | self._vector[-1].ne(0)
+        # Compared, not added: inf - inf is a NaN.
+        refused = pairs[0].ne(-pairs[1]).any() | self._vector[-1].ne(0)
         if self._unread:  # a step that no rank takes stays so, whatever a later call of it agrees on
             refused |= self.refused.ne(0)
         self.refused.copy_(refused)

@@ -39,6 +39,7 @@ from zerofp4.engine import (
     find_topology,
     write_master,
 )
+from zerofp4.launch import backend_for
 from zerofp4.ops import is_capturing
 from zerofp4.optim.adamw import BucketUpdate, FusedAdamW
 from zerofp4.optim.agreement import Agreement, Call
@@ -190,7 +191,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             buckets, masters = self._shards.buckets, self._shards.masters
             self._update = BucketUpdate(self.inners.all[0], buckets, masters, self._transport)
         self._step = Step(self._transport, sends=self._schedule is None, late=late)
-        self._agreement.defers = self._can_defer(group)
+        self._why_host_waits = self._find_why_host_waits(group, device)
+        """Why the host waits for the vote of each step; None where the device alone reads it."""
+        self._agreement.defers = self._why_host_waits is None
         self._early: EarlyUpdates | None = None
         if communication.updates_early:
             self._early = EarlyUpdates(
@@ -277,15 +280,20 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         has_matrices = any(bucket.is_of_whole_matrices for bucket in self._shards.buckets)
         return "whole matrices are updated all at once" if has_matrices else None
 
-    def _can_defer(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether no host needs to know what the ranks agree on, if all make the same call. The same on
-        every rank.
-        """
-        if self.world_size == 1 or dist.get_backend(group) != "nccl":  # the host waits for gloo anyway
-            return False
-        has_replicas = any(bucket.replica_count > 1 for bucket in self._shards.buckets)
-        can_skip = self._update is not None and self._on_nonfinite == "skip"
-        return can_skip and self._schedule is None and not has_replicas
+    def _find_why_host_waits(self, group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+        """The same on every rank."""
+        if self.world_size == 1:
+            return "a world of one has no vote"
+        backend = backend_for(group, device)
+        if backend != "nccl":
+            return f"the group's backend for {device.type} is {backend}, whose collectives the host waits for"
+        if self._on_nonfinite != "skip":
+            return f"on_nonfinite is {self._on_nonfinite!r}"
+        if self._schedule is not None:
+            return "backward passes send gradients"
+        if any(bucket.replica_count > 1 for bucket in self._shards.buckets):
+            return "parameters have replicas"
+        return self._why_at_once
 
     # A step
 
@@ -943,7 +951,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         bucket_mb. buckets: in their order, each with its kind, parameters, elements, optimizer, gathered_in
         ("step", "forward" or None), state, of which "compact24" has masters of 24 bits, and the bytes of
         gradients, amaxes and weights that this rank sends for it in a step. bytes_sent: by
-        this rank in a step, by phase. shared_bytes: memory that other ranks can access.
+        this rank in a step, by phase. shared_bytes: memory that other ranks can access. host_waits: why
+        the host waits for the ranks' vote in each step, or None.
         """
         described = self._step.describe()
         for entry, bucket in zip(described["buckets"], self._shards.buckets, strict=True):
@@ -958,6 +967,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             "obstacle": self._why_at_once,
             "overlap": self.communication.overlap,
             "accumulate": self.communication.accumulate,
+            "host_waits": self._why_host_waits,
             "world_size": self.world_size,
             "bucket_mb": self._bucket_mb,
             "shared_bytes": 0 if self._peers is None else self._peers.nbytes,

@@ -44,6 +44,19 @@ def test_groups_one_after_the_other(world):
     check_more_groups(world)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("has_backend", [True, False])
+def test_a_group_that_torch_made(world, has_backend):
+    """With a backend for each kind of device, as torch recommends, or with none: ranks get their GPUs."""
+    launch.destroy_process_group()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_backend and world.device.type == "cuda" else None)
+    try:
+        assert launch.init_process_group() == launch.init_process_group(world.backend) == world
+    finally:
+        dist.destroy_process_group()
+        launch.init_process_group()
+
+
 @on_ranks(nightly=[2], launcher="torchrun")
 def test_torchrun(world):
     """Beside runs of scripts under torchrun, which need a group too."""

@@ -6,10 +6,12 @@ With NCCL it is so by itself; here any backend does as it is told.
 import contextlib
 import copy
 import math
+import sys
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases.optim import assert_all_equal, set_gradients
 
 from distributed.optim.cases import built, check_weights, gradients_of, model_bytes, whole_state
@@ -54,6 +56,43 @@ def test_steps_have_the_bytes_of_those_that_wait(world, clips):
         assert_all_equal(everything(deferred), everything(waits), f"step {step}: tensor")
     assert deferred[1].skipped_steps == waits[1].skipped_steps == 1
     check_weights(*deferred)
+
+
+@on_ranks(2, nightly=[3])
+@pytest.mark.parametrize(
+    ("max_norm", "norm_type"),
+    [(math.inf, 2), (sys.float_info.max, 2), (0, 2), (0.003, math.inf), (math.inf, math.inf), (0.003, 1)],
+)
+def test_no_norm_keeps_ranks_from_a_step(world, max_norm, norm_type):
+    """clip_grad_norm_(math.inf) is how people log the norm: it changes nothing about the step."""
+    deferred, waits = build(world), build(world, defers=False)
+    before = everything(deferred)
+    for step in range(2):
+        norms = []
+        for parameters, optimizer in (deferred, waits):
+            set_gradients(parameters, gradients_of(world, parameters, step))
+            norms.append(optimizer.clip_grad_norm_(max_norm, norm_type))
+            optimizer.step()
+        assert norms[0].equal(norms[1]) and norms[0] > 0
+    assert deferred[1].found_inf.item() == 0
+    deferred[1].check()
+    after = everything(deferred)
+    assert_all_equal(after, everything(waits), "tensor")
+    assert not all(map(torch.equal, after, before))
+
+
+@on_ranks(2)
+def test_the_backend_for_the_device_of_the_parameters_decides(world):
+    """Of a group that has several, as torch recommends, and of one that was given none."""
+    on_gpu = world.device.type == "cuda"
+    for backend in ("cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo", None):
+        group = dist.new_group(backend=backend)
+        model = built(world, FusedAdamW, lr=0.02, weight_decay=0.1, process_group=group)
+        reason = model[1].describe()["host_waits"]
+        assert reason is None if on_gpu else "backend for cpu is gloo" in reason
+        take(world, model, 0, clips=True)
+        model[1].check()
+        check_weights(*model)
 
 
 def fail(message):

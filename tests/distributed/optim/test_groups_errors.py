@@ -47,7 +47,8 @@ def test_a_group_with_ranks_that_do_not_step(world):
             ZeroFP4Optimizer(model.param_groups(all_ranks), process_group=pair)
     dist.barrier()
     optimizer = ZeroFP4Optimizer(model.param_groups(dist.new_group()), process_group=all_ranks)
-    assert "process_group" not in optimizer.describe()["why_collective"]  # the same ranks are the same
+    why = optimizer.describe()["why_collective"]  # None where the ranks' GPUs share memory
+    assert why is None or "process_group" not in why  # the same ranks are the same
 
 
 @on_ranks(2, 4, time_limit=30)
