@@ -110,7 +110,8 @@ def test_a_captured_step():
     plan.post()
     with torch.cuda.device(OTHER):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # torch's own stream for captures belongs to the GPU of the process's first capture.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             plan.step()
             plan.post()
     for master in masters:
