@@ -125,7 +125,7 @@ def one_hot_products(setting: Setting) -> Iterator[Check]:
 
         def check(rows=rows, size=size, side=side, format=format) -> None:
             # Alpha is 4 * 0.5.
-            amaxes = [torch.full((1,), NEUTRAL_AMAX * f, device=setting.device) for f in (4, 0.5)]
+            amaxes = NEUTRAL_AMAX * torch.tensor([[4], [0.5]], dtype=torch.float32, device=setting.device)
             hot, dense = reference.one_hot(size), reference.pattern(rows, size)
             a, b = (
                 operand(each.to(setting.device), side, format, amax=amax)
@@ -196,7 +196,7 @@ def quantized_bytes(setting: Setting) -> Iterator[Check]:
 
         def check(m=m, k=k, format=format, dtype=dtype) -> None:
             x = randoms(m, k, torch.device("cpu"), 5).to(dtype)
-            state = torch.tensor([7, 11]) if format == "stochastic" else None
+            state = torch.tensor([7, 11], dtype=torch.int64) if format == "stochastic" else None
             records = []
             for device in (setting.device, x.device):
                 options = {"dtype": dtype, "device": device, "scale_layouts": SCALE_LAYOUTS}
@@ -252,7 +252,8 @@ def both_sides() -> list[tuple[str, str]]:
 
 def randoms(rows: int, cols: int, device: torch.device, seed: int) -> torch.Tensor:
     """float32 values that are the same on every device."""
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(device)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, cols, dtype=torch.float32, generator=generator).to(device)
 
 
 # The command

@@ -1,5 +1,8 @@
 """Buffers are float32 where kernels read and write float32, whatever torch's default dtype is."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from cases.cast import check as check_cast
@@ -17,6 +20,58 @@ def bfloat16_by_default():
     torch.set_default_dtype(torch.bfloat16)
     yield
     torch.set_default_dtype(before)
+
+
+FACTORIES = set(
+    "arange as_tensor asarray empty empty_permuted empty_strided eye full linspace logspace normal ones rand "
+    "randint randn randperm scalar_tensor tensor zeros Tensor".split()
+)
+
+
+def without_dtype(source: str) -> list[str]:
+    """Calls of torch's factories, or of one under its own name as a variable, that name no dtype. What makes
+    a tensor like another one (new_empty, zeros_like) is none.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        owner, _, name = ast.unparse(node.func).rpartition(".")
+        names_one = any(keyword.arg in ("dtype", None) for keyword in node.keywords)  # None is of **options
+        if name in FACTORIES and owner in ("", "torch") and not names_one:
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_every_factory_call_of_the_package_names_a_dtype():
+    """Those of integers, too: whoever reads them need not know which ones torch guesses."""
+    package = Path(zerofp4.__file__).parent
+    found = {path.relative_to(package): without_dtype(path.read_text()) for path in package.rglob("*.py")}
+    assert not any(found.values()), {str(name): calls for name, calls in found.items() if calls}
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("torch.zeros(3)", 1),
+        ("torch.tensor([1], device=d)", 1),
+        ("x = zeros((2, 3))", 1),
+        ("torch.Tensor([1.0])", 1),
+        ("torch.full((), 1.0, dtype=t)", 0),
+        ("torch.empty(3, **options)", 0),
+        ("x.new_empty(3)", 0),
+        ("torch.empty_like(x)", 0),
+        ("zerofp4.empty((2, 2))", 0),
+    ],
+)
+def test_the_reader_of_sources(source, count):
+    assert len(without_dtype(source)) == count
+
+
+def test_values_of_python_are_not_rounded(device):
+    weight = zerofp4.empty((16, 16), dtype=torch.float32, device=device)
+    weight.fill_(0.1)
+    assert weight.amax.dtype == torch.float32 and weight.amax.item() == torch.tensor(0.1, dtype=torch.float32)
 
 
 def test_cast(device):

@@ -64,7 +64,7 @@ class BackwardSchedule:
         """Whether clip_grad_norm_ has reduced what the next step uses: then nothing is sent."""
         self._is_syncing = True  # False under no_sync()
         self._rounds = 0  # how many have begun
-        self._stand_in = torch.zeros((), device=self._buckets[0].device)
+        self._stand_in = torch.zeros((), dtype=torch.float32, device=self._buckets[0].device)
         """For a gradient that is only in the slices."""
         self._start_over()
         self._forget_sums()

@@ -246,7 +246,7 @@ def write_master(values: torch.Tensor, master: torch.Tensor, low: torch.Tensor |
     if low is None:
         master.copy_(values)
         return
-    nearest = torch.tensor(NEAREST, device=master.device)
+    nearest = torch.tensor(NEAREST, dtype=torch.int64, device=master.device)
     for part in _chunks(master):
         master[part], low[part] = split_master(round_master(values[part].to(master.device).float(), nearest))
 

@@ -100,5 +100,5 @@ def values_of_groups(groups: Any, side: str, *other: Any) -> tuple[torch.Tensor,
 
 def groups_of_rows(groups: Any) -> torch.Tensor:
     """int64 [tokens]: the group of each row; the last one where splits are not valid."""
-    own = torch.arange(groups.shape[0], device=groups.device)
+    own = torch.arange(groups.shape[0], dtype=torch.int64, device=groups.device)
     return torch.searchsorted(groups.offsets[1:-1], own, right=True)

@@ -195,7 +195,7 @@ def _sharded_like(p: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) 
     """The local tensor, as a DTensor of this shape where p is one."""
     if not isinstance(p, DTensor):
         return local
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, dtype=local.dtype, device="meta").stride()
     return DTensor.from_local(
         local, p.device_mesh, p.placements, run_check=False, shape=torch.Size(shape), stride=stride
     )

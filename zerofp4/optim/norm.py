@@ -26,7 +26,7 @@ def global_norm(
     """
     if p == 2.0:
         return ops.norm_of_squares(_add_up(squares.sum(0), group))
-    rows = [torch.zeros(1, device=squares.device)]
+    rows = [torch.zeros(1, dtype=torch.float32, device=squares.device)]
     for mean in (mean.view(-1) for mean in means):
         whole = mean.numel() // ALIGNMENT * ALIGNMENT
         for short in (mean[:whole].view(-1, ALIGNMENT), mean[whole:].view(1, -1)):

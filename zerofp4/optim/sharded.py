@@ -118,7 +118,8 @@ class ShardedParameters:
 
     def share_gradients(self) -> None:
         """Let all buckets have `gradients` in the same memory, each until its update."""
-        flat = torch.zeros(max(bucket.slice_numel for bucket in self.buckets), device=self.buckets[0].device)
+        most = max(bucket.slice_numel for bucket in self.buckets)
+        flat = torch.zeros(most, dtype=torch.float32, device=self.buckets[0].device)
         for bucket in self.buckets:
             bucket.gradients = flat[: bucket.slice_numel]
 

@@ -499,7 +499,7 @@ def _read_parameter(
         with error:  # the other ranks may gather the next entry
             found[name] = own.read(name, value, known[name])
     error.raise_if_any()
-    count = found.get("step", torch.zeros(()))
+    count = found.get("step", torch.zeros((), dtype=torch.float32))
     if not (count.isfinite() & (count >= 0)).all():  # an update would put a NaN into the master
         raise ValueError(
             f"state_dict does not fit: {own.label}.step must be finite and not negative, got {count.item()}"

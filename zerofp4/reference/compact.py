@@ -75,10 +75,10 @@ def compact_adamw_step(
 def master_bytes(rows: int, cols: int, number: int, step: int, first_row: int = 0) -> torch.Tensor:
     """uint8 [rows, cols]: the random bytes with which update `step` of parameter `number` rounds masters."""
     blocks = ceil_div(cols, RANDOM_COLUMNS)
-    block = torch.arange(rows * blocks) + first_row * blocks
+    block = torch.arange(rows * blocks, dtype=torch.int64) + first_row * blocks
     zero = torch.zeros((), dtype=torch.int64)
     words = torch.stack(philox((block & LOW, block >> 32, zero + step, zero + number), (zero, zero)), dim=-1)
-    bytes_ = words.unsqueeze(-1) >> torch.tensor([0, 8, 16, 24]) & 0xFF
+    bytes_ = words.unsqueeze(-1) >> torch.tensor([0, 8, 16, 24], dtype=torch.int64) & 0xFF
     return bytes_.view(rows, blocks * RANDOM_COLUMNS)[:, :cols].to(torch.uint8)
 
 

@@ -17,8 +17,8 @@ def expand_scale(scale: torch.Tensor, rows: int, cols: int, block_rows: int) -> 
 def swizzle_scale(expanded: torch.Tensor) -> torch.Tensor:
     """Expanded scales to the order in which cuBLASLt and torch's scaled_mm read them; the same shape."""
     rows, columns = expanded.shape
-    i = torch.arange(rows, device=expanded.device).unsqueeze(1)
-    j = torch.arange(columns, device=expanded.device)
+    i = torch.arange(rows, dtype=torch.int64, device=expanded.device).unsqueeze(1)
+    j = torch.arange(columns, dtype=torch.int64, device=expanded.device)
     out = torch.empty_like(expanded.view(torch.uint8)).flatten()
     out[swizzled_offset(i, j, columns).flatten()] = expanded.view(torch.uint8).flatten()
     return out.view(expanded.shape).view(expanded.dtype)
@@ -31,8 +31,8 @@ def unswizzle_scale(swizzled: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"swizzled scales come in whole atoms of {ATOM_ROWS}x{ATOM_COLUMNS}, got {rows}x{columns}"
         )
-    i = torch.arange(rows, device=swizzled.device).unsqueeze(1)
-    j = torch.arange(columns, device=swizzled.device)
+    i = torch.arange(rows, dtype=torch.int64, device=swizzled.device).unsqueeze(1)
+    j = torch.arange(columns, dtype=torch.int64, device=swizzled.device)
     flat = swizzled.view(torch.uint8).flatten()
     return flat[swizzled_offset(i, j, columns)].view(swizzled.dtype)
 

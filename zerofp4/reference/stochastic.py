@@ -43,10 +43,10 @@ def random_bytes(rng_state: torch.Tensor, shape: Sequence[int], stream: int) -> 
     """
     numel = torch.Size(shape).numel()
     seed, offset = rng_state.unbind()
-    group = torch.arange(ceil_div(numel, 16), device=rng_state.device)
+    group = torch.arange(ceil_div(numel, 16), dtype=torch.int64, device=rng_state.device)
     counter = (group & LOW, group >> 32, offset & LOW, torch.full_like(offset, stream))
     words = torch.stack(philox(counter, (seed & LOW, seed >> 32 & LOW)), dim=-1)
-    shifts = torch.tensor([0, 8, 16, 24], device=words.device)
+    shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int64, device=words.device)
     return (words.unsqueeze(-1) >> shifts & 0xFF).to(torch.uint8).flatten()[:numel].view(torch.Size(shape))
 
 

@@ -41,7 +41,9 @@ def checkpoint_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> d
     """By key of the model's state dict, the name of that tensor in a checkpoint; None for one that
     transformers cuts or transforms when it saves.
     """
-    stand_ins = {key: torch.empty(tensor.shape, device="meta") for key, tensor in tensors.items()}
+    stand_ins = {
+        key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in tensors.items()
+    }
     names = {id(tensor): name for name, tensor in as_saved(model, stand_ins).items()}
     return {key: names.get(id(tensor)) for key, tensor in stand_ins.items()}
 
@@ -58,7 +60,8 @@ def rows_as_saved(model: nn.Module, key: str, shape: torch.Size) -> list[Rows]:
 
     Raises ValueError where they are not pieces of its rows, in their order.
     """
-    numbers = torch.arange(shape[:-1].numel()).view(*shape[:-1], 1).repeat_interleave(2, dim=-1)
+    numbers = torch.arange(shape[:-1].numel(), dtype=torch.int64)
+    numbers = numbers.view(*shape[:-1], 1).repeat_interleave(2, dim=-1)
     found = []
     for name, part in as_saved(model, {key: numbers}).items():
         first, count = int(part.flatten()[0]), part.shape[:-1].numel()

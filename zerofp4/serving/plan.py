@@ -72,7 +72,8 @@ class Matrix:
         if self._block_rows > 1:
             matrix, row = divmod(first, self._matrix_rows)
             tiles = compact.shape[-2]
-            rows = torch.arange(row, row + count, device=flat.device) // self._block_rows + matrix * tiles
+            rows = torch.arange(row, row + count, dtype=torch.int64, device=flat.device)
+            rows = rows // self._block_rows + matrix * tiles
             return flat[rows].view(SCALE_DTYPE)
         return flat[first : first + count].view(SCALE_DTYPE)
 

@@ -157,7 +157,7 @@ def _copy_(target, source, non_blocking=False):
 
 def _fill_(tensor, value):
     tensor.record.check_memory("the tensor")
-    values = torch.as_tensor(value)
+    values = torch.as_tensor(value, dtype=torch.float32)
     tensor._requantize(tensor.record, values)
     replace_initial_value(tensor.record, values)
     return tensor
@@ -166,7 +166,7 @@ def _fill_(tensor, value):
 def _zero_(tensor):
     tensor.record.check_memory("the tensor")
     tensor.record.zero()
-    replace_initial_value(tensor.record, torch.zeros(()))
+    replace_initial_value(tensor.record, torch.zeros((), dtype=torch.float32))
     return tensor
 
 
