@@ -107,8 +107,8 @@ class EarlyUpdates:
             which = "a second gradient" if is_second else "a gradient in a second backward pass"
             raise RuntimeError(
                 f"{self._shards.names[i]} got {which} before step(), and overlap='update' uses each "
-                "gradient as soon as it is there: call step() after every backward pass, and give "
-                "checkpoint() use_reentrant=False where several segments use one weight"
+                "gradient as soon as it is there: call step() after every backward pass, also one that "
+                "raised, and give checkpoint() use_reentrant=False where several segments use one weight"
             )
         self._missing[b].discard(i)
         if self._in_order:

@@ -15,7 +15,7 @@ from cases.updates import OPTIONS, SERVED, SMALL, TINY, loss_of, make, make_pair
 
 from distributed.cases import is_last
 from distributed.engine.file_peers import sharing_files
-from distributed.engine.overlap_cases import assert_same, nothing_changes
+from distributed.engine.overlap_cases import assert_same, break_off, nothing_changes
 from distributed.engine.peer_checks import gpu_of
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
@@ -330,6 +330,35 @@ def test_an_error_of_one_rank_behind_the_first_update(world):
 def test_an_error_behind_the_first_update_of_ranks_that_share_memory(world):
     with with_peers(world) as (alone, models):
         breaks_and_is_mended(alone, *models[1])
+
+
+@on_ranks(2, time_limit=120)
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize("where", ["rare", "layers.2", "layers.0"])
+def test_a_backward_pass_that_raises_on_one_rank(world, where, defers):
+    """step() ends the step there, as the pages advise, with the gradients that the pass has made: in `rare`
+    none. After zero_grad() with those that were sent. A load behind it undoes it.
+    """
+    models = make_pair(world, bucket_mb=TINY, transport="collective", process_group=dist.new_group())
+    models[1][1]._agreement.defers = defers
+    step_of(world, models, 0)
+    net, optimizer = models[1]
+    good = copy.deepcopy(optimizer.state_dict())
+    for drops in (False, True):
+        for net, optimizer in models:
+            break_off(net, world, where if world.rank == 1 else None)
+            if drops:
+                optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not drops:
+            assert_same(models, "the step of the broken pass")
+    assert optimizer.broken is None
+    check_weights(list(net.parameters()), optimizer)
+    for _, optimizer in models:
+        optimizer.load_state_dict(good)
+    step_of(world, models, 2)
+    assert_same(models, "after the load")
 
 
 @on_ranks(2, time_limit=120)
