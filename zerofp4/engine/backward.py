@@ -19,6 +19,11 @@ from zerofp4.tensors import Holder
 BucketGradients = Mapping[int, torch.Tensor | None]
 """p.grad of the parameters of a bucket, by their position among all trainable parameters."""
 
+_REENTRANT = (
+    "accumulate='sharded' takes gradients at the end of each backward pass, and every segment of a reentrant "
+    "checkpoint is a pass of its own: give checkpoint() use_reentrant=False, or use accumulate='local'"
+)
+
 
 class Rounds(NamedTuple):
     """What a rank has sent in backward passes. One turn through all buckets is a round."""
@@ -101,8 +106,13 @@ class BackwardSchedule:
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        self._complete()
-        self._start_over()
+        if torch._C._current_autograd_node() is not None:
+            # A pass inside another one. Ranks may have different numbers of them, and hang as each ends a
+            # round: it ends none, and every rank raises in the agreement.
+            self._transport.error = self._transport.error or _REENTRANT
+        elif self._pass is not None:  # a pass with others inside queues this once behind each of them
+            self._complete()
+            self._start_over()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -5,7 +5,10 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from cases import updates
 from cases.optim import make_gradients, set_gradients
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from distributed.engine.overlap_cases import (
     SMALL,
@@ -139,3 +142,33 @@ def test_an_error_elsewhere_leaves_the_sums(world):
         optimizer.param_groups[0]["lr"] = 0.02
         optimizer.step()
     assert_same(models, "the second attempt")
+
+
+def pass_with_checkpoints(net, layers, reentrant):
+    x = net.embedding(torch.arange(8, device=net.norm.weight.device))
+    for layer in layers:
+        x = F.gelu(checkpoint(layer, x, use_reentrant=reentrant))
+    F.linear(net.norm(x.float()).bfloat16(), net.embedding.weight).float().logsumexp(-1).mean().backward()
+
+
+@on_ranks(1, 2, time_limit=60)
+@pytest.mark.parametrize("overlap", [None, "backward"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_reentrant_checkpoints_are_refused(world, overlap, alone):
+    """By every rank, though the last one has fewer segments (LayerDrop), or is the only one to have any."""
+    is_last = world.rank == world.world_size - 1
+    options = {"transport": "collective", "bucket_mb": SMALL, "process_group": dist.new_group()}
+    plain = updates.make(world, None, **options)
+    net, optimizer = updates.make(world, overlap, accumulate="sharded", **options)
+    found = "rank . found an error" if alone and not is_last else r"give checkpoint\(\) use_reentrant=False"
+    with nothing_changes(net, optimizer):
+        for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+            for _ in range(2):
+                pass_with_checkpoints(net, net.layers[: 2 if is_last else 4], is_last or not alone)
+            with pytest.raises(RuntimeError, match=found):
+                call()
+            optimizer.zero_grad()
+    for model, one in (plain, (net, optimizer)):
+        pass_with_checkpoints(model, model.layers, False)
+        one.step()
+    assert_same([plain, (net, optimizer)], "after")
