@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -67,6 +68,8 @@ class BackwardSchedule:
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.indices}
         self.is_reduced = False
         """Whether clip_grad_norm_ has reduced what the next step uses: then nothing is sent."""
+        self.has_sent = False
+        """Whether backward passes have sent gradients of the next step, for which unscale_() is too late."""
         self._is_syncing = True  # False under no_sync()
         self._rounds = 0  # how many have begun
         self._stand_in = torch.zeros((), dtype=torch.float32, device=self._buckets[0].device)
@@ -83,6 +86,8 @@ class BackwardSchedule:
         """By bucket, the parameters whose gradients are not there."""
         self._sent: dict[int, tuple[torch.Tensor | None, int]] = {}
         """Without `adds`, by parameter, the gradient that was sent, and its version then."""
+        self._samples: list[Samples] = []
+        """Without `adds`, of the gradients in each bucket that was sent."""
         self._pass: int | None = None
         """With `adds`, the backward pass whose end ends the round."""
 
@@ -103,6 +108,7 @@ class BackwardSchedule:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         while self._early and self._next < len(self._buckets) and not self._missing[self._next]:
             self._send_next()
+        self.has_sent |= self._adds or self._next > 0
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -129,7 +135,9 @@ class BackwardSchedule:
         if self._adds:
             self.end_step()
         self._is_stale = not self._adds and self._next > 0
+        self.has_sent = False
         self._sent.clear()
+        self._samples.clear()
         if not self._is_stale:
             self._start_over()
 
@@ -172,16 +180,27 @@ class BackwardSchedule:
         return Rounds(self._rounds, again, self._transport.error is not None)
 
     def _check_unchanged(self) -> None:
-        """Raise RuntimeError where the gradient of a parameter is not the one that was sent."""
+        """Raise RuntimeError where the gradient of a parameter is not the one that was sent. Waits for the
+        device, as the agreement behind it does.
+        """
         present = ops.gradients_of([self._parameters[i] for i in self._sent])
-        for now, (i, (gradient, version)) in zip(present, self._sent.items(), strict=True):
-            if now is not gradient or (gradient is not None and gradient._version != version):
-                raise RuntimeError(
-                    f"the gradient of {self._names[i]} changed after it had begun to travel, as "
-                    "overlap='backward' has it: run all backward passes before a step but the last in "
-                    "no_sync(), change gradients by clip_grad_norm_ or not at all, and drop them by "
-                    "zero_grad() of the optimizer"
-                )
+        changed = [
+            i
+            for now, (i, (gradient, version)) in zip(present, self._sent.items(), strict=True)
+            if now is not gradient or (gradient is not None and gradient._version != version)
+        ]
+        if not changed and self._samples:  # writes that no version counts, as those of unscale_()
+            indices = itertools.chain.from_iterable(sample.indices for sample in self._samples)
+            flags = torch.cat([sample.changed() for sample in self._samples]).tolist()
+            changed = list(itertools.compress(indices, flags))
+        if changed:
+            raise RuntimeError(
+                f"the gradient of {self._names[changed[0]]} changed after it had begun to travel, as "
+                "overlap='backward' has it: run all backward passes before a step but the last in no_sync(), "
+                "change gradients by clip_grad_norm_ or not at all (unscale_() of a GradScaler does), drop "
+                "them by zero_grad() of the optimizer, and give checkpoint() use_reentrant=False where "
+                "several segments use one weight"
+            )
 
     # Behind the agreement
 
@@ -205,6 +224,7 @@ class BackwardSchedule:
 
     def end_step(self) -> None:
         """What was reduced has been used."""
+        self.has_sent &= self.is_reduced  # an error behind a clip leaves what it has reduced
         self._transport.drop()
         self._forget_sums()
 
@@ -234,8 +254,17 @@ class BackwardSchedule:
             if self._adds:
                 self._note(b, gradients)
             else:
-                self._sent |= {i: (g, 0 if g is None else g._version) for i, g in gradients.items()}
+                self._remember(gradients)
         in_phase("gradients", self._transport.send_gradients)(b, gradients)
+
+    def _remember(self, gradients: BucketGradients) -> None:
+        """Keep what _check_unchanged() compares."""
+        self._sent |= {i: (g, 0 if g is None else g._version) for i, g in gradients.items()}
+        try:
+            present = {i: g for i, g in gradients.items() if g is not None and g.numel()}
+            self._samples += [Samples(present)] if present else []
+        except Exception as error:  # the agreement tells the others
+            self._transport.error = self._transport.error or error_text(error)
 
     def _note(self, b: int, gradients: BucketGradients) -> None:
         """Keep what the agreement must know of gradients that are gone by then, and set p.grad to None."""
@@ -249,6 +278,27 @@ class BackwardSchedule:
             for i, gradient in gradients.items():
                 self._present[i] = self._present[i] or gradient is not None
                 self._parameters[i].grad = None
+
+
+class Samples:
+    """Two elements of each of some gradients as they were sent: the first one, and one in the middle."""
+
+    def __init__(self, gradients: Mapping[int, torch.Tensor]):
+        self.indices = list(gradients)
+        self._views = list(map(_two_elements, gradients.values()))
+        self._values = self._read()
+
+    def changed(self) -> torch.Tensor:
+        """bool, by index, on the device: whether they have other bytes now."""
+        return self._read().ne(self._values).any(1)
+
+    def _read(self) -> torch.Tensor:
+        return torch.stack(self._views).view(torch.uint8)
+
+
+def _two_elements(tensor: torch.Tensor) -> torch.Tensor:
+    middle = sum((n - 1) // 2 * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((2,), (middle,))
 
 
 class ArrivingMeans(Transport):

@@ -514,11 +514,18 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def _unscale(self, gradients: Gradients) -> None:
         """Divide the gradients by the scale of a GradScaler, unless its unscale_() has."""
         scale, obstacle = self._take_scale(), None
-        if scale is None:
+        schedule, is_scaled = self._schedule, scale is not None
+        if schedule is not None and schedule.has_sent and self._scaler_found_inf is not None:
+            is_scaled = True  # when they were sent, before unscale_()
+        if not is_scaled:
             return
         present = [gradient for gradient in gradients if gradient is not None]
-        if self._schedule is not None:
-            obstacle = "overlap='backward' and accumulate='sharded' send them while they are scaled"
+        if schedule is not None:
+            self._scaler_found_inf = None  # GradScaler leaves it behind an error
+            obstacle = (
+                "overlap='backward' and accumulate='sharded' send them while they are scaled, and unscale_() "
+                "comes too late"
+            )
         elif self._reduced is not None:
             obstacle = "clip_grad_norm_ has clipped scaled ones: call scaler.unscale_(optimizer) before it"
         elif any(gradient.dtype == torch.float16 for gradient in present):
@@ -529,11 +536,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _take_scale(self) -> torch.Tensor | None:
         """The scale that a GradScaler has set for this step."""
-        scale = vars(self).get("grad_scale")
-        if not isinstance(scale, torch.Tensor):
-            return None
-        self.grad_scale = 1  # GradScaler leaves it behind an error, and multiplies its next scale by it
-        return scale
+        scale = vars(self).get("grad_scale", 1)
+        if "grad_scale" in vars(self):
+            self.grad_scale = 1  # GradScaler leaves it behind an error, and multiplies its next scale by it
+        return scale if isinstance(scale, torch.Tensor) else None
 
     def _collect_gradients(self) -> Gradients:
         """p.grad of all trainable parameters. Raises for one that cannot be sent."""

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from cases import updates
 from cases.optim import assert_all_equal, keywords
 
 from distributed.cases import raising
@@ -121,6 +122,22 @@ def test_a_nonfinite_gradient_in_sharded_sums(world):
         assert optimizer.skipped_steps == 1 and "rare" in optimizer.first_nonfinite()
         optimizer.zero_grad()
     good_step(world, models, 3, "after")
+
+
+@on_ranks(2)
+def test_a_weight_that_two_reentrant_segments_use(world):
+    """It gets a second gradient after the first was sent. Other weights have one, and travel as ever."""
+    options = {"transport": "collective", "bucket_mb": SMALL}
+    models = [updates.make(world, overlap, **options) for overlap in (None, "backward")]
+    net, optimizer = models[1]
+    with nothing_changes(net, optimizer):
+        loss_of(net, world, 0, reentrant=True).backward()
+        with pytest.raises(RuntimeError, match="use_reentrant=False where several segments use one weight"):
+            optimizer.step()
+        optimizer.zero_grad()
+    for step in range(2):
+        step_of(world, models, step, reentrant=True, shared=False)
+        assert_same(models, f"step {step}")
 
 
 @on_ranks(2, time_limit=60)

@@ -108,3 +108,82 @@ def test_gradients_that_cannot_be_unscaled_are_refused(world, options, clip, mes
     loss_of(world, model, 0).backward()
     optimizer.step()
     assert optimizer.found_inf.item() == 0
+
+
+SENDING = [{"overlap": "backward"}, {"overlap": "backward", "gradient_wire": torch.float32}]
+"""With which p.grad is in the memory that it is sent from, and is copied there."""
+
+
+def unscaled_too_late(world, options, alone=False, clips=False):
+    """A model, its optimizer and their scaler after unscale_(), which came after gradients were sent; with
+    `alone`, on the last rank only. And what errors of this rank say.
+    """
+    model, optimizer = build(world, bucket_mb=1e-4, **options)
+    is_scaled = is_last(world) or not alone
+    scaler = torch.amp.GradScaler(world.device.type, init_scale=SCALE, enabled=is_scaled)
+    scaler.scale(loss_of(world, model, 0)).backward()
+    if clips:
+        optimizer.clip_grad_norm_(0.1)
+    scaler.unscale_(optimizer)
+    return model, optimizer, scaler, "unscale_" if is_scaled else "rank . found an error"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", SENDING)
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_that_were_sent_before_unscale_are_refused(world, options, alone, clip):
+    """By every rank, and nothing has changed. The next call sends what unscale_() has made of them."""
+    _, optimizer, scaler, found = unscaled_too_late(world, options, alone)
+    plain, expected = build(world)
+    before = optimizer.gathered_masters()
+    with pytest.raises(RuntimeError, match=found):
+        optimizer.clip_grad_norm_(0.1) if clip else scaler.step(optimizer)
+    assert_all_equal(optimizer.gathered_masters(), before, "master")
+    loss_of(world, plain, 0).backward()
+    if clip:
+        assert optimizer.clip_grad_norm_(0.1).item() == expected.clip_grad_norm_(0.1).item()
+    scaler.step(optimizer)
+    expected.step()
+    assert_all_equal(optimizer.gathered_masters(), expected.gathered_masters(), "master")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [*SENDING, {"accumulate": "sharded"}])
+def test_gradients_that_were_clipped_before_unscale_are_refused(world, options):
+    """However often step() is called, until zero_grad()."""
+    model, optimizer, scaler, found = unscaled_too_late(world, options, clips=True)
+    before = optimizer.gathered_masters()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=found):
+            scaler.step(optimizer)
+    assert_all_equal(optimizer.gathered_masters(), before, "master")
+    optimizer.zero_grad()
+    loss_of(world, model, 0).backward()
+    optimizer.step()
+    assert optimizer.found_inf.item() == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [*SENDING, {"accumulate": "sharded"}])
+def test_gradients_that_were_not_sent_may_be_unscaled(world, options):
+    """As passes under no_sync() leave them. And an Inf in what was sent is no change of it."""
+    model, optimizer = build(world, **options)
+    plain, expected = build(world)
+    scaler = scaler_of(world)
+    for index in range(2):
+        with optimizer.no_sync():
+            scaler.scale(loss_of(world, model, index)).backward()
+        scaler.unscale_(optimizer)
+        norm = optimizer.clip_grad_norm_(0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        loss_of(world, plain, index).backward()
+        assert_all_equal([norm], [expected.clip_grad_norm_(0.1)], "norm")
+        expected.step()
+        expected.zero_grad()
+    loss_of(world, model, 1).backward()
+    optimizer.step()
+    assert optimizer.skipped_steps == 2
+    assert_all_equal(optimizer.gathered_masters(), expected.gathered_masters(), "master")
