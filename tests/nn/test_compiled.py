@@ -1,11 +1,15 @@
 """Layers under torch.compile: one graph without a break, and the bytes of the layer without it."""
 
+import contextlib
+from functools import partial
+
 import pytest
 import torch
 from cases.layers import RECIPES
 from helpers import assert_bytes_equal, needs_gpu
 from tensor_helpers import values
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zerofp4
 from zerofp4.nn import LayerNormLinear, LayerNormMLP, Linear, NVFP4Recipe, autocast
@@ -139,6 +143,37 @@ def test_other_recipes_for_some_modules(device):
         y.backward(torch.ones_like(y))
         results.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
     assert_same(*results)
+
+
+def test_blocks_that_are_compiled_alone(device):
+    """Blocks of equal recipes share a graph, those of others do not."""
+    blocks = nn.ModuleList(made("no bias", device) for _ in range(4))
+    recipe = NVFP4Recipe(modules=[("1", RECIPES["mxfp8"]), ("3", None)])
+    x, runs = values(32, 64, device=device), [compiled(block) for block in blocks]
+    with autocast(recipe, blocks), torch.no_grad():
+        for i in (0, 1, 3, 2):
+            stance = "fail_on_recompile" if i == 2 else "default"
+            with torch.compiler.set_stance(stance):
+                y = runs[i](x)
+            assert_bytes_equal(y, blocks[i](x), f"block {i}")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_compiled_code(device, reentrant):
+    """It needs no context around the backward pass, and takes none that the forward pass had not."""
+    module, x = made("LayerNormMLP", device), values(32, 64, device=device)
+    run = compiled(module)
+    for inside in (autocast(RECIPES["nvfp4"]), contextlib.nullcontext(), autocast(RECIPES["mxfp8"])):
+        results = []
+        for call in (partial(checkpoint, run, use_reentrant=reentrant, preserve_rng_state=False), module):
+            leaf = x.clone().requires_grad_()
+            module.zero_grad()
+            with inside:
+                y = call(leaf)
+            torch.manual_seed(7)
+            y.sum().backward()
+            results.append([y.detach(), leaf.grad, *(p.grad for p in module.parameters())])
+        assert_same(*results)
 
 
 def test_only_the_gradients_that_are_needed(device):

@@ -1,17 +1,30 @@
 """Recipes, and the context that says where they hold."""
 
+import contextlib
+import copy
 import dataclasses
+import pickle
 import re
 import threading
 import weakref
 
 import pytest
 import torch
-from helpers import collect_garbage
+from helpers import assert_bytes_equal, collect_garbage
+from tensor_helpers import values
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zerofp4 import FourOverSix
-from zerofp4.nn import LayerNormMLP, Linear, MXFP8Recipe, NVFP4Recipe, autocast, quantize_input
+from zerofp4.nn import (
+    GroupedLinear,
+    LayerNormMLP,
+    Linear,
+    MXFP8Recipe,
+    NVFP4Recipe,
+    autocast,
+    quantize_input,
+)
 from zerofp4.nn.recipe import current_recipe, recipe_of_key
 
 
@@ -49,13 +62,32 @@ def test_bad_recipes(make, error, message):
         make()
 
 
-def test_a_context_holds_inside_and_in_all_threads():
-    seen = []
-    with autocast(NVFP4Recipe()):
-        thread = threading.Thread(target=lambda: seen.append(current_recipe()))
-        thread.start()
-        thread.join()
-    assert seen == [NVFP4Recipe()] and current_recipe() is None
+def test_a_context_belongs_to_its_thread():
+    """Of two threads that are in contexts of their own, neither sees or ends the other's."""
+    turns, seen = threading.Barrier(2, timeout=60), {"first": [], "second": []}
+
+    def run(name, recipe, leaves_first):
+        seen[name].append(current_recipe())
+        with autocast(recipe):
+            turns.wait()
+            seen[name].append(current_recipe())
+            if not leaves_first:
+                turns.wait()
+                seen[name].append(current_recipe())
+        if leaves_first:
+            turns.wait()
+        seen[name].append(current_recipe())
+
+    with autocast(NVFP4Recipe(hadamard=False)):
+        arguments = (("first", NVFP4Recipe(), True), ("second", MXFP8Recipe(), False))
+        threads = [threading.Thread(target=run, args=each) for each in arguments]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert current_recipe() == NVFP4Recipe(hadamard=False)
+    assert seen["first"] == [None, NVFP4Recipe(), None]
+    assert seen["second"] == [None, MXFP8Recipe(), MXFP8Recipe(), None]
 
 
 def test_it_ends_with_an_error_and_works_as_a_decorator():
@@ -66,15 +98,112 @@ def test_it_ends_with_an_error_and_works_as_a_decorator():
 
 
 def test_one_inside_another():
-    with autocast(NVFP4Recipe()), autocast(NVFP4Recipe()):
-        assert current_recipe() == NVFP4Recipe()
     with autocast(NVFP4Recipe()):
-        with pytest.raises(
-            RuntimeError, match=r"autocast\(MXFP8Recipe\(.*\) is inside autocast\(NVFP4Recipe"
-        ):
-            autocast(MXFP8Recipe()).__enter__()
+        with autocast(MXFP8Recipe()):
+            assert current_recipe() == MXFP8Recipe()
         assert current_recipe() == NVFP4Recipe()
     assert current_recipe() is None
+
+
+@pytest.mark.parametrize("inner", ["teacher", "student"])
+def test_the_innermost_context_whose_model_has_a_layer_decides(inner):
+    """A teacher inside the student's context, and the other way round."""
+    models = {"student": nn.ModuleDict(), "teacher": nn.ModuleDict()}
+    for model in models.values():
+        model.update({"body": Linear(32, 32), "lm_head": Linear(32, 32)})
+    excludes = NVFP4Recipe(modules=[("lm_head", None)])
+    contexts = {
+        "student": autocast(excludes, models["student"]),
+        "teacher": autocast(NVFP4Recipe(hadamard=False), models["teacher"]),
+    }
+    outer = "student" if inner == "teacher" else "teacher"
+    for model in (models["teacher"], None):
+        contexts["teacher"] = autocast(NVFP4Recipe(hadamard=False), model)
+        with contexts[outer], contexts[inner]:
+            takes_all = model is None and inner == "teacher"
+            for layer, own in (("body", excludes), ("lm_head", None)):
+                found = current_recipe(models["student"][layer])
+                assert found == (NVFP4Recipe(hadamard=False) if takes_all else own)
+                assert current_recipe(models["teacher"][layer]) == NVFP4Recipe(hadamard=False)
+
+
+def test_a_copy_of_a_model_is_another_model():
+    model = nn.Sequential(Linear(32, 32))
+    recipe = NVFP4Recipe(modules=[("0", MXFP8Recipe())])
+    context = autocast(recipe, model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with context:
+            assert current_recipe(other[0]) is None and current_recipe(model[0]) == MXFP8Recipe()
+
+
+# Layers that a backward pass runs once more
+
+
+def one_of(name, device):
+    """A call of layers with an input [24, 64], and their parameters."""
+    options = {"dtype": torch.bfloat16, "device": device}
+    torch.manual_seed(0)
+    if name == "LayerNormMLP":
+        layer = LayerNormMLP(64, 48, **options)
+        return layer, layer
+    if name == "quantize_input":
+        layers = nn.ModuleList(Linear(64, 64, **options) for _ in range(2))
+
+        def shared(x):
+            hidden = quantize_input(x)
+            return layers[0](hidden) + layers[1](hidden)
+
+        return shared, layers
+    layer = GroupedLinear(2, 64, 64, stacked=name == "stacked", **options)
+    return lambda x: layer(x, [8, 16]), layer
+
+
+def gradients(module, x, y, around=None):
+    torch.manual_seed(7)
+    with around or contextlib.nullcontext():
+        y.backward(torch.linspace(-1, 2, y.numel(), device=x.device).view(y.shape).to(y.dtype))
+    made = [y.detach(), x.grad, *(parameter.grad for parameter in module.parameters())]
+    module.zero_grad()
+    return made
+
+
+@pytest.mark.parametrize("name", ["LayerNormMLP", "GroupedLinear", "stacked", "quantize_input"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_needs_no_context_around_the_backward_pass(device, name, reentrant):
+    """Layers use the recipe of their last forward pass, or none, whatever is around the backward pass: on a
+    GPU it runs in a thread of its own.
+    """
+    call, module = one_of(name, device)
+    recipe, given = NVFP4Recipe(backend="exact"), values(24, 64, device=device)
+    for inside in (contextlib.nullcontext(), autocast(recipe)):
+        x = given.clone().requires_grad_()
+        with inside:
+            y = call(x)
+        expected = gradients(module, x, y)
+        for around in (None, autocast(MXFP8Recipe()), autocast(recipe)):
+            x = given.clone().requires_grad_()
+            with inside:
+                y = checkpoint(call, x, use_reentrant=reentrant, preserve_rng_state=False)
+            for i, pair in enumerate(zip(gradients(module, x, y, around), expected, strict=True)):
+                assert_bytes_equal(*pair, f"result {i}")
+
+
+def test_checkpoints_of_two_models_in_one_backward_pass(device):
+    models = [nn.Sequential(Linear(64, 64, device=device)) for _ in range(2)]
+    recipes = [NVFP4Recipe(backend="exact", stochastic_rounding=False), MXFP8Recipe(backend="exact")]
+
+    def run(how):
+        inputs = [values(24, 64, device=device, dtype=torch.float32).requires_grad_() for _ in models]
+        outputs = []
+        for model, recipe, x in zip(models, recipes, inputs, strict=True):
+            with autocast(recipe, model):
+                outputs.append(how(model, x))
+        sum(y.square().sum() for y in outputs).backward()
+        return [x.grad for x in inputs]
+
+    made = run(lambda model, x: checkpoint(model, x, use_reentrant=False))
+    for mine, other in zip(made, run(lambda model, x: model(x)), strict=True):
+        assert_bytes_equal(mine, other, "a gradient")
 
 
 # Other recipes for some modules
@@ -145,4 +274,4 @@ def test_layers_do_not_live_for_the_sake_of_a_context():
     context, layer = autocast(NVFP4Recipe(modules=[("0", MXFP8Recipe())]), model), weakref.ref(model[0])
     del model
     collect_garbage()
-    assert layer() is None and context.recipe_of(None) == context.recipe
+    assert layer() is None and context.recipe.modules

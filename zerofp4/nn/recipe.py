@@ -1,12 +1,16 @@
 """Recipes: what the layers of zerofp4.nn quantize, and how; autocast says where."""
 
 import contextlib
+import contextvars
 import dataclasses
 import fnmatch
+import itertools
+import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerofp4.format import BLOCK, FourOverSix
@@ -112,74 +116,137 @@ def _checked_modules(modules: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any
     return tuple((name, recipe) for name, recipe in modules)
 
 
+class _Recipes(dict[str, Recipe | None]):
+    """The recipes of a module, by the mark of the model's autocast. The module keeps them, because
+    torch.compile guards on what it finds in a layer, but not on a layer that it looks up elsewhere: of equal
+    blocks it would take one for the other. A copy of a module is in no model yet.
+    """
+
+    def __deepcopy__(self, memo: dict) -> "_Recipes":
+        return _Recipes()
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return _Recipes, ()
+
+
+_NO_RECIPES = _Recipes()
+_count = itertools.count()
+_numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""Of models that autocast was given."""
+
+
 class autocast(contextlib.ContextDecorator):
     """Inside, the layers of zerofp4.nn compute by `recipe`; outside they are ordinary layers.
 
-    model: where the recipe names others for some modules, the model whose modules they are, as they are when
-    the autocast is made.
+    model: the model whose modules compute by it, as they are when the autocast is made; None for all layers.
+    Needed if the recipe names others for some modules.
 
-    Only the forward pass has to be inside. With torch.utils.checkpoint, which computes it once more, the
-    backward pass too. It holds for all threads of the process.
+    An autocast belongs to the thread that enters it. They nest: the innermost one whose model has a layer
+    decides about that layer. Only the forward pass has to be inside: a layer that runs inside a backward
+    pass, as torch.utils.checkpoint makes it, uses the recipe of its last forward pass. Compiled code does not
+    tell layers apart there: it uses the contexts of the last forward pass of compiled code in the process.
 
-    Raises TypeError for what is no recipe, ValueError for modules without a model and for a name of none,
-    RuntimeError inside an autocast with another recipe.
+    Raises TypeError for what is no recipe, ValueError for modules without a model and for a name of none.
     """
 
     def __init__(self, recipe: Recipe, model: nn.Module | None = None):
         if not isinstance(recipe, Recipe):
             raise TypeError(f"recipe must be an NVFP4Recipe or an MXFP8Recipe, got {type(recipe).__name__}")
         self.recipe = recipe
-        self._others = _recipes_of_layers(recipe, model) or None  # a weak dictionary counts in Python
+        self.mark = None if model is None else f"{_numbers.setdefault(model, next(_count))} {recipe.key}"
+        for module, own in _recipes_of_modules(recipe, model).items():
+            vars(module).setdefault("_autocast_recipes", _Recipes())[self.mark] = own
         named = [other for _, other in recipe.modules if other is not None]
         _by_key.update((each.key, each) for each in (recipe, *named))
 
-    def recipe_of(self, layer: nn.Module | None) -> Recipe | None:
-        """The recipe of a layer, None of one that stays as it is; or that of all others."""
-        return self._others.get(layer, self.recipe) if self._others and layer is not None else self.recipe
-
-    def recipes_of(self, layers: Iterable[nn.Module]) -> set[Recipe | None]:
-        """Those of several layers."""
-        return set(map(self.recipe_of, layers)) if self._others else {self.recipe}
-
     def __enter__(self) -> "autocast":
-        if _current and _current[-1].recipe != self.recipe:
-            outer = _current[-1].recipe
-            raise RuntimeError(f"autocast({self.recipe}) is inside autocast({outer}): leave that first")
-        _current.append(self)
+        _entered.set((*_entered.get(), self))
         return self
 
     def __exit__(self, *exception) -> None:
-        _current.pop()
+        _entered.set(_entered.get()[:-1])
 
 
-_current: list[autocast] = []
-"""The contexts that are entered, all with the same recipe. Of the process: autograd runs what
-torch.utils.checkpoint computes again in threads of its own.
-"""
+Contexts = tuple[autocast, ...]
+"""Those around a caller, the innermost last."""
+
+_entered: contextvars.ContextVar[Contexts] = contextvars.ContextVar("zerofp4.nn.autocast", default=())
+_last: weakref.WeakKeyDictionary[nn.Module, Recipe | None] = weakref.WeakKeyDictionary()
+"""By layer, or list of layers, the recipe of its last forward pass outside of compiled code."""
+_last_compiled: Contexts = ()
+"""The contexts of the last forward pass of compiled code, of any thread."""
+_NO_LAYER = nn.Module()
+_NO_BACKWARD_PASS = -1
+"""What torch calls the backward pass of a thread in which none runs."""
+_this_module = sys.modules[__name__]
+
+
+def __getattr__(name: str) -> Contexts:
+    """`contexts`: those that compiled code follows.
+
+    torch.compile can neither trace a context variable nor guard on whether a backward pass runs. What it
+    reads of a module, however, it reads again before each call, to compare it with what it has traced.
+    """
+    global _last_compiled
+    if name != "contexts":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if torch._C._current_graph_task_id() == _NO_BACKWARD_PASS:
+        _last_compiled = _entered.get()
+    return _last_compiled
 
 
 def current_recipe(layer: nn.Module | None = None) -> Recipe | None:
-    """That of the autocast around the caller, for a layer; None outside, and of a layer that follows none."""
-    return _current[-1].recipe_of(layer) if _current else None
+    """That of the autocast around the caller, for a layer; None outside, and of a layer that follows none.
+    Inside a backward pass that of the layer's last forward pass.
+    """
+    return _find(_recipe_in, layer)
 
 
-def common_recipe(layers: Iterable[nn.Module]) -> Recipe | None:
+def common_recipe(layers: nn.ModuleList) -> Recipe | None:
     """That of all these layers; None where they have different ones, or none."""
-    recipes = _current[-1].recipes_of(layers) if _current else {None}
+    return _find(_common_recipe_in, layers)
+
+
+def _find(find_in: Callable[[Contexts, Any], Recipe | None], layer: nn.Module | None) -> Recipe | None:
+    if torch.compiler.is_compiling():
+        return find_in(_this_module.contexts, layer)
+    key = _NO_LAYER if layer is None else layer
+    if torch._C._current_graph_task_id() == _NO_BACKWARD_PASS:
+        _last[key] = recipe = find_in(_entered.get(), layer)
+        return recipe
+    return _last[key] if key in _last else find_in(_last_compiled, layer)
+
+
+def _recipe_in(contexts: Contexts, layer: nn.Module | None) -> Recipe | None:
+    for context in reversed(contexts):
+        if layer is None or context.mark is None:
+            return context.recipe
+        recipes = getattr(layer, "_autocast_recipes", _NO_RECIPES)
+        if context.mark in recipes:
+            return recipes[context.mark]
+    return None
+
+
+def _common_recipe_in(contexts: Contexts, layers: nn.ModuleList) -> Recipe | None:
+    if not contexts:
+        return None
+    if contexts[-1].mark is None:
+        return contexts[-1].recipe
+    recipes = {_recipe_in(contexts, layer) for layer in layers}
     return recipes.pop() if len(recipes) == 1 else None
 
 
-def _recipes_of_layers(recipe: Recipe, model: nn.Module | None) -> weakref.WeakKeyDictionary:
-    """The layers that a recipe names another for. The first name that a layer, or a module that it is in, has
-    counts.
+def _recipes_of_modules(recipe: Recipe, model: nn.Module | None) -> dict[nn.Module, Recipe | None]:
+    """Of every module of the model that may be a layer. The first name that a layer, or a module that it is
+    in, has counts.
     """
-    found: weakref.WeakKeyDictionary[nn.Module, Recipe | None] = weakref.WeakKeyDictionary()
-    if not recipe.modules:
-        return found
+    if model is None and not recipe.modules:
+        return {}
     if model is None:
         raise ValueError(
             f"recipe names modules {[name for name, _ in recipe.modules]}: give autocast the model"
         )
+    found: dict[nn.Module, Recipe | None] = {}
     for pattern, other in recipe.modules:
         named = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
         layers = [
@@ -189,4 +256,7 @@ def _recipes_of_layers(recipe: Recipe, model: nn.Module | None) -> weakref.WeakK
             raise ValueError(f"recipe names {pattern!r}, but no module of that name in the model has a layer")
         for layer in layers:
             found.setdefault(layer, other)
+    for module in model.modules():
+        if module._parameters:
+            found.setdefault(module, recipe)
     return found
