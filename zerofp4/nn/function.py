@@ -43,6 +43,21 @@ class MainGrad:
         return zero.expand(self._parameter.shape)
 
 
+class AddToMainGrad(torch.autograd.Function):
+    """A weight as it is, for products of torch: their gradient is added to its main_grad."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor, main_grad: MainGrad) -> torch.Tensor:
+        ctx.main_grad = main_grad
+        return weight.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        ctx.main_grad.buffer().add_(grad)
+        return ctx.main_grad.gradient(), None
+
+
 class LinearCall(NamedTuple):
     """What one call of a layer passes around autograd.
 

@@ -14,7 +14,7 @@ from zerofp4.nn.convert import primary_parameter
 from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
 from zerofp4.nn.grouped_function import GroupedFunction, GroupedWeights, why_one_by_one
 from zerofp4.nn.grouped_operators import compiled_groups
-from zerofp4.nn.linear import Linear, linear_call
+from zerofp4.nn.linear import Linear, linear_call, plain_weight
 from zerofp4.nn.native import native_groups, native_linear
 from zerofp4.nn.quantizers import WeightCache, quantizers_of
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe, common_recipe, current_recipe
@@ -228,7 +228,8 @@ class GroupedLinear(nn.Module):
     def _parts(self, recipe: Recipe | None) -> list["_Part"]:
         """The layers of a stack, for one call."""
         fused = self.fuse_wgrad_accumulation and recipe is not None
-        weights = _Split.apply(self.weight, MainGrad(self.weight) if fused else None)
+        weight = plain_weight(self) if recipe is None else self.weight
+        weights = _Split.apply(weight, MainGrad(self.weight) if fused else None)
         biases = [None] * self.num_gemms if self.bias is None else self.bias.unbind()
         main_grads = [MainGrad(self.weight, e) if fused else None for e in range(self.num_gemms)]
         sources = self._matrices.of(self.weight)

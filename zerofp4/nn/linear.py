@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from zerofp4.nn.convert import LAYERS, primary_parameter
-from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
+from zerofp4.nn.function import AddToMainGrad, LinearCall, LinearFunction, MainGrad
 from zerofp4.nn.native import native_linear
 from zerofp4.nn.operators import compiled_linear
 from zerofp4.nn.quantizers import WeightCache, check_primary, quantizers_of, weight_state
@@ -23,7 +23,8 @@ class Linear(nn.Linear):
     in_features, out_features, bias, device, dtype: as of nn.Linear. NVFP4 needs even sizes.
     primary_weights: the parameter itself is NVFP4, in blocks of 16x16, as convert_model makes it.
     fuse_wgrad_accumulation: add the weight's gradient, in float32 and unrounded, to weight.main_grad, which
-    has to be there, and give autograd none; weight.grad_added_to_main_grad, if it exists, is set.
+    has to be there, and give autograd none; weight.grad_added_to_main_grad, if it exists, is set. Outside of
+    autocast too, where torch rounds the gradient to the weight's dtype first.
 
     Raises RuntimeError for primary weights without memory.
     """
@@ -69,7 +70,7 @@ class Linear(nn.Linear):
         recipe = current_recipe(self)
         if recipe is None:
             refuse_shared(x)
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, plain_weight(self), self.bias)
         return quantized_linear(self, x, recipe, is_first_microbatch)
 
 
@@ -88,6 +89,16 @@ def refuse_shared(x: torch.Tensor) -> None:
     """
     if isinstance(x, QuantizedTensor) and current_recipe() is not None:
         raise ValueError("x is quantized, but the layer follows no recipe: it takes what quantize_input took")
+
+
+def plain_weight(layer: nn.Module) -> torch.Tensor:
+    """A layer's weight for products of torch, whose gradient goes where the layer's own products add it."""
+    return _adding_to_main_grad(layer.weight) if layer.fuse_wgrad_accumulation else layer.weight
+
+
+@torch.compiler.disable
+def _adding_to_main_grad(weight: torch.Tensor) -> torch.Tensor:
+    return AddToMainGrad.apply(weight, MainGrad(weight))
 
 
 def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: bool | None) -> torch.Tensor:

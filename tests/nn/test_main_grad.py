@@ -1,0 +1,89 @@
+"""fuse_wgrad_accumulation where layers compute by no recipe: their gradients are in main_grad there, too."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from helpers import assert_bytes_equal
+from tensor_helpers import values
+from torch import nn
+
+from zerofp4.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, NVFP4Recipe, autocast
+
+LAYERS = {
+    "Linear": lambda **options: Linear(64, 48, **options),
+    "LayerNormLinear": lambda **options: LayerNormLinear(64, 48, **options),
+    "LayerNormMLP": lambda **options: LayerNormMLP(64, 48, **options),
+    "GroupedLinear": lambda **options: GroupedLinear(2, 64, 48, **options),
+    "stacked": lambda **options: GroupedLinear(2, 64, 48, stacked=True, **options),
+}
+
+
+def weights_of(model: nn.Module) -> list[nn.Parameter]:
+    layers = [module for module in model.modules() if getattr(module, "fuse_wgrad_accumulation", False)]
+    return [layer.weight for layer in layers]
+
+
+def step(model, call, *arguments, around=None):
+    x = values(24, 64, device=next(model.parameters()).device).requires_grad_()
+    with around or contextlib.nullcontext():
+        y = call(x, *arguments)
+    y.backward(values(*y.shape, device=y.device, seed=1))
+    return x.grad
+
+
+@pytest.mark.parametrize("excluded", [False, True])
+@pytest.mark.parametrize("primary", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_without_a_recipe(device, name, primary, excluded):
+    """Outside of autocast, and where the recipe excludes them: twice what autograd would have given."""
+    options = {"dtype": torch.bfloat16, "device": device, "primary_weights": primary}
+    model = nn.ModuleDict({"layer": LAYERS[name](fuse_wgrad_accumulation=True, **options)})
+    around = autocast(NVFP4Recipe(modules=[("layer", None)]), model) if excluded else None
+    plain = copy.deepcopy(model["layer"])
+    for module in plain.modules():
+        module.fuse_wgrad_accumulation = False
+    arguments = ([8, 16],) if isinstance(plain, GroupedLinear) else ()
+    expected = step(plain, plain, *arguments)
+    weights = weights_of(model)
+    for weight in weights:
+        weight.main_grad = torch.zeros(weight.shape, device=device)
+    for _ in range(2):
+        assert_bytes_equal(step(model, model["layer"], *arguments, around=around), expected, "gradient of x")
+    given = dict(plain.named_parameters())
+    for key, parameter in model["layer"].named_parameters():
+        if any(parameter is weight for weight in weights):
+            assert parameter.grad is None
+            assert_bytes_equal(parameter.main_grad, 2 * given[key].grad.float(), key)
+        else:
+            assert parameter.grad is not None
+
+
+def test_the_flag_and_a_missing_buffer():
+    layer = Linear(64, 48, dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
+    with pytest.raises(RuntimeError, match=r"weight\.main_grad, which is not there"):
+        step(layer, layer)
+    layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.zeros(48, 64), False
+    step(layer, layer)
+    assert layer.weight.grad_added_to_main_grad is True
+    assert not layer.weight.grad.any() and layer.weight.main_grad.any()
+    with torch.no_grad():
+        layer(values(24, 64))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("primary", [False, True])
+@pytest.mark.parametrize("name", ["Linear", "GroupedLinear", "stacked"])
+def test_compiled_layers(fresh_compiler, device, name, primary):
+    """The addition breaks the graph."""
+    options = {"dtype": torch.bfloat16, "device": device, "primary_weights": primary}
+    layer = LAYERS[name](fuse_wgrad_accumulation=True, **options)
+    arguments = ([8, 16],) if isinstance(layer, GroupedLinear) else ()
+    found = []
+    for call in (torch.compile(layer, backend="aot_eager"), layer):
+        for weight in weights_of(layer):
+            weight.main_grad = torch.zeros(weight.shape, device=device)
+        found.append([step(layer, call, *arguments), *(weight.main_grad for weight in weights_of(layer))])
+    for mine, other in zip(*found, strict=True):
+        assert_bytes_equal(mine, other, "a gradient")
