@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 import zerofp4
 from zerofp4 import reference
@@ -47,6 +48,9 @@ def multiply(a: Factor, b: Factor, dtype: torch.dtype, bias: torch.Tensor | None
 
 def nvfp4(x: torch.Tensor, block_rows: int, **options) -> Copies:
     q = reference.quantize(x, block_rows, **options)
+    if q.columnwise_data is None:  # an odd number of rows is completed by zeros
+        even = reference.quantize(F.pad(x, (0, 0, 0, 1)), block_rows, **options)
+        q = q._replace(**{name: getattr(even, name) for name in q._fields if name.startswith("columnwise")})
     chosen = options.get("four_over_six")
     e4m3_max = chosen.e4m3_max if chosen else 448
     factors = [

@@ -128,6 +128,15 @@ def test_another_recipe_is_another_graph(device):
     assert torch.equal(run(x), module(x))  # an ordinary layer, outside of autocast
 
 
+def test_an_odd_number_of_rows_without_the_transform(device):
+    """Python completes their columns."""
+    module, recipe = made("Linear", device), RECIPES["nvfp4, no transform"]
+    run = compiled(module)
+    for rows in (17, 32, 7):
+        x = values(rows, 64, device=device)
+        assert_same(step(module, run, recipe, x), step(module, module, recipe, x))
+
+
 def test_other_recipes_for_some_modules(device):
     model = nn.Sequential(
         made("Linear", device), nn.ReLU(), Linear(48, 64, dtype=torch.bfloat16, device=device)

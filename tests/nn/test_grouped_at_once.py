@@ -52,8 +52,6 @@ def one_by_one(monkeypatch, *arguments):
 def test_all_groups_at_once(monkeypatch, device, at_once, splits, bias, primary, hadamard):
     module = experts(device, bias=bias, primary_weights=primary)
     recipe = NVFP4Recipe(stochastic_rounding=False, hadamard=hadamard)
-    if not hadamard and any(rows % 2 for rows in splits):
-        splits = [2 * rows for rows in splits]  # one after another they need a columnwise copy
     expected = one_by_one(monkeypatch, module, splits, device, recipe)
     assert not at_once
     actual = train(module, splits, device, recipe)

@@ -12,7 +12,7 @@ import zerofp4
 from zerofp4.nn import GroupedLinear, NVFP4Recipe, autocast
 
 SPLITS = [[16, 0, 17, 3], [0, 0, 36, 0], [9, 9, 9, 9]]
-SOME = ["nvfp4", "nvfp4, dequantized", "mxfp8"]
+SOME = ["nvfp4", "nvfp4, no transform", "nvfp4, dequantized", "mxfp8"]
 
 
 def experts(**options):

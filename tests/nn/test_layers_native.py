@@ -21,7 +21,11 @@ from zerofp4.nn import (
 )
 
 BF16 = torch.bfloat16
-RECIPES = {"nvfp4": NVFP4Recipe(backend="native"), "mxfp8": MXFP8Recipe(backend="native")}
+RECIPES = {
+    "nvfp4": NVFP4Recipe(backend="native"),
+    "nvfp4, no transform": NVFP4Recipe(backend="native", hadamard=False),
+    "mxfp8": MXFP8Recipe(backend="native"),
+}
 # In, out: sizes that scaled_mm takes, and sizes that have to be padded.
 SIZES = [(64, 128), (50, 34), (288, 1030)]
 
@@ -90,11 +94,11 @@ def test_saved_operands_keep_one_layout_of_scales(name):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         with autocast(RECIPES[name]):
             module(x)
-    per_operand = {"nvfp4": 3, "mxfp8": 2}[name]  # codes, scales, an amax
+    per_operand = 2 if name == "mxfp8" else 3  # codes, scales, an amax
     assert len(saved) == 2 * per_operand
     codes, scales = saved[:2]
-    assert codes.numel() == 256 * 64 // (2 if name == "nvfp4" else 1)
-    assert scales.numel() == 128 * (16 if name == "nvfp4" else 8)  # of [64, 256], padded to atoms
+    assert codes.numel() == 256 * 64 // (1 if name == "mxfp8" else 2)
+    assert scales.numel() == 128 * (8 if name == "mxfp8" else 16)  # of [64, 256], padded to atoms
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -95,11 +95,10 @@ class Case:
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bytes(device, shape, kind, name):
-    if name == "nvfp4, no transform" and shape in ("odd", "one row", "1D"):
-        pytest.skip("nothing completes a group of rows there")
     case = Case(device, SHAPES[shape], kind=kind)
     case.recipe = EXACT[name]
-    assert is_native(case.call(case.layer(), case.x()))
+    completed = case.recipe.hadamard or shape not in ("odd", "one row", "1D")
+    assert is_native(case.call(case.layer(), case.x())) == completed  # else by Python
     assert_same(case.run)
 
 
@@ -444,19 +443,6 @@ def test_a_wrong_shape_is_the_same_error(device, shape):
     def run():
         with pytest.raises(ValueError) as error:
             case.call(case.layer(), torch.zeros(shape, device=device))
-        return str(error.value)
-
-    made, expected = by_both(run)
-    assert made == expected
-
-
-def test_rows_that_nothing_completes_are_the_same_error(device):
-    case = Case(device, (17, 80))
-    case.recipe = EXACT["nvfp4, no transform"]
-
-    def run():
-        with pytest.raises(ValueError) as error:
-            case.call(case.layer(), case.x())
         return str(error.value)
 
     made, expected = by_both(run)

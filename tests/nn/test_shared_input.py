@@ -36,7 +36,7 @@ def step(module, recipe, x, shared):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("shape", [(32, 64), (2, 10, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(32, 64), (2, 10, 64), (3, 7, 64)], ids=str)
 def test_bytes_are_those_of_three_inputs(device, name, shape):
     module, x = Projections(device), values(*shape, device=device)
     alone = step(module, RECIPES[name], x, False)
@@ -64,7 +64,7 @@ def test_it_is_quantized_and_saved_once(monkeypatch, primary):
 
 def test_without_gradients():
     module, x = Projections(), values(17, 64)
-    with torch.no_grad(), autocast(NVFP4Recipe(hadamard=False)):  # 17 rows have no columnwise copy
+    with torch.no_grad(), autocast(NVFP4Recipe(hadamard=False)):
         assert quantize_input(x).columnwise_data is None
         assert_bytes_equal(module(x), module(x, False), "y")
 

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
+from torch.nn import functional as F
 
 from zerofp4 import ops
 from zerofp4.format import BLOCK, MXFP8_SCALE_LAYOUTS
 from zerofp4.gemm import chosen_backend, keep_values, keeps_values, kept_rows, refresh_values
-from zerofp4.layout import check_matrix
+from zerofp4.layout import as_matrix, check_matrix
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe
-from zerofp4.storage import MXFP8Storage, NVFP4Storage, Storage
+from zerofp4.storage import MXFP8Storage, NVFP4Storage, Side, Storage
 from zerofp4.tensors import (
     MXFP8Tensor,
     NVFP4Tensor,
@@ -74,9 +75,13 @@ class Quantizers:
 
     def record(self, role: str, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> Storage:
         """The same without the tensor around it."""
-        if self.is_nvfp4:
-            return self._nvfp4(role, rowwise, columnwise).record(x)
-        return quantize_mxfp8(x, rowwise=rowwise, columnwise=columnwise, scale_layouts=(self.layout,)).record
+        if not self.is_nvfp4:
+            layouts = (self.layout,)
+            return quantize_mxfp8(x, rowwise=rowwise, columnwise=columnwise, scale_layouts=layouts).record
+        quantizer = self._nvfp4(role, rowwise, columnwise)
+        if columnwise and role != "weight" and not self.recipe.hadamard and as_matrix(x.shape)[0] % 2:
+            return _with_even_columns(quantizer, x)
+        return quantizer.record(x)
 
     def weight(self, weight: torch.Tensor, x_needs: bool) -> Storage:
         """A weight for one call. x_needs: whether the gradient of x is made from it. Raises ValueError where
@@ -130,6 +135,19 @@ class Quantizers:
             copies = {"rowwise": rowwise, "columnwise": columnwise, "scale_layouts": (self.layout,)}
             made = self._made[key] = Quantizer(**copies, **options)
         return made
+
+
+def _with_even_columns(quantizer: Quantizer, x: torch.Tensor) -> NVFP4Storage:
+    """x of an odd number of rows, whose columnwise copy ends with zeros: two codes of a column share a byte,
+    and products, which add up columns, do not see a zero.
+    """
+    rows, cols = as_matrix(x.shape)
+    record = quantizer.record(F.pad(x.reshape(rows, cols), (0, 0, 0, 1)))
+    record.shape = x.shape
+    if record.rowwise is not None:
+        data, scales, amax = record.rowwise.data, record.rowwise.scales, record.rowwise.amax
+        record.rowwise = Side(data[:rows], scales | {"compact": scales["compact"][:rows]}, amax)
+    return record
 
 
 def nvfp4_options(recipe: NVFP4Recipe, role: str, columnwise: bool) -> dict[str, Any]:
