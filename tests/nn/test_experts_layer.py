@@ -1,6 +1,7 @@
 """Experts: what convert_model makes of modules like transformers' where a filter takes their weights."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -77,12 +78,40 @@ def routed(device):
     return values(TOKENS, HIDDEN, device=device, seed=4), index.to(device), weights.to(device)
 
 
+def elsewhere(x, index):
+    """x and index with experts of other ranks: one of each token's, and all of some tokens, whose values are
+    Inf, NaN and huge ones.
+    """
+    index, x = index.clone(), x.clone()
+    index[:, 1] = COUNT
+    index[::3] = COUNT
+    x[0], x[3], x[6], x[9::3] = torch.inf, torch.nan, 1e30, 1000.0
+    return x, index
+
+
+def step(experts, x, index, weights, recipe, rows=slice(None)):
+    """y of these rows, and the gradients of them, of the weights that they have, and of the experts."""
+    gradient = values(*x.shape, device=x.device, seed=5)[rows]
+    x, index, weights = x[rows], index[rows], weights[rows]
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    experts.zero_grad()
+    with autocast(recipe):
+        y = experts(x, index, weights)
+    y.backward(gradient)
+    return [y.detach(), x.grad, weights.grad, *(p.grad for p in experts.parameters())]
+
+
+@pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4, dequantized"])
-def test_each_token_by_its_experts(name):
-    """On the CPU, where one product comes after another: byte for byte those of layers of single experts."""
+def test_each_token_by_its_experts(name, parallel):
+    """On the CPU, where one product comes after another: byte for byte those of layers of single experts.
+    parallel: expert parallelism, where other ranks have experts, too.
+    """
     experts, report = converted("cpu")
     assert report.layers == ["experts"] and report.converted == ["experts.gate_up_proj", "experts.down_proj"]
     x, index, weights = routed("cpu")
+    if parallel:
+        x, index = elsewhere(x, index)
     gradient = values(TOKENS, HIDDEN, seed=5)
 
     def product(x, weight, e):
@@ -101,6 +130,59 @@ def test_each_token_by_its_experts(name):
         assert_bytes_equal(*both, f"result {index}")
     assert experts.gate_up_proj.grad.shape == (COUNT, 2 * INNER, HIDDEN)
     assert not experts.gate_up_proj.grad[2].any() and experts.gate_up_proj.grad[3].any()
+
+
+@pytest.mark.parametrize("name", ["nvfp4, dequantized", "nvfp4, four over six", "nvfp4"])
+def test_tokens_of_other_ranks_take_part_in_nothing(device, name):
+    """The others' results are those of a call without them, one product after another."""
+    experts, _ = converted(device)
+    x, index, weights = routed(device)
+    x, index = elsewhere(x, index)
+    recipe = dataclasses.replace(RECIPES[name], stochastic_rounding=False)
+    if name == "nvfp4" and not experts._products[0].reads_splits(x):
+        pytest.skip("all groups are multiplied at once, which the next test looks at")
+    own = (index < COUNT).any(dim=1)
+    found = step(experts, x, index, weights, recipe)
+    expected = step(experts, x, index, weights, recipe, own)
+    for i, (mine, other) in enumerate(zip(found[:3], expected[:3], strict=True)):
+        assert_bytes_equal(mine[own], other, f"result {i}")
+        assert not mine[~own].any() and not mine.isnan().any(), "of other ranks"
+    for mine, other in zip(found[3:], expected[3:], strict=True):
+        assert_bytes_equal(mine, other, "gradient of experts")
+
+
+@pytest.mark.usefixtures("multiplied_at_once")
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_tokens_of_other_ranks_where_groups_are_multiplied_at_once(device, stochastic):
+    """They are zeros there, whatever they were; sums without them may run in another order."""
+    experts, _ = converted(device)
+    x, index, weights = routed(device)
+    recipe = NVFP4Recipe(stochastic_rounding=stochastic, backend="exact")
+    given, index = elsewhere(x, index)
+    own = (index < COUNT).any(dim=1)
+    results = []
+    for each in (given, x):
+        torch.manual_seed(7)
+        results.append(step(experts, each, index, weights, recipe))
+    for i, pair in enumerate(zip(*results, strict=True)):
+        assert_bytes_equal(*pair, f"result {i}")
+    found = results[0]
+    assert not any(result[~own].any() for result in found[:3])
+    if not stochastic:
+        expected = step(experts, x, index, weights, recipe, own)
+        found[:3] = [result[own] for result in found[:3]]
+        for mine, other in zip(found, expected, strict=True):
+            assert (mine - other).norm() <= 1e-2 * other.norm()
+
+
+@pytest.mark.heavy
+def test_compiled_models_leave_them_out_too(fresh_compiler, device):
+    experts, _ = converted(device)
+    x, index, weights = routed(device)
+    x, index = elsewhere(x, index)
+    run = torch.compile(experts, backend="aot_eager")
+    with autocast(NVFP4Recipe()), torch.no_grad():
+        assert_bytes_equal(run(x, index, weights), experts(x, index, weights), "y")
 
 
 def test_near_the_plain_module(device):

@@ -520,7 +520,7 @@ def test_frames_of_this_package(kind, stacked):
             backward = frames(lambda: outputs.pop().backward(case.grad))  # noqa: B023
         found.append((forward.total(), backward.total()))
     (forward, backward), (more_forward, more_backward) = found
-    assert forward <= 75 and backward <= 14
+    assert forward <= 76 and backward <= 14
     if stacked:
         assert (forward, backward) == (more_forward, more_backward)
     if kind != "cached":

@@ -5,9 +5,11 @@ import inspect
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from zerofp4.nn.convert import STACKED_LAYERS
-from zerofp4.nn.grouped_linear import GroupedLinear
+from zerofp4.nn.grouped_function import why_one_by_one
+from zerofp4.nn.grouped_linear import GroupedLinear, by_autocast
 from zerofp4.nn.recipe import Recipe, current_recipe
 from zerofp4.tensors import NVFP4Tensor
 
@@ -51,9 +53,9 @@ class Experts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """hidden_states [tokens, H] to the same shape. top_k_index [tokens, k]: the experts of each token, an
-        index past the last one is of none. top_k_weights [tokens, k]: with which their outputs are added.
-        Errors as of GroupedLinear.
+        """hidden_states [tokens, H] to the same shape. top_k_index [tokens, k]: the experts of each token. An
+        index past the last one, of an expert of another rank, adds nothing, whatever the token's values are.
+        top_k_weights [tokens, k]: with which their outputs are added. Errors as of GroupedLinear.
         """
         if current_recipe(self) is None:
             return super().forward(hidden_states, top_k_index, top_k_weights)
@@ -66,16 +68,26 @@ class Experts(nn.Module):
 @torch.compiler.disable
 def _by_recipe(experts: Experts, x, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     gate_up, down = experts._products
-    last = gate_up.num_gemms - 1
-    weights = weights.masked_fill(index > last, 0).reshape(-1)
-    expert = index.clamp(max=last).reshape(-1)
+    count = gate_up.num_gemms
+    is_own = index < count
+    expert = index.where(is_own, count).reshape(-1)
     order = expert.argsort(stable=True)
-    splits = torch.zeros(last + 1, dtype=torch.int64, device=x.device)
+    splits = torch.zeros(count + 1, dtype=torch.int64, device=x.device)
     splits.scatter_add_(0, expert, torch.ones_like(expert))  # bincount would wait for a GPU
-    token = order // index.shape[-1]
-    hidden = experts._apply_gate(gate_up(x[token], splits))
-    outputs = down(hidden, splits) * weights[order].unsqueeze(-1)
-    return torch.zeros_like(x).index_add_(0, token, outputs.to(x.dtype))
+    splits, others = splits[:-1], splits[-1]
+    if gate_up.reads_splits(x):
+        splits = splits.tolist()
+        order = order[: sum(splits)]
+    else:
+        # Nobody waits to learn how many tokens are of no expert: they follow those of the last one, as zeros,
+        # which change neither amaxes nor sums.
+        splits[-1] += others
+    zeros = len(x)  # a row
+    token = torch.where(expert[order] < count, order // index.shape[-1], zeros)
+    hidden = experts._apply_gate(gate_up(F.pad(x, (0, 0, 0, 1))[token], splits))
+    weights = weights.where(is_own, 0).reshape(-1)
+    outputs = (down(hidden, splits) * weights[order].unsqueeze(-1)).to(x.dtype)
+    return x.new_zeros(len(x) + 1, x.shape[1]).index_add_(0, token, outputs)[:zeros]
 
 
 class _Product(GroupedLinear):
@@ -98,6 +110,11 @@ class _Product(GroupedLinear):
 
     def _recipe(self) -> Recipe | None:
         return current_recipe(self._of[0])
+
+    def reads_splits(self, x: torch.Tensor) -> bool:
+        """Whether the host reads the splits of a call with x, which may be on a GPU."""
+        recipe = self._common_recipe()
+        return recipe is None or why_one_by_one(by_autocast(x[:1]), self.weight.shape[1:], recipe) is not None
 
 
 @functools.cache

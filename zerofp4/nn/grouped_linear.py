@@ -117,9 +117,8 @@ class GroupedLinear(nn.Module):
         """
         self._check_input(x)
         recipe = self._common_recipe()
-        values = x
         if recipe is not None:
-            values = x if x.is_meta or not torch.is_autocast_enabled(x.device.type) else _by_autocast(x)
+            values = by_autocast(x)
             features = self.weight.shape[1:] if self.stacked else self.experts[0].weight.shape
             if why_one_by_one(values, features, recipe) is None:
                 return self._at_once(values, m_splits, recipe, is_first_microbatch)
@@ -200,7 +199,7 @@ class GroupedLinear(nn.Module):
             pieces = zip(x.split(splits), parts, strict=True)
             return torch.cat([F.linear(piece, part.weight, part.bias) for piece, part in pieces])
         self._check_features(x)
-        values = x if x.is_meta or not torch.is_autocast_enabled(x.device.type) else _by_autocast(x)
+        values = by_autocast(x)
         needs = torch.is_grad_enabled() and x.requires_grad
         outputs = []
         calls = self._calls(parts, recipe, is_first, needs)
@@ -284,7 +283,10 @@ def _is_quantized_whole(recipe: Recipe) -> bool:
     return isinstance(recipe, NVFP4Recipe) and recipe.weight_block[0] == BLOCK
 
 
-def _by_autocast(x: torch.Tensor) -> torch.Tensor:
+def by_autocast(x: torch.Tensor) -> torch.Tensor:
+    """In the dtype of torch.autocast, if that is on."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # which meta has not
+        return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
