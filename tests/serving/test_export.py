@@ -253,6 +253,24 @@ def test_unequal_amaxes_of_fused_weights(tmp_path):
     refused(model, tmp_path, ValueError, message)
 
 
+@pytest.mark.parametrize(
+    ("converted", "quantized", "plain"),
+    [("gate_up_proj", "gate_proj", "down_proj"), ("down_proj", "down_proj", "gate_proj")],
+)
+def test_experts_of_which_some_weights_are_not_quantized(converted, quantized, plain, tmp_path):
+    """Engines have one scheme for the experts of a layer. The shared ones of DeepSeek are a layer apart."""
+    model = make_plain("DeepseekV3")
+    zerofp4.convert_model(model, lambda module, name: name.endswith(f"mlp.experts.{converted}"))
+    experts = r"model\.layers\.1\.mlp\.experts\.0"
+    message = rf"^{experts}\.{quantized} is quantized and {experts}\.{plain} is not"
+    refused(model, tmp_path, ValueError, message)
+    with pytest.raises(ValueError, match=message):
+        list(serving.weights(model))
+    model = make_plain("DeepseekV3")
+    zerofp4.convert_model(model, lambda module, name: name.endswith("mlp.shared_experts.down_proj"))
+    serving.save_pretrained(model, tmp_path)
+
+
 def test_fused_weights_of_which_one_is_not_quantized(tmp_path):
     model = make_plain("Llama")
     zerofp4.convert_model(model, lambda module, name: name.endswith("up_proj"))

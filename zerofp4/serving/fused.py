@@ -1,6 +1,7 @@
 """Which weights serving engines put into one matrix, and must therefore share one amax."""
 
 import collections
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -58,6 +59,14 @@ def amax_groups(model: nn.Module, filter_fn: FilterFn | None = None) -> list[lis
         _, chosen = choose_weights(model, filter_fn, tensor_parallel=True)
         weights = {choice.name: choice.parameter for choice in chosen}
     return [[weights[name] for name in group] for group in fused_groups(weights)]
+
+
+def experts_of(name: str) -> str | None:
+    """The module of all routed experts that a module is one expert's part of: `mlp.experts` of
+    `mlp.experts.3.down_proj`. None for another module.
+    """
+    found = re.fullmatch(r"(.*\.experts)\.\d+\.[^.]+", name)
+    return found and found[1]
 
 
 def unequal(values: dict[str, Sequence[float] | None]) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from torch import nn
 from zerofp4.format import BLOCK, E2M1_MAX, E4M3_MAX, FLOAT32_MAX, SCALE_DTYPE
 from zerofp4.layout import ceil_div
 from zerofp4.serving.formats import FORMATS, Format
-from zerofp4.serving.fused import fused_groups, unequal
+from zerofp4.serving.fused import experts_of, fused_groups, unequal
 from zerofp4.serving.names import Rows, as_saved, check_model, checkpoint_names, rows_as_saved
 from zerofp4.serving.sources import Source
 from zerofp4.storage import NVFP4Storage
@@ -179,6 +179,7 @@ class Plan:
         self._check_names()
         matrices = {matrix.module: matrix for weight in self.weights for matrix in weight.matrices}
         _check_fused(matrices, self.ignored)
+        _check_experts(matrices, self.ignored)
         self.has_inputs = input_amaxes is not None
         if input_amaxes is not None:
             _give_inputs(matrices, input_amaxes)
@@ -309,6 +310,18 @@ def _check_fused(matrices: dict[str, Matrix], ignored: list[str]) -> None:
             "engines fuse the two with one global scale: train with "
             "amax_groups=zerofp4.serving.amax_groups(model)"
         )
+
+
+def _check_experts(matrices: dict[str, Matrix], ignored: list[str]) -> None:
+    """Raise ValueError for experts of which some matrices are quantized and others are not."""
+    quantized = {experts_of(name): name for name in reversed(matrices)}
+    for plain in ignored:
+        experts = experts_of(plain)
+        if experts is not None and experts in quantized:
+            raise ValueError(
+                f"{quantized[experts]} is quantized and {plain} is not, and engines have one scheme for the "
+                "experts of a layer: give convert_model a filter_fn that is the same for all their weights"
+            )
 
 
 def _give_inputs(matrices: dict[str, Matrix], input_amaxes: Mapping[str, float]) -> None:
