@@ -7,7 +7,18 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, batch, make_net, make_parameters, take_step, unchanged
+from cases.optim import (
+    SPECIFICATIONS,
+    assert_all_equal,
+    assert_weights_follow,
+    batch,
+    built,
+    make_net,
+    make_parameters,
+    take_step,
+    through_a_file,
+    unchanged,
+)
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
@@ -122,6 +133,26 @@ def test_load_into_parameters_that_were_moved(device):
     optimizer.load_state_dict(state)
     assert (net.first.weight.dequantize() == 1).all()
     run_steps(net, optimizer, scheduler, range(1))
+
+
+def test_its_own_state_brings_masters_back_and_a_saved_one_what_was_written(device):
+    """FP32 parameters are their own masters: what was written to them stays."""
+    parameters, optimizer = built(device, seed=0)
+    optimizer.step()
+    masters = optimizer.gathered_masters()
+    with torch.no_grad():
+        for p in parameters:
+            p.zero_()
+    own, saved = copy.deepcopy(optimizer.state_dict()), through_a_file(optimizer.state_dict())
+    optimizer.load_state_dict(own)
+    kept = [dtype == torch.float32 and not is_quantized for _, dtype, is_quantized in SPECIFICATIONS]
+    expected = [torch.zeros_like(m) if stays else m for stays, m in zip(kept, masters, strict=True)]
+    assert_all_equal(optimizer.gathered_masters(), expected, "master")
+    assert_weights_follow(parameters, expected)
+    for state in (own, saved):  # a load has made the first one that of an earlier moment
+        take_step(parameters, optimizer, 1)
+        optimizer.load_state_dict(state)
+        assert not any(master.any() for master in optimizer.gathered_masters())
 
 
 @pytest.mark.parametrize(

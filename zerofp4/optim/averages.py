@@ -15,10 +15,12 @@ from zerofp4.optim.zero import ZeroFP4Optimizer
 class AveragedMasters:
     """An exponential moving average (EMA) of the FP32 masters of a ZeroFP4Optimizer, sharded as they are.
 
-    optimizer: of the masters; the average begins with what they are now. decay: the share of the average that
-    an update keeps, from 0 to 1.
+    optimizer: of the masters; the average begins with what they are now, or with the values of weights that
+    somebody has written to since the last step. decay: the share of the average that an update keeps, from 0
+    to 1.
 
-    Call update() after each step. It takes no part in collectives. The average takes 4 bytes for each element
+    Call update() after each step. It adds masters, so an average and its exports do not change if somebody
+    writes to the weights later. It takes no part in collectives. The average takes 4 bytes for each element
     of this rank's slice, and update() as many once more for the largest bucket while it runs, or with masters
     of 24 bits twice more. master_state_dict(model, averages), save_safetensors(model, averages, folder) and
     unconvert_model(model, averages) give it in the model's own keys; state_dict() and load_state_dict() are
@@ -32,9 +34,13 @@ class AveragedMasters:
             raise ValueError(f"decay must be from 0 to 1, got {decay}")
         optimizer._shards.check_not_taken_over()
         self.optimizer, self.decay = optimizer, decay
-        self._slices = [joined(bucket.masters, bucket.low).clone() for bucket in optimizer._shards.buckets]
+        shards = optimizer._shards
+        self._slices = [torch.zeros_like(b.masters, dtype=torch.float32) for b in shards.buckets]
         slices = iter(self._slices)
-        self._views = optimizer._shards.by_parameter(lambda bucket: bucket.own_views(next(slices)))
+        self._views = shards.by_parameter(lambda bucket: bucket.own_views(next(slices)))
+        for i, view in enumerate(self._views):
+            if view is not None:
+                view.copy_(joined(*shards.saved_planes(i)))
 
     @torch.no_grad()
     def update(self) -> None:

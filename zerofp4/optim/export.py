@@ -18,9 +18,10 @@ def master_state_dict(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(key, tensor) for each key of model.state_dict(), in its order, whole on every rank.
 
-    A parameter that the optimizer trains has its FP32 master's values, or with AveragedMasters in place of
-    the optimizer their average, any other parameter its own, rounded to dtype; buffers stay as they are. Each
-    tensor has memory of its own, tied ones too.
+    A parameter that the optimizer trains has its FP32 master's values, or its own if somebody has written to
+    it since the last step, on every rank; with AveragedMasters instead of the optimizer it has the average.
+    Any other parameter has its own values. All are rounded to dtype; buffers stay as they are. Each tensor
+    has memory of its own, tied ones too.
 
     Collective: one tensor is gathered at a time, so that no rank holds the model in FP32, and every rank
     takes all of them, in the same order. Raises RuntimeError for an optimizer that is `broken`, or whose

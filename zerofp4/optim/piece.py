@@ -52,12 +52,14 @@ class About(NamedTuple):
     home: the ranks that hold the other pieces; None for what torch.load has read.
     refusal: why no file can have it under its name: other ranks have other tensors of that name.
     unsound: why its values must not be saved: the optimizer is broken.
+    is_overwritten: whether somebody wrote to the weight, whose values make the master that is saved.
     """
 
     label: str | None = None
     home: Home | None = None
     refusal: str | None = None
     unsound: str | None = None
+    is_overwritten: bool = False
 
     def check_sound(self) -> None:
         if self.unsound is not None:

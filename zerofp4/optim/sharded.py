@@ -14,9 +14,10 @@ import torch
 
 from zerofp4.cast import CastPlan, StagedPlan
 from zerofp4.distributed import OwnError
-from zerofp4.engine import Bucket, LateGathers, Peers, build_buckets, zeros_on
+from zerofp4.engine import Bucket, LateGathers, Peers, build_buckets, write_master, zeros_on
 from zerofp4.ops import Addresses, versions_of
 from zerofp4.optim.build import Checked, kind_of
+from zerofp4.optim.initial import initial_values
 from zerofp4.optim.moments import Slice
 from zerofp4.shard import Shard
 from zerofp4.storage import record_of
@@ -99,6 +100,28 @@ class ShardedParameters:
             return [piece]
         rows, columns = self.parameters[i].shape[-2:]
         return [matrix.view(rows, columns) for matrix in piece.split(rows * columns)]
+
+    def saved_planes(self, i: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """A parameter's entries of `masters` and `lows` for a save, an export or an average: those that the
+        weight's values make if it is_overwritten(). Not collective: every rank looks at its own copy of the
+        weight.
+        """
+        planes = self.masters[i], self.lows[i]
+        if planes[0] is None or not self.is_overwritten(i):
+            return planes
+        made = torch.empty_like(planes[0]), None if planes[1] is None else torch.empty_like(planes[1])
+        write_master(self.own_values(i), *made)
+        return made
+
+    def is_overwritten(self, i: int) -> bool:
+        """Whether somebody wrote to a weight since the last step, and its master is not to undo that: after a
+        load and under a later optimizer the masters decide.
+        """
+        return self.weights_follow and not self.holder.is_taken_over and bool(self.written([i]))
+
+    def own_values(self, i: int) -> torch.Tensor:
+        """The weight's values in this rank's shard, 1D."""
+        return initial_values(self.parameters[i])[self.shards[i].start : self.shards[i].end]
 
     def updated_by(self, bucket: Bucket) -> int:
         """The number of the optimizer that updates the masters of a bucket."""

@@ -19,7 +19,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from zerofp4.distributed import CollectiveError, GroupReference, OwnError
 from zerofp4.engine import joined
-from zerofp4.optim.initial import initial_values
 from zerofp4.optim.inner import InnerClass, InnerOptimizers, are_unchanged, options
 from zerofp4.optim.moments import decode_shard, encode_shard, scales_shape
 from zerofp4.optim.piece import ONE_PART, About, Home, Piece
@@ -326,15 +325,21 @@ class SavedState(Mapping):
             zero = torch.zeros(min(1, shard.numel), dtype=entry.dtype, device=entry.device or self.device)
             values = zero.expand(shard.numel)
         label = None if saved.number.name is None else f"{saved.number.name}.{name}"
-        about = About(label, saved.home, saved.refusal, self.sound.obstacle)
+        is_overwritten = self.shards.is_overwritten(i)
+        about = About(label, saved.home, saved.refusal, self.sound.obstacle, is_overwritten)
         return Piece(values, shape, shard.start, about, {self.save_id})
 
     def master(self, parameter: torch.Tensor) -> Piece | None:
         """A piece of the float32 master; None without one. One of 24 bits is converted in each call."""
         i = self.indices.get(id(parameter))
-        if i is None:
-            return None
-        return self.piece(i, "master", joined(self.shards.masters[i], self.shards.lows[i]))
+        return None if i is None else self.piece(i, "master", joined(*self.shards.saved_planes(i)))
+
+    def is_unsaved(self, value: Any) -> bool:
+        """Whether an entry is what somebody wrote to a weight, in a state dict that was taken since and not
+        saved. The master decides there: accelerate loads such a one after DDP has written to all weights.
+        """
+        is_overwritten = type(value) is Piece and value.about.is_overwritten and value.unread is None
+        return is_overwritten and value.saves == {self.save_id}
 
     def entries(self, i: int) -> dict[str, Piece]:
         """What is saved of trainable parameter i: pieces of its master, and of its state by the names of the
@@ -353,7 +358,7 @@ class SavedState(Mapping):
             found[name] = torch.as_tensor(value, dtype=entry.dtype, device=entry.device).reshape(-1)
         if STARTED in entries and found:
             found[STARTED] = torch.ones(1, dtype=torch.float32)
-        planes = self.shards.masters[i], self.shards.lows[i]
+        planes = self.shards.saved_planes(i)
         kept = PLANES if self.shards.trained[i].state == "compact24" else {"master": MASTER}
         named = zip(kept.items(), planes, strict=False)  # one or both
         pieces = {name: self.piece(i, name, plane, entry) for (name, entry), plane in named}
@@ -428,7 +433,7 @@ def read_state_dict(
             elif not may_lack:
                 raise ValueError(f"state_dict does not fit: {own.label} is missing")
             if master is None and i in written:
-                master = initial_values(saved.shards.parameters[i])[own.shard.start : own.shard.end]
+                master = saved.shards.own_values(i)
             if master is None and own.shard.numel and obstacle is not None:
                 raise ValueError(f"state_dict has no master of {own.label}, and {obstacle}")
         masters.append(master)
@@ -508,6 +513,9 @@ def _read_parameter(
     if not PLANES.keys().isdisjoint(found):
         own.check_complete(PLANES, found)
         master = joined(*map(found.pop, PLANES))
+    kept = saved.shards.masters[i]
+    if kept is not None and saved.is_unsaved(entries.get("master", entries.get("master_high"))):
+        master = joined(kept, saved.shards.lows[i])
     parts = saved.shards.optimized[i]
     if not parts or not (found or was_in_file):  # of other ranks, or never updated
         return master, {}

@@ -761,7 +761,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """In the form of torch.optim: `state` by number and `param_groups`. Not collective, no copies.
+        """In the form of torch.optim: `state` by number and `param_groups`. Not collective, no copies, except
+        of weights that somebody has written to since the last step: their masters are what was written.
 
         Every rank has the same keys. A tensor has the parameter's shape and knows which elements of it are on
         this rank: torch.distributed.checkpoint saves and loads it in a world of any size, full_tensor()
@@ -825,7 +826,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             on the rank that saved its part; state_dict() of another optimizer of the same ranks, as it
             is; or one of torch.optim with whole tensors, which has no masters: they stay, but for those of
             weights that were written to. Parameters are matched by name where both sides have names. In a
-            state_dict() that was not saved, what is its own master has the value that it has now.
+            state_dict() that was not saved, what is its own master has the value that it has now, and other
+            masters stay, also of weights that were written to.
 
         Parameters that have moved get the memory of the optimizer again, as by refresh().
 

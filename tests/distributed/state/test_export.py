@@ -1,18 +1,26 @@
 """Models out of a ZeRO run: masters, safetensors, ordinary parameters; and one optimizer after another."""
 
+import copy
 import importlib.util
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from cases.optim import assert_all_equal
 from helpers import assert_bytes_equal
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import zerofp4
 from distributed.cases import no_space, shared_folder
 from distributed.run import on_ranks
-from distributed.state.cases import Model, build, run, trained, whole
+from distributed.state.cases import Model, build, run, saved, trained, whole
+from zerofp4.optim import AveragedMasters
 from zerofp4.serving import files
 
 
@@ -68,6 +76,47 @@ def test_unconvert_model_gives_the_masters_values(world):
         assert_bytes_equal(p.detach(), masters[name].to(p.dtype), name)
     with pytest.raises(RuntimeError, match="was replaced in its module"):
         run(model, optimizer, range(1))
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("case", ["adamw", "fused", "compact"])
+def test_weights_that_were_written_to_are_exported_and_saved(world, case):
+    """Trainer loads its best model and saves then. The masters are those of a new optimizer."""
+    model, optimizer = trained(world, case=case)
+    best, averages = copy.deepcopy(model.state_dict()), AveragedMasters(optimizer)
+    average = dict(zerofp4.master_state_dict(model, averages))
+    run(model, optimizer, range(2, 4))
+    model.load_state_dict(best)
+    beside = copy.deepcopy(model)
+    expected = dict(zerofp4.master_state_dict(beside, build(beside, case)))
+
+    def check(model, source, expected=expected):
+        found = dict(zerofp4.master_state_dict(model, source))
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                assert_bytes_equal(found[name], expected[name], name)
+
+    check(model, optimizer)
+    check(model, AveragedMasters(optimizer))
+    check(model, averages, average)
+    for own in ({}, {"full_state_dict": True}):
+        state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**own))
+        other, loaded = trained(world, 0, case, seed=1)
+        set_optimizer_state_dict(other, loaded, state, options=StateDictOptions(**own))
+        check(other, loaded)
+    path = saved(world, optimizer)
+    other, loaded = trained(world, 0, case, seed=1)
+    dcp.load({"optimizer": loaded}, checkpoint_id=path)
+    check(other, loaded)
+    with pytest.raises(RuntimeError, match="was written to since the last step"):
+        run(model, optimizer, range(4, 5))
+    dcp.load({"optimizer": optimizer}, checkpoint_id=path)
+    check(model, optimizer)
+    run(model, optimizer, range(4, 5))
+    model.load_state_dict(best)
+    zerofp4.unconvert_model(model, optimizer)
+    for name in ("first.weight", "second.weight"):
+        assert_bytes_equal(model.get_parameter(name).detach(), expected[name].to(best[name].dtype), name)
 
 
 @on_ranks(1, 2, 3)
