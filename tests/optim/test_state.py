@@ -113,6 +113,37 @@ def test_its_own_state_must_have_every_parameter(device):
         optimizer.load_state_dict(state)
 
 
+@pytest.mark.parametrize("lacks", ["all of its entries", "its master"])
+def test_masters_of_some_parameters_alone_are_refused(device, lacks):
+    """They would be trained beside those of another model."""
+    net, optimizer, scheduler = build(device)
+    run_steps(net, optimizer, scheduler, range(1))
+    state = copy.deepcopy(optimizer.state_dict())
+    if lacks == "its master":
+        del state["state"][1]["master"]
+    else:
+        del state["state"][1]
+    message = r"does not fit: param_groups\[0\]\['params'\]\[1\] 'second'\.master is missing"
+    with unchanged(list(net.parameters()), optimizer), pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+
+
+def test_torch_has_no_entries_of_a_parameter_that_never_had_a_gradient(device):
+    """Its moments begin anew here, and masters stay."""
+    parameters, optimizer = built(device, seed=0)
+    theirs = [torch.nn.Parameter(torch.zeros(p.shape, device=device)) for p in parameters]
+    plain = torch.optim.AdamW(theirs)
+    for p in theirs[1:]:
+        p.grad = torch.ones_like(p)
+    plain.step()
+    optimizer.step()
+    masters = optimizer.gathered_masters()
+    optimizer.load_state_dict(plain.state_dict())
+    assert_all_equal(optimizer.gathered_masters(), masters, "master")
+    steps = [optimizer.state[p]["step"].whole().item() for p in parameters if p.numel()]
+    assert steps == [0] + [1] * (len(steps) - 1)
+
+
 def test_load_into_parameters_that_were_moved(device):
     """Trainers move a model and have its optimizer load its own state. Without masters in that state, the
     parameters' values would be lost; of parameters that stay, masters follow what was written.

@@ -432,12 +432,19 @@ def read_state_dict(
                 states |= state
             elif not may_lack:
                 raise ValueError(f"state_dict does not fit: {own.label} is missing")
-            if master is None and i in written:
-                master = saved.shards.own_values(i)
-            if master is None and own.shard.numel and obstacle is not None:
-                raise ValueError(f"state_dict has no master of {own.label}, and {obstacle}")
         masters.append(master)
     error.raise_if_any()
+    has_masters = any(master is not None for master in masters)  # else it is of torch.optim
+    for i, own in enumerate(saved.parameters):
+        if masters[i] is not None:
+            continue
+        is_new = may_lack and not matched.get(own.number, (0, ()))[1]
+        if has_masters and not is_new:  # it would be trained beside parameters of another model
+            own.check_complete(["master"], ())
+        if i in written:
+            masters[i] = saved.shards.own_values(i)
+        elif own.shard.numel and obstacle is not None:
+            raise ValueError(f"state_dict has no master of {own.label}, and {obstacle}")
     groups = []
     for group, own in zip(saved.param_groups(), saved.ids, strict=True):
         sources = sorted({matched[number][0] for number in own if number in matched})
