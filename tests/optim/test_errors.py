@@ -188,6 +188,8 @@ def bad_arguments(device):
         yield ValueError, message, [bias], {"optimizer_class": getattr(torch.optim, name)}
     yield ValueError, "share memory: pass tied weights as one", [bias, bias], {}
     yield ValueError, r"\[0\] and .*\[1\] share memory", views, {}
+    groups = [{"params": [("weight", weight)]}, {"params": [("module.weight", bias)]}]
+    yield ValueError, "'weight' and 'module.weight' have one name in checkpoints, 'weight'", groups, {}
     yield TypeError, "must have one of the dtypes", [bias, nn.Parameter(shared.double())], {}
     yield ValueError, "meta device", [nn.Parameter(torch.zeros(3, device="meta"))], {}
     yield ValueError, r"has block \(1, 16\) and a columnwise copy", [rows], {}

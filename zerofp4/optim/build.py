@@ -73,6 +73,7 @@ class Checked:
         self.names = [parameter_name(g, i, self.param_groups[g]) for g, i in self._positions]
         """What messages call the parameters."""
         _check_parameters(self.parameters, self.names)
+        _check_saved_names(self.param_groups)
         tried = try_options(self.classes, self.param_groups, self.parameters[0].device)
         of_class = [one.defaults for one in tried if type(one) is optimizer_class]
         self.defaults = (of_class or [tried[0].defaults])[0]
@@ -235,6 +236,21 @@ def _check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) 
     for (_, end, first), (start, _, second) in itertools.pairwise(sorted(spans)):
         if start < end:
             raise ValueError(f"{first} and {second} share memory: pass tied weights as one parameter")
+
+
+def _check_saved_names(param_groups: Sequence[dict]) -> None:
+    """Raise ValueError for two parameters with one name in checkpoints, where one would get the other's
+    entries.
+    """
+    given: dict[str, str] = {}
+    for name in itertools.chain.from_iterable(group.get("param_names", ()) for group in param_groups):
+        own = own_name(name)
+        if own in given:
+            raise ValueError(
+                f"params: {given[own]!r} and {name!r} have one name in checkpoints, {own!r}: give the "
+                "parameters of each model a prefix, as in [('generator.weight', p)]"
+            )
+        given[own] = name
 
 
 def _check_updates_early(classes: Sequence[InnerClass], on_nonfinite: str) -> None:

@@ -4,6 +4,7 @@ A state dict that is loaded is matched with the parameters by their names, and c
 changes.
 """
 
+import collections
 import contextlib
 import itertools
 import math
@@ -476,7 +477,11 @@ def _match(
         by_name |= zip(own, theirs[g], strict=True)
         by_name |= {name: (g, state[name]) for name in group.get("elsewhere", ()) if name in state}
         names += own
-    if groups and None not in (*names, *(number.name for own in ids for number in own)):
+    is_by_name = groups and None not in (*names, *(number.name for own in ids for number in own))
+    for name, count in collections.Counter(names).items():
+        if count > 1 and name is not None and (is_by_name or name in state):
+            raise ValueError(f"state_dict: {count} parameters are called {name!r}, so none can be matched")
+    if is_by_name:
         return {number: by_name[number.name] for own in ids for number in own if number.name in by_name}
     counts = [list(map(len, side)) for side in (theirs, ids)]
     if counts[0] != counts[1]:
