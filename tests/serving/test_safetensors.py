@@ -101,6 +101,29 @@ def test_what_a_killed_save_has_left_goes_with_the_next(trained, tmp_path, shard
     check_alone(tmp_path, 4, trained.values())
 
 
+@pytest.mark.parametrize("kind", ["link", "broken link", "file"])
+def test_what_lies_in_the_way_of_the_draft_is_removed(trained, tmp_path, kind):
+    folder, elsewhere = tmp_path / "export", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("kept")
+    draft = folder / ".export-draft"
+    if kind == "file":
+        draft.write_text("")
+    else:
+        draft.symlink_to(elsewhere if kind == "link" else tmp_path / "not there")
+    trained.save(folder, 3)
+    check_alone(folder, 3, trained.values())
+    assert (elsewhere / "kept").read_text() == "kept"
+
+
+def test_a_name_that_safetensors_keeps_for_itself(trained, tmp_path):
+    trained.model.register_parameter("__metadata__", torch.nn.Parameter(torch.ones(3), requires_grad=False))
+    with pytest.raises(ValueError, match="a tensor is called __metadata__"):
+        trained.save(tmp_path / "export", 1)
+    assert not (tmp_path / "export").exists()
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_links_are_replaced_and_not_followed_and_other_files_stay(trained, tmp_path, shards):
     names = [SINGLE, INDEX, *(f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3))]

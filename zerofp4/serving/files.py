@@ -34,6 +34,9 @@ _DTYPES = {
 }
 """What safetensors calls them."""
 
+METADATA = "__metadata__"
+"""In the header of safetensors, beside the names of tensors."""
+
 _INDEX = "model.safetensors.index.json"
 _OLDER = re.compile(r"model(-\d+)?(-\d{5}-of-\d{5})?\.safetensors|hf_quant_config\.json|" + re.escape(_INDEX))
 """Names of files of an older export, of any format, that would be read in place of the new ones."""
@@ -49,7 +52,7 @@ class Shard:
     def __init__(self, path: Path, tensors: Sequence[Served]):
         # A reader views bytes of the file in their dtype: so offsets must be multiples of its size.
         ordered = sorted(tensors, key=lambda served: -served.dtype.itemsize)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, Any] = {METADATA: {"format": "pt"}}
         self._places: dict[str, tuple[int, Served]] = {}
         end = 0
         for served in ordered:
@@ -94,19 +97,21 @@ class Export:
     the index or of the only file, makes the export the new one; files of the older one go after that. So
     readers find one of the two, whole, whenever this process ends, if both have the same configuration.
 
-    Raises ValueError for a dtype that safetensors has not, OSError where the disk has not the space.
+    Raises ValueError for a name or dtype that safetensors has not, OSError where the disk has not the space.
     """
 
     def __init__(self, folder: Path, tensors: Sequence[Served]):
         bad = next((served for served in tensors if served.dtype not in _DTYPES), None)
         if bad is not None:
             raise ValueError(f"{bad.name} is of dtype {bad.dtype}, which safetensors has not")
+        if any(served.name == METADATA for served in tensors):
+            raise ValueError(f"a tensor is called {METADATA}, which safetensors keeps for itself: rename it")
         self._folder, self.draft, self._is_new = folder, folder / ".export-draft", not folder.exists()
         self._shards = _split(tensors)
         self._written, self._open = 0, None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(self.draft, ignore_errors=True)  # of an export that was killed
+            _remove(self.draft)  # of an export that was killed
             self.draft.mkdir()
             self._paths = [self.draft / name for name in _shard_names(len(self._shards), folder)]
             self._check_space()
@@ -206,6 +211,14 @@ def _split(tensors: Sequence[Served]) -> list[list[Served]]:
         shards[-1].append(served)
         filled += served.nbytes
     return shards
+
+
+def _remove(path: Path) -> None:
+    """A folder, or what lies in its way: of a link the link alone."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
