@@ -19,7 +19,6 @@ from cases.optim import (
     through_a_file,
     unchanged,
 )
-from helpers import assert_bytes_equal
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
@@ -127,40 +126,6 @@ def test_masters_of_some_parameters_alone_are_refused(device, lacks):
     message = r"does not fit: param_groups\[0\]\['params'\]\[1\] 'second'\.master is missing"
     with unchanged(list(net.parameters()), optimizer), pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(state)
-
-
-def test_torch_has_no_entries_of_a_parameter_that_never_had_a_gradient(device):
-    """Its moments begin anew here, and masters stay."""
-    parameters, optimizer = built(device, seed=0)
-    theirs = [torch.nn.Parameter(torch.zeros(p.shape, device=device)) for p in parameters]
-    plain = torch.optim.AdamW(theirs)
-    for p in theirs[1:]:
-        p.grad = torch.ones_like(p)
-    plain.step()
-    optimizer.step()
-    masters = optimizer.gathered_masters()
-    optimizer.load_state_dict(plain.state_dict())
-    assert_all_equal(optimizer.gathered_masters(), masters, "master")
-    steps = [optimizer.state[p]["step"].whole().item() for p in parameters if p.numel()]
-    assert steps == [0] + [1] * (len(steps) - 1)
-
-
-def test_two_parameters_of_one_name_in_a_state_dict(device):
-    """As torch saves groups of two models. Without names both sides match by position."""
-    values = [torch.nn.Parameter(torch.zeros(3, device=device)) for _ in range(2)]
-    plain = torch.optim.AdamW([{"params": [("weight", p)]} for p in values])
-    for i, p in enumerate(values):
-        p.grad = torch.full_like(p, 1.0 + i)
-    plain.step()
-    state = plain.state_dict()
-    one, two = (torch.nn.Parameter(torch.zeros(3, device=device)) for _ in range(2))
-    with pytest.raises(ValueError, match="2 parameters are called 'weight'"):
-        ZeroFP4Optimizer([("weight", one)]).load_state_dict(state)
-    loaded = ZeroFP4Optimizer([{"params": [p]} for p in (one, two)])
-    loaded.load_state_dict(state)
-    for p, own in zip(values, (one, two), strict=True):
-        moment = loaded.state[own]["exp_avg"].whole()
-        assert_bytes_equal(moment, plain.state[p]["exp_avg"], "exp_avg")
 
 
 def test_load_into_parameters_that_were_moved(device):

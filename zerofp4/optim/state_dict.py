@@ -6,6 +6,7 @@ changes.
 
 import collections
 import contextlib
+import copy
 import itertools
 import math
 import numbers
@@ -559,14 +560,15 @@ def _read_parameter(
 
 
 def _find_options(group: Mapping, sources: Sequence[Mapping]) -> dict[str, Any]:
-    """The new options of a parameter group: those that all saved groups of its members agree on."""
+    """The new options of a parameter group: those that all saved groups of its members agree on, also what
+    the group lacks, as a new scheduler expects what an earlier one kept there.
+    """
     new = {}
-    for key, value in options(group).items():
+    for key in dict.fromkeys(key for source in sources for key in options(source)):
         found = [source[key] for source in sources if key in source]
-        if key not in HOW and found and all(bool(found[0] == other) for other in found[1:]):
-            new[key] = _option_like(value, found[0])
-    if sources and "initial_lr" in sources[0].keys() - group.keys():  # of a scheduler
-        new["initial_lr"] = sources[0]["initial_lr"]
+        is_option = key not in (*HOW, "elsewhere")
+        if is_option and all(bool(found[0] == other) for other in found[1:]):
+            new[key] = _option_like(group[key], found[0]) if key in group else copy.deepcopy(found[0])
     return new
 
 
