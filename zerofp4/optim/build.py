@@ -219,8 +219,10 @@ def _check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) 
                 "leave out fully_shard and prepare(model), or train with an optimizer of torch.optim and "
                 "zerofp4.integrations.fsdp2.attach(model, optimizer)"
             )
-        if parameter.dtype not in WEIGHT_DTYPES:
-            raise TypeError(f"{name} must have one of the dtypes {WEIGHT_DTYPES}, got {parameter.dtype}")
+        if parameter.requires_grad and parameter.dtype not in WEIGHT_DTYPES:
+            raise TypeError(
+                f"{name} is trained and must have one of the dtypes {WEIGHT_DTYPES}, got {parameter.dtype}"
+            )
         if parameter.device.type == "meta":
             raise ValueError(f"{name} is on the meta device: give it storage first")
         if parameter.device != parameters[0].device:

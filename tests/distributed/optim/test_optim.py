@@ -239,6 +239,28 @@ def test_masters_are_handed_over_to_another_layout(world, cls):
     check(optimizer, plain)
 
 
+FROZEN_DTYPES = (torch.uint8, torch.bool, torch.int64, torch.float8_e4m3fn, torch.float64, torch.complex64)
+
+
+@on_ranks(1, 2)
+def test_frozen_parameters_of_any_dtype_get_rank_0s_bytes(world):
+    """As the codes of QLoRA, or weights in fp8. One is not contiguous."""
+    values = torch.arange(24.0, device=world.device).view(4, 6)
+    expected = [(values % 7).to(dtype) for dtype in FROZEN_DTYPES]
+    own = expected if world.rank == 0 else [torch.zeros_like(each) for each in expected]
+    frozen = [nn.Parameter(each.clone(), requires_grad=False) for each in own]
+    frozen.append(nn.Parameter(frozen[0].detach().clone().t(), requires_grad=False))
+    parameters = [*frozen, *parameters_of(world)]
+    optimizer = ZeroFP4Optimizer(parameters, lr=0.1)
+    for step in range(2):
+        gradients = make_gradients(parameters, step)[len(frozen) :]
+        set_gradients(parameters[len(frozen) :], gradients)
+        optimizer.step()
+        optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert_all_equal([p.detach() for p in frozen], [*expected, expected[0].t()], "frozen parameter")
+    assert optimizer.gathered_masters()[: len(frozen)] == [None] * len(frozen)
+
+
 @on_ranks(3)
 def test_a_subgroup(world):
     group = dist.new_group([0, 2])
