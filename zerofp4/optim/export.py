@@ -45,7 +45,7 @@ def _find_masters(source: Any, dtype: torch.dtype = torch.float32) -> tuple[Zero
     optimizer._check_sound()
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating one, got {dtype}")
-    return optimizer, optimizer._saved.master if source is optimizer else source._master
+    return optimizer, optimizer._saved.exported if source is optimizer else source._master
 
 
 def check_one_rank_has_all(optimizer: ZeroFP4Optimizer, call: str) -> None:

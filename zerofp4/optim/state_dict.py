@@ -334,6 +334,13 @@ class SavedState(Mapping):
     def master(self, parameter: torch.Tensor) -> Piece | None:
         """A piece of the float32 master; None without one. One of 24 bits is converted in each call."""
         i = self.indices.get(id(parameter))
+        if i is None:
+            return None
+        return self.piece(i, "master", joined(self.shards.masters[i], self.shards.lows[i]))
+
+    def exported(self, parameter: torch.Tensor) -> Piece | None:
+        """As master(), but if somebody wrote to the weight, of the values that it has now."""
+        i = self.indices.get(id(parameter))
         return None if i is None else self.piece(i, "master", joined(*self.shards.saved_planes(i)))
 
     def is_unsaved(self, value: Any) -> bool:
