@@ -66,13 +66,31 @@ def test_values_loaded_before_or_after_the_conversion_are_the_same(device, when)
 
 def test_assign_puts_the_given_tensors_into_the_model(device):
     net, plain = make(device), make(device, 2, convert=False)
-    net.load_state_dict(plain.state_dict(), assign=True)
+    with pytest.warns(UserWarning, match=r"assign=True.* by ordinary parameters: first\.weight, body\.0\.we"):
+        net.load_state_dict(plain.state_dict(), assign=True)
     assert (
         type(net.first.weight) is nn.Parameter
         and net.first.weight.data_ptr() == plain.first.weight.data_ptr()
     )
     plain.load_state_dict(make(device).state_dict(), assign=True)
     assert isinstance(plain.first.weight, NVFP4Tensor)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_load_warns_once_of_weights_that_it_does_not_quantize(device):
+    """Whoever holds the model, and of these weights alone."""
+    net, plain = make(device), make(device, 2, convert=False)
+    zerofp4.convert_model(net)
+    net.load_state_dict(plain.state_dict())
+    net.load_state_dict(make(device).state_dict(), assign=True)
+    net.load_state_dict({"first.bias": plain.first.bias}, strict=False, assign=True)
+    layer = zerofp4.nn.Linear(16, 16, primary_weights=True, device=device)
+    pairs = [(nn.Sequential(copy.deepcopy(net)), nn.Sequential(plain), r"0\.first\.weight")]
+    pairs.append((nn.Sequential(layer), nn.Sequential(nn.Linear(16, 16, device=device)), r"0\.weight"))
+    for model, source, name in pairs:
+        with pytest.warns(UserWarning, match=rf"by ordinary parameters: {name}") as caught:
+            model.load_state_dict(source.state_dict(), assign=True)
+        assert len(caught) == 1
 
 
 def test_unconvert_gives_back_what_was_converted(device):

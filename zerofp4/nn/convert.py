@@ -19,7 +19,14 @@ from zerofp4.nn.choice import (
     is_layer,
     linear_forward,
 )
-from zerofp4.tensors import INIT_VAL, check_not_held, quantize, reads_columns, weight_columns
+from zerofp4.tensors import (
+    INIT_VAL,
+    QuantizedTensor,
+    check_not_held,
+    quantize,
+    reads_columns,
+    weight_columns,
+)
 
 LAYERS: dict[type[nn.Module] | str, Callable[[nn.Module], None]] = {}
 """By type of module, or CONV1D, what makes it a layer of zerofp4.nn, in place. The layers' files fill it."""
@@ -125,6 +132,7 @@ def convert_model(
         report.layers += _stacked_layers(chosen)
     for fuse in fusions:
         fuse()
+    watch_assignments(model)
     _warn_of_shards(model, report)
     return report
 
@@ -182,6 +190,30 @@ def _warn_of_shards(model: nn.Module, report: ConversionReport) -> None:
         warnings.warn(
             f"convert_model: {what} converted: {(sharded or ['the model'])[0]!r} was {SHARDED}",
             stacklevel=3,
+        )
+
+
+def watch_assignments(module: nn.Module) -> None:
+    """Have load_state_dict(assign=True) of the module, or of one around it, warn of quantized weights that
+    become ordinary parameters.
+    """
+    hooks = module._load_state_dict_pre_hooks.values()
+    if all(getattr(hook, "hook", None) is not _warn_of_assignments for hook in hooks):
+        module.register_load_state_dict_pre_hook(_warn_of_assignments)
+
+
+def _warn_of_assignments(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+) -> None:
+    if not local_metadata.get("assign_to_params_buffers"):
+        return
+    keys = [prefix + name for name, p in module.named_parameters() if isinstance(p, QuantizedTensor)]
+    lost = [key for key in keys if key in state_dict and not isinstance(state_dict[key], QuantizedTensor)]
+    if lost:
+        warnings.warn(
+            "load_state_dict(assign=True) replaces quantized weights by ordinary parameters: "
+            f"{', '.join(lost)}. Without assign=True it quantizes the values",
+            stacklevel=2,
         )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from zerofp4.format import BLOCK
-from zerofp4.nn.convert import primary_parameter
+from zerofp4.nn.convert import primary_parameter, watch_assignments
 from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
 from zerofp4.nn.grouped_function import GroupedFunction, GroupedWeights, why_one_by_one
 from zerofp4.nn.grouped_operators import compiled_groups
@@ -81,6 +81,7 @@ class GroupedLinear(nn.Module):
             if self.weight.is_meta:
                 raise RuntimeError("primary_weights=True quantizes the weight, which is on the meta device")
             self.weight = primary_parameter(self.weight, "")
+            watch_assignments(self)
 
     def _begin_stack(self, num_gemms: int) -> None:
         """What the layer has of a stack besides its parameters."""

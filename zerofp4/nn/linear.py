@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from zerofp4.nn.convert import LAYERS, primary_parameter
+from zerofp4.nn.convert import LAYERS, primary_parameter, watch_assignments
 from zerofp4.nn.function import AddToMainGrad, LinearCall, LinearFunction, MainGrad
 from zerofp4.nn.native import native_linear
 from zerofp4.nn.operators import compiled_linear
@@ -49,6 +49,7 @@ class Linear(nn.Linear):
             if self.weight.is_meta:
                 raise RuntimeError("primary_weights=True quantizes the weight, which is on the meta device")
             self.weight = primary_parameter(self.weight, "")
+            watch_assignments(self)
 
     def _begin(self, fuse_wgrad_accumulation: bool = False) -> None:
         """What the layer has besides an nn.Linear."""
