@@ -196,7 +196,7 @@ class EarlyUpdates:
             return
         if not self._shards.weights_follow:
             self._shards.accept_values()  # the weights follow the masters in this step, bucket by bucket
-        self._shards.weights_follow = True
+            self._shards.follow_masters()
         param_groups = self._saved.param_groups()
         with self._error:
             if self._peers is not None:

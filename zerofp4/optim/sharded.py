@@ -14,14 +14,14 @@ import torch
 
 from zerofp4.cast import CastPlan, StagedPlan
 from zerofp4.distributed import OwnError
-from zerofp4.engine import Bucket, LateGathers, Peers, build_buckets, write_master, zeros_on
+from zerofp4.engine import Bucket, LateGathers, Peers, build_buckets, joined, write_master, zeros_on
 from zerofp4.ops import Addresses, versions_of
 from zerofp4.optim.build import Checked, kind_of
 from zerofp4.optim.initial import initial_values
 from zerofp4.optim.moments import Slice
 from zerofp4.shard import Shard
 from zerofp4.storage import record_of
-from zerofp4.tensors import Holder, NVFP4Tensor
+from zerofp4.tensors import Holder, NVFP4Tensor, had_master, note_master
 
 _TAKEN_OVER = (
     "another ZeroFP4Optimizer was built over these parameters, which follow its masters now: go on with that "
@@ -102,16 +102,10 @@ class ShardedParameters:
         return [matrix.view(rows, columns) for matrix in piece.split(rows * columns)]
 
     def saved_planes(self, i: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """A parameter's entries of `masters` and `lows` for a save, an export or an average: those that the
-        weight's values make if it is_overwritten(). Not collective: every rank looks at its own copy of the
-        weight.
+        """A parameter's entries of `masters` and `lows` for a save, an export or an average: those of what
+        somebody wrote to the weight, if it is_overwritten().
         """
-        planes = self.masters[i], self.lows[i]
-        if planes[0] is None or not self.is_overwritten(i):
-            return planes
-        made = torch.empty_like(planes[0]), None if planes[1] is None else torch.empty_like(planes[1])
-        write_master(self.own_values(i), *made)
-        return made
+        return self.written_planes(i) if self.is_overwritten(i) else (self.masters[i], self.lows[i])
 
     def is_overwritten(self, i: int) -> bool:
         """Whether somebody wrote to a weight since the last step, and its master is not to undo that: after a
@@ -119,9 +113,26 @@ class ShardedParameters:
         """
         return self.weights_follow and not self.holder.is_taken_over and bool(self.written([i]))
 
-    def own_values(self, i: int) -> torch.Tensor:
-        """The weight's values in this rank's shard, 1D."""
-        return initial_values(self.parameters[i])[self.shards[i].start : self.shards[i].end]
+    def written_planes(self, i: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The planes that the weight's values make. What the master itself makes of it keeps the master: DDP
+        writes to all weights the values that they hold. Not collective: every rank looks at its own copy.
+        """
+        planes, parameter, shard = (self.masters[i], self.lows[i]), self.parameters[i], self.shards[i]
+        if planes[0] is None or had_master(parameter):
+            return planes
+        values = initial_values(parameter)[shard.start : shard.end].to(planes[0].device)
+        if not isinstance(parameter, NVFP4Tensor):
+            master = joined(*planes)
+            values = torch.where(values == master.to(values.dtype), master, values.float())
+        made = torch.empty_like(planes[0]), None if planes[1] is None else torch.empty_like(planes[1])
+        write_master(values, *made)
+        return made
+
+    def follow_masters(self) -> None:
+        """From now on weights are what their masters make, whatever was written to them before."""
+        self.weights_follow = True
+        for parameter in self.parameters:
+            note_master(parameter)
 
     def updated_by(self, bucket: Bucket) -> int:
         """The number of the optimizer that updates the masters of a bucket."""

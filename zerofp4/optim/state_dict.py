@@ -451,7 +451,7 @@ def read_state_dict(
         if has_masters and not is_new:  # it would be trained beside parameters of another model
             own.check_complete(["master"], ())
         if i in written:
-            masters[i] = saved.shards.own_values(i)
+            masters[i] = joined(*saved.shards.written_planes(i))
         elif own.shard.numel and obstacle is not None:
             raise ValueError(f"state_dict has no master of {own.label}, and {obstacle}")
     groups = []

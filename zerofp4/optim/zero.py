@@ -470,7 +470,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if not self._shards.weights_follow:
             with self._sound.breaking("following load_state_dict()"):
                 self._run_program()
-            self._shards.weights_follow = True
+            self._shards.follow_masters()
 
     def _raises_at_once(self, failure: BaseException, calls: int) -> bool:
         """Whether an error before the agreement is raised at once; else the agreement tells the other ranks.

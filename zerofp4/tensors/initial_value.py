@@ -77,10 +77,11 @@ def replace_initial_value(record: Storage, values: torch.Tensor) -> None:
 
 
 def is_kept_by(record: Storage, values: torch.Tensor, present: Callable[[], torch.Tensor]) -> bool:
-    """Whether a record that has an initial value holds these very values already, which present() gives: DDP
-    copies them back into every weight, and what they were quantized from must outlive that.
+    """Whether a record that has an initial value, or a master, holds these very values already, which
+    present() gives: DDP copies them back into every weight, and what they were quantized from must outlive
+    that.
     """
-    if INIT_VAL not in record.attachments or ops.is_capturing(record.device):
+    if record.attachments.keys().isdisjoint((INIT_VAL, HAD_MASTER)) or ops.is_capturing(record.device):
         return False
     return values.shape == record.shape and torch.equal(values.to(record.device, record.dtype), present())
 

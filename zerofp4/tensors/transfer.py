@@ -144,6 +144,7 @@ def _broadcast(func, tensors, group, root, root_tensor=0, async_op=True, timeout
             buffers.append(tensor)
         else:
             buffers += [buffer.view(torch.uint8) for _, buffer in record.buffers()]  # gloo has no float8
+            record.attachments.pop(HAD_MASTER, None)
             torch.autograd.graph.increment_version(tensor)
     for buffer in buffers[:-1]:
         # Not by func: the work that it gives NCCL's caller is none, and to wait for that is a crash.

@@ -19,6 +19,7 @@ from cases.optim import (
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import zerofp4
 from distributed.cases import raised_everywhere
 from distributed.optim.cases import (
     built,
@@ -192,7 +193,7 @@ def test_a_state_that_one_rank_cannot_load_changes_no_rank(world, damage, messag
 @on_ranks(2, 3, time_limit=60)
 def test_a_model_in_distributed_data_parallel(world):
     """It writes rank 0's values into every weight: before the optimizer is built these are what the masters
-    begin with, and the next step refuses them behind that.
+    begin with, and the next step refuses them behind that. A save has the masters: nothing has changed.
     """
     net = make_net(world.device, seed=world.rank)
     ddp, parameters = DistributedDataParallel(net), list(net.parameters())
@@ -206,4 +207,7 @@ def test_a_model_in_distributed_data_parallel(world):
     DistributedDataParallel(net)
     message = raised_everywhere(world, RuntimeError, optimizer.step)
     assert "was written to since the last step" in message and "init_sync=False" in message
-    assert_all_equal(optimizer.gathered_masters(), before, "tensor")
+    found = dict(zerofp4.master_state_dict(net, optimizer))
+    assert_all_equal([found[name] for name, _ in net.named_parameters()], before, "exported")
+    assert_all_equal(optimizer.gathered_masters(), before, "master")
+    check_weights(parameters, optimizer)
