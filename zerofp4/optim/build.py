@@ -2,7 +2,8 @@
 
 import itertools
 import operator
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +17,27 @@ from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.communication import Communication
 from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_hosts, find_places, parameter_name
 from zerofp4.optim.initial import take_over
-from zerofp4.optim.inner import InnerClass, inner_classes, is_muon, matrix_work, try_options
+from zerofp4.optim.inner import (
+    OF_MATRICES,
+    InnerClass,
+    inner_classes,
+    is_muon,
+    matrix_work,
+    options,
+    try_options,
+)
 from zerofp4.optim.moments import suits_compact
 from zerofp4.optim.state_dict import own_name
 from zerofp4.tensors import NVFP4Tensor
 
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 """Whether this torch makes gradients in another dtype than a tensor's own."""
+
+ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+KNOWN = {FusedAdamW, *(getattr(torch.optim, name) for name in [*ELEMENTWISE, *OF_MATRICES])}
+"""Classes that need no trial on parts of parameters: elementwise ones, and those of whole matrices. Their
+subclasses may override step(), and are tried.
+"""
 
 # One rank
 
@@ -75,6 +90,7 @@ class Checked:
         _check_parameters(self.parameters, self.names)
         _check_saved_names(self.param_groups)
         tried = try_options(self.classes, self.param_groups, self.parameters[0].device)
+        _check_parts(self.classes, self.param_groups, rank_and_size(group)[1])
         of_class = [one.defaults for one in tried if type(one) is optimizer_class]
         self.defaults = (of_class or [tried[0].defaults])[0]
         """Options of the optimizer's own class."""
@@ -253,6 +269,90 @@ def _check_saved_names(param_groups: Sequence[dict]) -> None:
                 "parameters of each model a prefix, as in [('generator.weight', p)]"
             )
         given[own] = name
+
+
+Layout = Callable[[torch.Tensor], list[list[torch.Tensor]]]
+"""Divides a pair of matrices, [2, 4, 6], in order: by optimizer, the tensors that it gets."""
+
+
+def _whole(pair: torch.Tensor) -> list[list[torch.Tensor]]:
+    return [[*pair]]
+
+
+def _matrices(pair: torch.Tensor) -> list[list[torch.Tensor]]:
+    return [[matrix] for matrix in pair]
+
+
+def _flat(pair: torch.Tensor) -> list[list[torch.Tensor]]:
+    return [[*pair.flatten(1)]]
+
+
+def _pieces(pair: torch.Tensor) -> list[list[torch.Tensor]]:
+    first, second = pair.flatten(1)
+    return [[first[:10]], [first[10:], second]]
+
+
+def _check_parts(classes: Sequence[InnerClass], param_groups: Sequence[dict], world_size: int) -> None:
+    """Try with a few elements if classes compute the same from parts of parameters as from whole ones.
+
+    Raises ValueError for a class that does not. Warns about one that cannot be tried: many run on GPUs alone.
+    """
+    for g, (inner, group) in enumerate(zip(classes, param_groups, strict=True)):
+        if inner.optimizer_class in KNOWN or (inner.whole and world_size == 1):
+            continue
+        try:
+            expected, again = (_take_steps(inner, group, _whole, seed) for seed in range(2))
+        except Exception as error:
+            unit = "a matrix" if inner.whole else "an element"
+            warnings.warn(
+                f"{inner.name} cannot be tried on the CPU ({type(error).__name__}: {error}). It is right on "
+                f"shards of parameters only if its update of {unit} depends on no other",
+                stacklevel=5,
+            )
+            continue
+        # Random numbers, of stochastic rounding, fall on other elements in parts.
+        noise = 1e-8 + 1e-6 * expected.abs().max() + 10 * (again - expected).abs().max()
+        layouts = _pieces if world_size > 1 else _flat, _matrices
+        are_right = [_gives(expected, float(noise), inner, group, layout) for layout in layouts]
+        if not are_right[inner.whole]:
+            remedy = "whole_matrices=True gives it whole matrices"
+            raise ValueError(
+                f"param_groups[{g}]: {inner.name} cannot run on shards of parameters, from which it computes "
+                f"other values: {remedy if are_right[True] else 'its update depends on other parameters'}"
+            )
+
+
+def _gives(expected: torch.Tensor, noise: float, inner: InnerClass, group: dict, layout: Layout) -> bool:
+    try:
+        changes = _take_steps(inner, group, layout)
+    except Exception:  # it takes no tensors of such a shape
+        return False
+    return torch.allclose(changes, expected, rtol=0.01, atol=noise, equal_nan=True)
+
+
+def _take_steps(inner: InnerClass, group: dict, layout: Layout, seed: int = 0) -> torch.Tensor:
+    """By element, how three steps change two matrices. seed: of the random numbers that steps draw.
+
+    Norms of the gradients differ much between parts and steps, and one matrix has a steady gradient.
+    """
+    own = options(group)
+    if "lr" in inner.defaults | own:
+        own["lr"] = 1.0  # schedules may begin with 0
+    generator = torch.Generator("cpu").manual_seed(0)
+    values = torch.randn((4, 2, 4, 6), generator=generator, dtype=torch.float32, device="cpu")
+    values[0] *= 0.01
+    values[1:] **= 3
+    values[2:, 1] = values[1, 1]
+    before, (masters, *gradients) = values[0], [layout(v * 4**t) for t, v in enumerate(values)]
+    with torch.random.fork_rng(devices=()), torch.device("cpu"), torch.compiler.set_stance("force_eager"):
+        torch.default_generator.manual_seed(seed)
+        for mine, *parts in zip(masters, *gradients, strict=True):
+            optimizer = inner.optimizer_class([own | {"params": mine}], **inner.defaults)
+            for gradient in parts:
+                for master, part in zip(mine, gradient, strict=True):
+                    master.grad = part
+                optimizer.step()
+    return torch.cat([master.flatten() for mine in masters for master in mine]) - before.flatten()
 
 
 def _check_updates_early(classes: Sequence[InnerClass], on_nonfinite: str) -> None:

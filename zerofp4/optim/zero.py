@@ -75,7 +75,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         sharded over; named_parameters() for checkpoints by name. A group may carry `optimizer_class`,
         `process_group` and `replicated_over` (page on groups).
     optimizer_class, defaults: what updates the masters. It sees 1D pieces of parameters, so that it must be
-        elementwise; FusedAdamW is the fastest.
+        elementwise, which is tried with a few elements; FusedAdamW is the fastest.
     process_group: all ranks that step together; None is the default group, or a world of one.
     amax_groups: lists of NVFP4 weights that share one amax.
     state: "compact" has FusedAdamW keep masters in 24 bits and moments in 8; a group may choose.
