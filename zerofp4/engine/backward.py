@@ -76,7 +76,7 @@ class BackwardSchedule:
         """For a gradient that is only in the slices."""
         self._start_over()
         self._forget_sums()
-        self._end_hooks = add_gradient_hooks(self, self._parameters, BackwardSchedule._mark)
+        self._end_hooks = add_gradient_hooks(self, self._parameters, BackwardSchedule._mark, averages=True)
 
     def _start_over(self) -> None:
         """What is sent next is a new round."""

@@ -24,7 +24,7 @@ from zerofp4.ops import addresses_of, versions_of
 from zerofp4.reference import join_master, round_master, split_master
 from zerofp4.shard import equal_slices, intersect, state_unit, whole_slices
 from zerofp4.storage import Gate, any_dispatches, dispatches
-from zerofp4.tensors import GradientPlace, NVFP4Tensor
+from zerofp4.tensors import GradientPlace, NVFP4Tensor, check_not_averaged
 
 ALIGNMENT = 256
 """Elements that every weight and every slice starts at a multiple of: 128 bytes of packed codes, so no byte
@@ -310,17 +310,27 @@ def in_order(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def add_gradient_hooks(
-    owner: Any, parameters: Sequence[torch.Tensor], method: Callable[[Any, int, torch.Tensor], None]
+    owner: Any,
+    parameters: Sequence[torch.Tensor],
+    method: Callable[[Any, int, torch.Tensor], None],
+    *,
+    averages: bool = False,
 ) -> weakref.finalize:
     """Call method(owner, position, parameter) whenever a backward pass has accumulated p.grad. The parameters
     do not keep the owner alive: the hooks end with it, or when what this returns is called.
+
+    averages: whether the owner averages gradients in the pass. Then the first gradient raises RuntimeError if
+        a DistributedDataParallel is around the model by then, which does so, too.
     """
-    me = weakref.ref(owner)
+    me, unchecked = weakref.ref(owner), [set(map(id, parameters))] * averages
 
     def hook(position: int, parameter: torch.Tensor) -> None:
         alive = me()
         if alive is None:
             return
+        if unchecked:
+            check_not_averaged(unchecked[0])
+            unchecked.clear()
         with torch._C.DisableTorchFunctionSubclass():
             if torch.is_grad_enabled():  # with create_graph; the context costs as much as all else here
                 with torch.no_grad():

@@ -60,7 +60,7 @@ class EarlyUpdates:
         self._stream: torch.cuda.Stream | None = None
         """The stream on which something was queued last."""
         self._start_over()
-        add_gradient_hooks(self, shards.parameters, EarlyUpdates._note_gradient)
+        add_gradient_hooks(self, shards.parameters, EarlyUpdates._note_gradient, averages=True)
 
     def _start_over(self) -> None:
         """A step has ended."""

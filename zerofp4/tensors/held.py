@@ -3,7 +3,7 @@
 import gc
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -94,11 +94,8 @@ def _find_held(
     named: Sequence[tuple[str, torch.Tensor]], apart_from: Sequence[object]
 ) -> tuple[str, str] | None:
     """The name of one that is held, and what holds it."""
-    tracked = gc.get_objects()
-    kinds = {kind for kind in set(map(type, tracked)) if issubclass(kind, _OWNERS)}  # of 10**5 objects, in C
-    owners = [o for o in tracked if type(o) in kinds] if kinds else []
     owner_of: dict[int, str] = {}
-    for owner in (o for o in owners if not any(o is one for one in apart_from)):
+    for owner in (o for o in _instances(_OWNERS) if not any(o is one for one in apart_from)):
         parameters = owner.parameters() if isinstance(owner, nn.Module) else _optimized(owner)
         owner_of |= {id(p): type(owner).__name__ for p in parameters if p.requires_grad}
     holders = [holder for holder in list(_holders) if not any(holder is one for one in apart_from)]
@@ -108,6 +105,28 @@ def _find_held(
         if owner is not None:
             return name, owner
     return None
+
+
+def _instances(classes: type | tuple[type, ...]) -> list[Any]:
+    tracked = gc.get_objects()
+    kinds = {kind for kind in set(map(type, tracked)) if issubclass(kind, classes)}  # of 10**5 objects, in C
+    return [o for o in tracked if type(o) in kinds] if kinds else []
+
+
+def check_not_averaged(ids: Set[int]) -> None:
+    """Raise RuntimeError if a DistributedDataParallel has a parameter with one of these ids, for an optimizer
+    that averages gradients in backward passes. Looks at every object, as check_not_held() does.
+    """
+    for collects in (False, True):
+        if collects:
+            gc.collect()  # what was deleted may be in a cycle
+        found = _instances(nn.parallel.DistributedDataParallel)
+        if not any(id(p) in ids for model in found for p in model.parameters()):
+            return
+    raise RuntimeError(
+        "the model is in a DistributedDataParallel, which averages gradients in backward passes, and so does "
+        "an optimizer with overlap='backward', overlap='update' or accumulate='sharded': leave out either"
+    )
 
 
 def _optimized(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -211,3 +211,26 @@ def test_a_model_in_distributed_data_parallel(world):
     assert_all_equal([found[name] for name, _ in net.named_parameters()], before, "exported")
     assert_all_equal(optimizer.gathered_masters(), before, "master")
     check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "options", [{"overlap": "backward"}, {"overlap": "update"}, {"accumulate": "sharded"}], ids=str
+)
+@pytest.mark.parametrize("is_first", [False, True])
+def test_distributed_data_parallel_beside_early_gradients(world, options, is_first):
+    """Both would average them. A wrapper that was deleted does no harm."""
+    net = make_net(world.device)
+    ddp = DistributedDataParallel(net) if is_first else None
+    optimizer = ZeroFP4Optimizer(net.parameters(), FusedAdamW, **keywords(options))
+    ddp = ddp or DistributedDataParallel(net, init_sync=False)
+    before = optimizer.gathered_masters()
+    inputs = batch(world.device, world.rank)
+    with pytest.raises(RuntimeError, match=r"is in a DistributedDataParallel.*accumulate='sharded': leave"):
+        ddp(inputs).sum().backward()
+    assert_all_equal(optimizer.gathered_masters(), before, "master")
+    optimizer.zero_grad()
+    del ddp
+    net(inputs).sum().backward()
+    optimizer.step()
+    check_weights(list(net.parameters()), optimizer)
