@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -357,3 +358,20 @@ class EarlyUpdates:
             if self._sound.is_between and self._sound.broken is None:
                 self._sound.mark_broken(call, error)
             raise
+
+
+def check_trainer(frame: FrameType | None) -> None:
+    """Raise ValueError if the Trainer of transformers that has called this frame is to clip gradients.
+
+    torch.nn.utils.clip_grad_norm_ would find none: its norm is 0.0. Trainer tells the optimizer nothing about
+    it, so its frame is the only place to look.
+    """
+    while frame is not None and frame.f_globals.get("__name__") != "transformers.trainer":
+        frame = frame.f_back
+    arguments = None if frame is None else getattr(frame.f_locals.get("self"), "args", None)
+    max_norm = getattr(arguments, "max_grad_norm", None)
+    if max_norm:
+        raise ValueError(
+            f"max_grad_norm={max_norm} of TrainingArguments: overlap='update' has used all gradients before "
+            "Trainer clips them: pass max_grad_norm=0, or build the optimizer without it"
+        )

@@ -2,6 +2,7 @@
 
 import contextlib
 import operator
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +51,7 @@ from zerofp4.optim.build import (
     set_gradient_dtype,
 )
 from zerofp4.optim.communication import Communication
-from zerofp4.optim.early_updates import EarlyUpdates
+from zerofp4.optim.early_updates import EarlyUpdates, check_trainer
 from zerofp4.optim.initial import broadcast_frozen, initialize_masters
 from zerofp4.optim.inner import InnerOptimizers
 from zerofp4.optim.norm import global_norm
@@ -447,6 +448,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._early is not None:
             self._early.zero_grad()
         super().zero_grad(set_to_none)
+
+    def train(self) -> None:
+        """Does nothing. transformers' Trainer calls it before each batch: with overlap="update" it raises
+        ValueError if Trainer is to clip gradients afterwards.
+        """
+        if self._early is not None:
+            check_trainer(sys._getframe(1))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
