@@ -10,9 +10,13 @@ peft = pytest.importorskip("peft", reason="peft is not installed: pip install pe
 pytestmark = pytest.mark.heavy
 
 
-def converted():
+def plain():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+
+
+def converted():
+    model = plain()
     zerofp4.convert_model(model)
     return model
 
@@ -29,3 +33,16 @@ def test_adapters_are_saved_loaded_and_merged_into_unconverted_weights(tmp_path)
     expected = model(x)
     # float32 sums in another order
     torch.testing.assert_close(model.merge_and_unload()(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["pissa", "pissa_niter_4", "olora"])
+def test_adapters_that_change_base_weights_come_before_the_conversion(how):
+    config = peft.LoraConfig(target_modules=["0", "2"], r=4, init_lora_weights=how)
+    with pytest.raises((RuntimeError, TypeError), match=r"\(PiSSA, OLoRA\) before convert_model"):
+        peft.get_peft_model(converted(), config)
+    model = peft.get_peft_model(plain(), config)
+    report = zerofp4.convert_model(model, lambda module, name: "lora_" not in name)
+    assert len(report.converted) == 2
+    x = torch.randn(4, 32)
+    expected = plain()(x)
+    assert 0 < (model(x) - expected).norm() < 0.2 * expected.norm()  # by the codes of what is left of weights

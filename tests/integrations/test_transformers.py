@@ -43,3 +43,33 @@ def test_trainer_cannot_clip_gradients_that_were_used(tmp_path):
         trainer.train()
         assert optimizer.state_dict()["steps"] == 2
     optimizer.train()  # without a Trainer
+
+
+@pytest.mark.parametrize("size", [60, 70])
+def test_embeddings_are_resized_before_the_conversion(size):
+    """A converted head would be an ordinary one afterwards, and an optimizer has the old embeddings."""
+    options = {"tie_word_embeddings": False}
+
+    def is_linear(module, name):
+        return isinstance(module, torch.nn.Linear)
+
+    for mean in (False, True):
+        model = llama(**options)
+        zerofp4.convert_model(model, is_linear)
+        with pytest.raises(NotImplementedError, match=r"resize_token_embeddings .* before convert_model"):
+            model.resize_token_embeddings(size, mean_resizing=mean)
+    model = llama(**options)
+    zerofp4.convert_model(model)
+    optimizer = ZeroFP4Optimizer(model.named_parameters(), FusedAdamW)
+    model.resize_token_embeddings(size)
+    message = rf"'model.embed_tokens.weight' had shape \(64, 32\) .*\({size}, 32\) now: call resize_token"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    model = llama(**options)
+    model.resize_token_embeddings(size)
+    zerofp4.convert_model(model, is_linear)
+    optimizer = ZeroFP4Optimizer(model.named_parameters(), FusedAdamW)
+    tokens = torch.arange(16)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    assert isinstance(model.lm_head.weight, zerofp4.NVFP4Tensor) and model.lm_head.weight.shape[0] == size

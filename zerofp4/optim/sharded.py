@@ -45,6 +45,7 @@ class ShardedParameters:
         named = zip(checked.names, checked.parameters, strict=True)
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
+        self._shapes = [p.shape for p in self.parameters]
         options = checked.communication
         self.buckets = build_buckets(self.trained, bucket_mb, options.gradient_wire, options.overlap)
         for bucket in self.buckets:
@@ -258,6 +259,13 @@ class ShardedParameters:
             error = plan.find_moved()
             if error is not None:  # the plan knows a weight by its position in the bucket, not by its name
                 return self._packed_addresses.find_moved() or error
+        named = zip(self.names, self.parameters, self._shapes, strict=True)
+        for name, p, shape in named if error is not None else ():
+            if p.shape != shape:
+                return RuntimeError(
+                    f"{name} had shape {tuple(shape)} when the optimizer was built and has {tuple(p.shape)} "
+                    "now: call resize_token_embeddings before convert_model, and build the optimizer last"
+                )
         return error
 
     def check_not_taken_over(self) -> None:

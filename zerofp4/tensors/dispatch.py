@@ -19,8 +19,15 @@ _REFUSED = {
     "torch.distributed._shard": "torch.distributed.checkpoint cannot read a weight that was saved in pieces "
     "into a quantized one ({}): load the model before convert_model, or call "
     "zerofp4.plain_state_dict(model) first",
+    "transformers.modeling_utils": "resize_token_embeddings would make an ordinary head of a quantized one "
+    "({}): call it before convert_model",
 }
-"""By torch's modules that would go on with dequantized copies in silence: what they are told."""
+"""By modules that would go on with dequantized copies in silence: what they are told."""
+
+ADAPTERS = (
+    "With peft, call zerofp4.unconvert_model(model) before adapters are merged, and make adapters that begin "
+    "with a change of base weights (PiSSA, OLoRA) before convert_model"
+)
 
 _AVERAGES = "torch.optim.swa_utils"
 """Its AveragedModel copies averages into a copy of the model, which would requantize them each time."""
@@ -63,7 +70,7 @@ def writes(tensor) -> str:
         f" writes to an {type(tensor).__name__}, which only copy_, zero_ and fill_ may do: compute the new "
         "values in a plain tensor and copy_ that, which requantizes. To train, use "
         "zerofp4.optim.ZeroFP4Optimizer, which updates FP32 masters; for averages of weights, use "
-        "zerofp4.optim.AveragedMasters; call zerofp4.unconvert_model(model) before adapters are merged (peft)"
+        f"zerofp4.optim.AveragedMasters. {ADAPTERS}"
     )
 
 
@@ -137,6 +144,8 @@ def _copy_(target, source, non_blocking=False):
     if mine is not None and _who_asks() == _AVERAGES:
         raise RuntimeError("AveragedModel" + writes(target))
     if mine is None:
+        if _who_asks().startswith("transformers.modeling_utils"):
+            _refuse_copies(_aten.copy_.default)
         return target.copy_(plain(source, target.dtype), non_blocking)
     mine.check_memory("the tensor")
     if other is not None:

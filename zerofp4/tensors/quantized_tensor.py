@@ -200,7 +200,7 @@ def _set_data(tensor: QuantizedTensor, value: torch.Tensor) -> None:
             raise TypeError(
                 f"data must be an {type(tensor).__name__}, got {type(value).__name__}: copy_ takes plain "
                 f"values. A module may become one of {WEIGHT_DTYPES}, and .to({tensor.dtype}) takes back "
-                f"what has become {value.dtype}"
+                f"what has become {value.dtype}. {dispatch.ADAPTERS}"
             )
         value = same
     torch.Tensor.data.__set__(tensor, value)
