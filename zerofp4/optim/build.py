@@ -327,7 +327,7 @@ def _gives(expected: torch.Tensor, noise: float, inner: InnerClass, group: dict,
         changes = _take_steps(inner, group, layout)
     except Exception:  # it takes no tensors of such a shape
         return False
-    return torch.allclose(changes, expected, rtol=0.01, atol=noise, equal_nan=True)
+    return not ((changes - expected).abs() > noise + 0.01 * expected.abs()).any()  # a NaN says nothing
 
 
 def _take_steps(inner: InnerClass, group: dict, layout: Layout, seed: int = 0) -> torch.Tensor:

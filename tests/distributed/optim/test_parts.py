@@ -101,6 +101,16 @@ class Stochastic(torch.optim.AdamW):
             bits.add_(torch.randint_like(bits, 1 << 16)).bitwise_and_(-1 << 16)
 
 
+class Overflows(torch.optim.SGD):
+    """Elementwise, with steps that a trial cannot take."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.add_(0 * p.abs().exp())
+
+
 class OfGPUs(torch.optim.SGD):
     def step(self, closure=None):
         devices = {p.device.type for group in self.param_groups for p in group["params"]}
@@ -176,7 +186,7 @@ def test_a_class_that_cannot_be_tried(world):
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("optimizer_class", [Lion, Stochastic])
+@pytest.mark.parametrize("optimizer_class", [Lion, Stochastic, Overflows])
 def test_a_trial_leaves_no_trace(world, optimizer_class):
     """Nor does it depend on random numbers, or on defaults of torch."""
     before = torch.get_rng_state()
@@ -184,7 +194,7 @@ def test_a_trial_leaves_no_trace(world, optimizer_class):
     try:
         with torch.device(world.device), warnings.catch_warnings():
             warnings.simplefilter("error")
-            ZeroFP4Optimizer(make_parameters(world.device), optimizer_class)
+            ZeroFP4Optimizer(make_parameters(world.device), optimizer_class, lr=0.1)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.get_rng_state(), before)
