@@ -22,10 +22,11 @@ ZEROFP4_HD float fused_multiply_add(float a, float b, float c) {
 // which as a signed number says how many of its steps the master is further from zero than the bfloat16. A
 // byte of -128, half of a step of the bfloat16, does not occur.
 
-// The bits of x with the last 8 rounded away, up for as many of the 256 random bytes as they count.
+// The bits of x with the last 8 rounded away, up for as many of the 256 random bytes as they count. From a
+// low byte of 0x80 it is one more step, up for even random bytes and down for odd ones.
 ZEROFP4_HD uint32_t round_master(float x, uint32_t random_byte) {
     const uint32_t rounded = ((x == x ? to_bits(x) : 0x7fc00000u) + random_byte) & 0xffffff00u;
-    return rounded + ((rounded & 0xff00u) == 0x8000u ? 0x100u : 0u);
+    return rounded + ((rounded & 0xff00u) == 0x8000u ? 0x100u - (random_byte & 1u) * 0x200u : 0u);
 }
 ZEROFP4_HD BFloat16 high_of_master(uint32_t bits) { return {static_cast<uint16_t>((bits + 0x8000u) >> 16)}; }
 ZEROFP4_HD uint8_t low_of_master(uint32_t bits) { return static_cast<uint8_t>(bits >> 8); }

@@ -71,6 +71,21 @@ def test_groups_that_keep_another_state(device):
         assert name in optimizer.state[p]
 
 
+def test_weight_decay_alone_leaves_as_much_as_in_full_state(device):
+    """In steps smaller than those of 24 bits, across one or two middles between bfloat16 values."""
+    left, values = {}, torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
+    for state in ("full", "compact"):
+        p = nn.Parameter(values.to(device, torch.bfloat16))
+        optimizer = build([p], state=state, lr=1e-4, weight_decay=0.1)
+        before = p.detach().double().abs().mean()
+        p.grad = torch.zeros_like(p)
+        for _ in range(1000):
+            optimizer.step()
+        left[state] = (optimizer.gathered_masters()[0].double().abs().mean() / before).item()
+    assert left["full"] == pytest.approx(0.99004, abs=1e-5)
+    assert abs(left["compact"] - left["full"]) <= 0.01 * (1 - left["full"])
+
+
 # What else reads masters
 
 

@@ -120,6 +120,26 @@ def test_masters_of_every_bfloat16(device, low):
         compare_step([tensor], [gradient], f"step {step}", **PLAIN)
 
 
+@pytest.mark.parametrize("lr", [1e-5, -1e-5, 3e-5])
+def test_the_mean_of_masters_over_all_random_bytes(device, lr):
+    """Is the exact one, also across the middle between two bfloat16 values, toward zero and away from it."""
+    parts = torch.tensor([0, 1 << 31]), torch.arange(0x3F7D, 0x3F83) << 16, torch.arange(0x7C, 0x85) << 8
+    bits = torch.cartesian_prod(*parts).sum(1)
+    masters = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
+    tensor = Tensor.make(masters[:, None].expand(-1, 4096).to(device), True, number=3)
+    hypers = PLAIN | {"lr": lr, "weight_decay": 1.0}
+    gradient = torch.zeros(tensor.matrix)
+    exact, _ = reference.compact_adamw_step(tensor.master, gradient, tensor.moments, 1, number=None, **hypers)
+    compare_step([tensor], [gradient.to(device)], f"lr {lr}", **hypers)
+    # All elements of a row that have a random byte in common are equal: one for each.
+    random = reference.master_bytes(*tensor.matrix, number=3, step=1).long()
+    stored = torch.full((len(bits), 256), math.nan).scatter_(1, random, tensor.stored().view(tensor.matrix))
+    error = stored.double().mean(1) - exact[:, 0].double()
+    step = 2.0 ** (exact[:, 0].double().frexp().exponent - 16.0)
+    assert (error.abs() <= step / 128).all()
+    assert not (tensor.low == 0x80).any()
+
+
 @pytest.mark.parametrize("scales", [(1e-3, 1e-2), (1e-12, 1e-9), (3.0, 1e-15), (1e30, 1e19), (0.0, 1e-3)])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_codes_of_every_pair(device, scales, bf16):

@@ -95,8 +95,23 @@ def test_values_between_two_bfloat16_and_what_is_not_finite():
         assert rounded.view(torch.int32)[2:].eq(0x7FC00000).all()
         high, low = reference.split_master(rounded)
         assert_bytes_equal(reference.join_master(high, low), rounded, "special")
-    tie = torch.tensor([0x3F808000, 0x3F807FFF]).int().view(torch.float32)
-    assert reference.round_master(tie, torch.tensor([0, 1])).view(torch.int32).eq(0x3F808100).all()
+    tie = torch.full((4,), 0x3F808000).int().view(torch.float32)
+    rounded = reference.round_master(tie, torch.arange(4)).view(torch.int32)
+    assert rounded.tolist() == [0x3F808100, 0x3F807F00] * 2
+
+
+@pytest.mark.parametrize("high", [0x0000, 0x3F7F, 0x3F80, 0x7F7E, 0x8000, 0xBF7F, 0xBF80])
+def test_the_mean_over_all_random_bytes_is_the_value(high):
+    """Also of values in the middle between two bfloat16 values, and on both sides of a power of two."""
+    bits = (high << 16) + torch.cat((torch.arange(0x7E00, 0x8200), torch.arange(0xFE00, 0x10200)))
+    values = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
+    rounded = reference.round_master(values[:, None], torch.arange(256))
+    assert not (reference.split_master(rounded)[1] == 0x80).any()
+    error = (rounded.double() - values.double()[:, None]).mean(1)
+    step = 2.0**8 * (torch.nextafter(values.abs(), torch.tensor(math.inf)).double() - values.abs().double())
+    assert (error.abs() <= step / 128).all()
+    is_stored = (bits & 0xFF == 0) & (bits & 0xFF00 != 0x8000)
+    assert rounded[is_stored].eq(values[is_stored, None]).all()
 
 
 def test_a_zero_that_somebody_writes_is_zero():

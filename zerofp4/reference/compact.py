@@ -85,11 +85,12 @@ def master_bytes(rows: int, cols: int, number: int, step: int, first_row: int = 
 def round_master(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """float32 values rounded to 24 bits, up for as many of the 256 random bytes as the 8 last bits count.
 
-    A low byte of 0x80 becomes 0x81: it would be half way between two bfloat16 values. NaN is 0x7fc00000.
+    A low byte of 0x80 would be half way between two bfloat16 values: it becomes 0x81 for an even random byte,
+    and 0x7f for an odd one. NaN is 0x7fc00000.
     """
     bits = torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32).long() & LOW)
     bits = (bits + random) & 0xFFFFFF00
-    bits += torch.where(bits & 0xFF00 == 0x8000, 0x100, 0)
+    bits += torch.where(bits & 0xFF00 == 0x8000, 0x100 - (random.long() & 1) * 0x200, 0)
     return _from_bits(bits)
 
 

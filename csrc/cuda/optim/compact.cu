@@ -11,6 +11,7 @@
 
 #include "common/compact.h"
 #include "cuda/device/raise.cuh"
+#include "cuda/format/nibbles.cuh"
 #include "cuda/optim/gradient.cuh"
 #include "cuda/strip/tile_amax.cuh"
 
@@ -18,7 +19,8 @@ namespace zerofp4::cuda {
 namespace {
 
 constexpr int kCompactBlocksPerSm = 2;
-constexpr int kColumns = 16;  // of a lane
+constexpr int kColumns = 16;       // of a lane
+constexpr int kMastersAtOnce = 8;  // those of all columns would not fit into registers
 constexpr int kRowLanes = kCompactStripColumns / kColumns;
 constexpr int kGroupLanes = kStateGroup / kColumns;
 constexpr int kRowsAtOnce = kLanes / kRowLanes;
@@ -233,6 +235,7 @@ __device__ __forceinline__ float most_of(const Masters& masters) {
 
 // A lane's masters of a row, as they are stored.
 struct FloatMasters {
+    static constexpr bool kIsSplit = false;
     uint32_t words[kColumns];
 
     template <typename Access>
@@ -249,16 +252,19 @@ struct FloatMasters {
     }
     __device__ __forceinline__ void take(Staging& staging) { staging.take(words); }
     __device__ __forceinline__ float at(int k) const { return from_bits(words[k]); }
-    // Takes four, from element k on.
-    __device__ __forceinline__ void set(int k, const float (&values)[4], uint32_t) {
+    __device__ __forceinline__ float quick_at(int k) const { return at(k); }
+    // Takes elements from `first` on.
+    __device__ __forceinline__ void set(int first, const float (&values)[kMastersAtOnce],
+                                        const RandomBytes&) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) words[k + i] = to_bits(values[i]);
+        for (int i = 0; i < kMastersAtOnce; ++i) words[first + i] = to_bits(values[i]);
     }
     // The largest magnitude, of which the bits that matter to a weight of this dtype are right.
     __device__ __forceinline__ float most(DType) const { return most_of(*this); }
 };
 
 struct SplitMasters {
+    static constexpr bool kIsSplit = true;
     uint32_t high[kColumns / 2];
     uint32_t low[kColumns / 4];
 
@@ -293,22 +299,19 @@ struct SplitMasters {
         const uint32_t sign = (k % 2 == 0 ? high[k / 2] << 16 : high[k / 2]) & 0x80000000u;
         return from_bits(static_cast<uint32_t>(joined) | sign);
     }
-    // round_master of each with 0x8000 more in these bits: the high part is then rounded, and the low byte
-    // counted from -128 on.
-    __device__ __forceinline__ void set(int k, const float (&values)[4], uint32_t random) {
-        uint32_t bits[4];
+    // join_master in half of the instructions, but a NaN if the high part is zero and the low byte negative.
+    __device__ __forceinline__ float quick_at(int k) const {
+        const uint32_t steps = permute(low[k / 4], 0u, 0x8804u + 0x1110u * (k % 4));
+        return from_bits((k % 2 == 0 ? high[k / 2] << 16 : high[k / 2] & 0xffff0000u) + steps);
+    }
+    // round_master of each, of which none is NaN but 0x7fc00000.
+    __device__ __forceinline__ void set(int first, const float (&values)[kMastersAtOnce],
+                                        const RandomBytes& random) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            // What is computed here is no other NaN than the positive one of all ones.
-            const int32_t limited = min(static_cast<int32_t>(to_bits(values[i])), 0x7fc00000);
-            bits[i] = static_cast<uint32_t>(limited) + byte_of(random, i) + 0x8000u;
+        for (int i = 0; i < kMastersAtOnce; i += 4) {
+            const float four[4] = {values[i], values[i + 1], values[i + 2], values[i + 3]};
+            set_four(first + i, four, random.words[(first + i) / 4]);
         }
-        high[k / 2] = __byte_perm(bits[0], bits[1], 0x7632);
-        high[k / 2 + 1] = __byte_perm(bits[2], bits[3], 0x7632);
-        const uint32_t bytes = pack_bytes<1>(bits[0], bits[1], bits[2], bits[3]);
-        // 1 where a byte is 0, and perhaps where one is 1.
-        const uint32_t zeros = ((bytes - 0x01010101u) & ~bytes & 0x80808080u) >> 7;
-        low[k / 4] = (bytes | zeros) ^ 0x80808080u;
     }
     // The high parts are what the masters are when rounded to bfloat16.
     __device__ __forceinline__ float most(DType weight_dtype) const {
@@ -318,6 +321,26 @@ struct SplitMasters {
         for (uint32_t word : high) most = larger_magnitudes<BFloat16>(most, word);
         most = magnitudes<BFloat16>(most);
         return from_bits(widened<BFloat16>(max(most & 0xffffu, most >> 16)));
+    }
+
+  private:
+    // 0x8000 more round the high part, and have the low byte count from -128. For an odd random byte the sum
+    // is a step less: if the low byte was 0 it is 0xff now, below a smaller high part. All others get the
+    // step back.
+    __device__ __forceinline__ void set_four(int k, const float (&values)[4], uint32_t random) {
+        const uint32_t odd = random & 0x01010101u, odd_signs = random << 7;
+        uint32_t bits[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            bits[i] = to_bits(values[i]) + permute(random, odd_signs, 0xccc0u + 0x1111u * i) + 0x8000u;
+        high[k / 2] = __byte_perm(bits[0], bits[1], 0x7632);
+        high[k / 2 + 1] = __byte_perm(bits[2], bits[3], 0x7632);
+        // Inverted if odd, so that it is always a 0 that is treated otherwise.
+        const uint32_t inverted = permute<0xba98>(odd_signs, 0u);
+        const uint32_t bytes = pack_bytes<1>(bits[0], bits[1], bits[2], bits[3]) ^ inverted;
+        // 1 where a byte is 0, and perhaps where one is 1.
+        const uint32_t zeros = ((bytes - 0x01010101u) & ~bytes & 0x80808080u) >> 7;
+        low[k / 4] = ((bytes | zeros) - odd) ^ inverted ^ 0x80808080u;
     }
 };
 
@@ -359,15 +382,27 @@ __device__ __forceinline__ void update_row(const AdamWStep& step, const RandomBy
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) v[k] = any_root(v[k]);
     }
+    const auto updated = [&](int k, float master) {
+        const float update = m[k] * short_reciprocal(v[k] * step.inv_sqrt + step.eps);
+        return master * step.decay - step.step_size * update;
+    };
 #pragma unroll
-    for (int k = 0; k < kColumns; k += 4) {
-        float x[4];
+    for (int first = 0; first < kColumns; first += kMastersAtOnce) {
+        float x[kMastersAtOnce];
+        bool has_nan = false;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float update = m[k + i] * short_reciprocal(v[k + i] * step.inv_sqrt + step.eps);
-            x[i] = row.masters.at(k + i) * step.decay - step.step_size * update;
+        for (int k = 0; k < kMastersAtOnce; ++k) x[k] = updated(first + k, row.masters.quick_at(first + k));
+#pragma unroll
+        for (int k = 0; k < kMastersAtOnce; k += 2) has_nan |= x[k] != x[k] || x[k + 1] != x[k + 1];
+        // Where NaN is, or zeros that somebody has written, which quick_at makes NaN.
+        if (Masters::kIsSplit && has_nan) {
+#pragma unroll
+            for (int k = 0; k < kMastersAtOnce; ++k) {
+                x[k] = updated(first + k, row.masters.at(first + k));
+                x[k] = x[k] == x[k] ? x[k] : from_bits(0x7fc00000u);
+            }
         }
-        row.masters.set(k, x, random.words[k / 4]);
+        row.masters.set(first, x, random);
     }
 
     // The new codes.
