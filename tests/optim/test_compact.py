@@ -190,6 +190,25 @@ def test_loaded_state_of_other_shapes_and_dtypes(device, state, name, change, me
     assert optimizer.state is before
 
 
+def test_scales_that_lie_between_two_pairs(device):
+    """As in a checkpoint that is one flat tensor, behind a step count."""
+    given, _ = trained(device, 1, state="compact")
+    optimizer, params = trained(device, 1, state="compact")
+    saved = given.state_dict()
+    scales = saved["state"][0]["scales"]
+    flat = torch.cat((torch.ones(1, device=device), scales.flatten()))
+    saved["state"][0]["scales"] = flat[1:].view_as(scales)
+    optimizer.load_state_dict(saved)
+    set_random_gradients(params)
+    before = [p.clone() for p in params]
+    with pytest.raises(ValueError, match=r"param_groups\[0\].* scales must begin at a multiple of 8 bytes"):
+        optimizer.step()
+    assert_all_equal(params, before, "parameter")
+    saved["state"][0]["scales"] = scales.clone()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+
+
 @pytest.mark.parametrize("saver", ["full", "compact"])
 def test_a_converted_state_is_its_own(device, saver):
     """Also of a parameter without elements, as a rank of fully_shard may have it."""

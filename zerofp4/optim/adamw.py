@@ -410,6 +410,11 @@ class Part:
         if not compact:
             return ops.AdamWItem(p, *state, dtype, pieces, present)
         *state, scales = state
+        if scales is not None and scales.data_ptr() % 8:
+            raise ValueError(
+                f"the state of {name}: scales must begin at a multiple of 8 bytes, since a GPU loads both "
+                f"scales of a group at once, got address {scales.data_ptr():#x}: pass a clone()"
+            )
         item = ops.AdamWItem(p, *state, dtype, pieces, present, compact=True, scales=scales)
         if of is None:
             cols = p.shape[-1]
