@@ -31,7 +31,7 @@ class Peers:
     Building it is collective, and so is zeros(). What is queued waits for other ranks on the device only, in
     the same order on every rank, and at most as long as the group's timeout: a rank that has not come by then
     is named by check(), `failed` (float32 [] on the device) becomes 1, and updates that heed it change
-    nothing.
+    nothing. A rank that has given up tells the others, which give up too as they meet it.
 
     The memory stays where it is, and is freed with the tensors that zeros() gave and their views.
     """

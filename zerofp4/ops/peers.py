@@ -56,8 +56,9 @@ class Barrier:
     waits.
 
     flags: by rank, where its uint32 [ranks] flags are, zeros at first, in memory that all ranks can write.
-    status: int32 [1], pinned, which becomes 1 + the number of a rank that did not come within the time; from
-    then on nothing is waited for, and `failed` is not 0. failed: float32 [] on the device.
+    status: int32 [1], pinned, which becomes 1 + the number of a rank that did not come within the time: to
+    this rank, or to one that this rank meets. From then on nothing is waited for, and `failed` is not 0.
+    failed: float32 [] on the device.
 
     Of barriers with the same flags every rank must run as many, one after the other. Holds addresses: whoever
     built it keeps the flags alive. A CUDA graph may hold any number of them.

@@ -13,7 +13,7 @@ struct PeerRows {
 };
 
 // A rank says that it has come by writing the number of the barrier into its word of every other rank's
-// flags.
+// flags, and that it has given up by writing there a number that is far ahead.
 struct BarrierArgs {
     uint32_t* flags[kMaxPeers];  // by rank: its [count] flags
     uint32_t* passed;            // uint32[1] of this rank: how many barriers it has passed
