@@ -1,16 +1,33 @@
 #include "dispatch/update.h"
 
+#include <algorithm>
+#include <stdexcept>
+
 #include "common/compact.h"
 #include "dispatch/blocks.h"
 #include "dispatch/plan.h"
 
 namespace zerofp4 {
+namespace {
+
+// Kernels count rows and columns in 32 bits, up to the end of the last strip.
+void check_extents(const AdamWDescriptor& tensor) {
+    constexpr int64_t kMost = INT32_MAX - kCompactStripColumns;
+    if (std::max(tensor.rows, tensor.cols) <= kMost) return;
+    throw std::invalid_argument("compact state of a matrix [" + std::to_string(tensor.rows) + ", " +
+                                std::to_string(tensor.cols) + "]: it may have at most " +
+                                std::to_string(kMost) + " rows or columns; reshape it, or use full state");
+}
+
+}  // namespace
 
 AdamWPlan::AdamWPlan(bool on_cpu, bool compact, std::vector<AdamWDescriptor> tensors, uintptr_t reduced)
     : on_cpu_(on_cpu), compact_(compact), tensors_(std::move(tensors)), steps_(on_cpu ? tensors_.size() : 0) {
     const int64_t columns = compact && !on_cpu ? kCompactStripColumns : kStripColumns;
-    for (AdamWDescriptor& tensor : tensors_)
+    for (AdamWDescriptor& tensor : tensors_) {
+        if (compact) check_extents(tensor);
         table_.strip_units = partition_strips(tensor, table_.strip_units, columns);
+    }
     table_.tensors = on_cpu_ ? tensors_.data() : nullptr;
     table_.steps = steps_.data();
     table_.count = static_cast<int64_t>(tensors_.size());

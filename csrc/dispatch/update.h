@@ -16,7 +16,8 @@ class AdamWPlan {
     AdamWPlan& operator=(const AdamWPlan&) = delete;
 
     // `compact`: all tensors are in compact state, or none. `reduced` is the vector that the amaxes of
-    // tensors with an amax_offset >= 0 go to.
+    // tensors with an amax_offset >= 0 go to. Throws std::invalid_argument for compact state of about 2^31
+    // rows or columns.
     AdamWPlan(bool on_cpu, bool compact, std::vector<AdamWDescriptor> tensors, uintptr_t reduced);
 
     // For CUDA: the bytes of the descriptors, to be copied to the device; where they are there, and

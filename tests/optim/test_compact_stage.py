@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from cases.compact import Tensor
+from cases.compact import Tensor, embedded
 from cases.fused import HYPERS, OPTIONS
 from helpers import assert_bytes_equal
 from hypothesis import given
@@ -21,15 +21,18 @@ COLUMNS = st.one_of(st.sampled_from([64, 65, 127, 128, 144, 192, 256, 272, 320, 
 PLAIN = OPTIONS | {"maximize": False}
 
 
-def run(tensors, gradients, options, reduced=None, pieces=None, brought=None):
-    """One step of the kernels. gradients: of each tensor [rows, cols], or None."""
+def run(tensors, gradients, options, reduced=None, pieces=None, brought=None, offset=0):
+    """One step of the kernels. gradients: of each tensor [rows, cols], or None. offset: so many elements
+    behind the beginning of its memory lies each of them.
+    """
     dtypes = [torch.float32 if gradient is None else gradient.dtype for gradient in gradients]
     items = [
         t.item(dtype, piece)
         for t, dtype, piece in zip(tensors, dtypes, pieces or [None] * len(tensors), strict=True)
     ]
     stage = ops.AdamWStage(items, reduced)
-    owned = [g if g is None else t.owned(g).clone() for t, g in zip(tensors, gradients, strict=True)]
+    pairs = zip(tensors, gradients, strict=True)
+    owned = [g if g is None else embedded(t.owned(g), offset) for t, g in pairs]
     stage.begin(options, 0, owned)
     stage.update(brought)
 
@@ -156,6 +159,28 @@ def test_codes_of_every_pair(device, scales, bf16):
     gradient = (torch.randn(512, 128, generator=generator) * magnitude).to(device)
     gradient = gradient.bfloat16() if bf16 else gradient
     compare_step([tensor], [gradient], f"scales {scales}", **PLAIN)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [1, 4, 8, 16])
+def test_gradients_at_any_alignment(device, offset, dtype):
+    """Half a vector and one vector, too: a lane's elements are two or four of them."""
+    generator = torch.Generator().manual_seed(offset)
+    tensors = [Tensor.make(torch.randn(40, 320, generator=generator).to(device), split) for split in (0, 1)]
+    gradients = [torch.randn(t.matrix, generator=generator).to(device, dtype) for t in tensors]
+    for t, gradient in zip(tensors, gradients, strict=True):
+        t.update(gradient, **PLAIN)
+    run(tensors, gradients, ops.adamw_options(**PLAIN), offset=offset)
+    for t in tensors:
+        t.check(f"offset {offset}")
+
+
+def test_rows_that_kernels_cannot_count():
+    """Refused before anything is allocated, here of a tensor without memory."""
+    master = torch.empty(1, 2**31, device="meta")
+    item = ops.AdamWItem(master, None, None, None, torch.float32, compact=True)
+    with pytest.raises(ValueError, match=r"compact state of a matrix \[1, 2147483648\]: .* most 2147483391"):
+        ops.AdamWStage([item], None)
 
 
 @pytest.mark.threads

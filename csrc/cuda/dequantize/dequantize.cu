@@ -206,6 +206,7 @@ __global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
                           const __grid_constant__ ProductScale scale) {
     wait_for_previous_kernel();
     if (blockIdx.x == 0 && threadIdx.x == 0) *scale.alpha = scale.value();
+    if (blockIdx.x >= table.units) return;  // nobody wants values
     dequantize_item<T>(item_of_block(table, arguments));
 }
 
@@ -226,8 +227,8 @@ void product_values(const DequantizeTable& table, DType dtype, const ProductScal
                     const DequantizeDescriptor* host, cudaStream_t stream) {
     const ItemArguments<DequantizeDescriptor> arguments = argument_items(table, host);
     with_dtype(dtype, [&](auto t) {
-        launch("product_values", product_values_kernel<decltype(t)>, table.units, stream, table, arguments,
-               scale);
+        launch("product_values", product_values_kernel<decltype(t)>, std::max<int64_t>(table.units, 1),
+               stream, table, arguments, scale);
     });
 }
 

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <stdexcept>
 #include <string>
 
@@ -10,8 +11,7 @@
 namespace zerofp4::cuda::lt {
 namespace {
 
-Library loaded;
-bool is_loaded = false;
+std::atomic<const Library*> loaded = nullptr;  // read without the GIL
 
 template <class Function>
 void find(void* handle, const char* file, const char* name, Function& function) {
@@ -45,13 +45,13 @@ void load(const char* name) {
     find(handle, name, "cublasLtMatmulPreferenceSetAttribute", found.preference_set);
     find(handle, name, "cublasLtMatmulAlgoGetHeuristic", found.heuristic);
     find(handle, name, "cublasLtMatmul", found.matmul);
-    loaded = found;
-    is_loaded = true;
+    loaded = new Library(found);  // for as long as the process lives
 }
 
 const Library& library() {
-    if (!is_loaded) throw std::runtime_error("cuBLASLt is not loaded");
-    return loaded;
+    const Library* found = loaded;
+    if (found == nullptr) throw std::runtime_error("cuBLASLt is not loaded");
+    return *found;
 }
 
 }  // namespace zerofp4::cuda::lt

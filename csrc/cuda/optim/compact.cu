@@ -438,7 +438,7 @@ __device__ __forceinline__ void update_row(const AdamWStep& step, const RandomBy
     }
 }
 
-// The lane's elements of the first of its rows of a strip. There are fewer than 2^31 rows and columns.
+// The lane's elements of the first of its rows of a strip. AdamWPlan sees to it that int32 is enough.
 struct Place {
     int32_t row;
     int32_t col;

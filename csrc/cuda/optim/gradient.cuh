@@ -7,6 +7,12 @@
 
 namespace zerofp4::cuda {
 
+// Where load_words takes elements from: at 16 bytes if there are several vectors, too.
+template <typename G>
+__device__ __forceinline__ int alignment_of(int elements) {
+    return min(16, elements * static_cast<int>(sizeof(G)));
+}
+
 // At a lane's first element of a row, which a masked lane may not own.
 template <typename G, int kCount>
 struct GivenGradient {
@@ -20,9 +26,7 @@ struct GivenGradient {
         : own(in_global(static_cast<const G*>(step.gradient)) + index), factor(step.factor) {}
 
     __device__ __forceinline__ void advance(int64_t elements) { own += elements; }
-    __device__ __forceinline__ bool has_vectors() const {
-        return is_aligned(own, kCount * static_cast<int>(sizeof(G)));
-    }
+    __device__ __forceinline__ bool has_vectors() const { return is_aligned(own, alignment_of<G>(kCount)); }
     __device__ __forceinline__ void load(int64_t offset, Words& words) const {
         load_words<false>(own + offset, words);
     }
@@ -53,8 +57,9 @@ struct ReceivedRows {
         return r == pieces.rank ? own : received + r * pieces.stride;
     }
     __device__ __forceinline__ bool are_aligned(int elements) const {
-        const int bytes = elements * static_cast<int>(sizeof(G));
-        return is_aligned(own, bytes) && is_aligned(received, bytes) && pieces.stride % elements == 0;
+        const int bytes = alignment_of<G>(elements);
+        return is_aligned(own, bytes) && is_aligned(received, bytes) &&
+               pieces.stride * sizeof(G) % bytes == 0;
     }
 };
 
@@ -72,7 +77,9 @@ struct PeerRowsOf {
     __device__ __forceinline__ const G* of_rank(int r) const {
         return in_global(static_cast<const G*>(pieces.rows.of[r])) + place;
     }
-    __device__ __forceinline__ bool are_aligned(int elements) const { return place % elements == 0; }
+    __device__ __forceinline__ bool are_aligned(int elements) const {
+        return place * sizeof(G) % alignment_of<G>(elements) == 0;
+    }
 };
 
 // As GivenGradient, of the pieces that the ranks have brought. Without a factor, for which there is no
