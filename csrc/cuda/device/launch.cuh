@@ -24,8 +24,8 @@ inline void check(cudaError_t error, const char* operation) {
 
 // A kernel launched here may start while the one before it in the stream still runs (programmatic dependent
 // launch, compute capability 9.0 and later): the last blocks of one then overlap with the start of the next.
-// Every kernel begins with this, before it touches memory. Code for an older GPU alone cannot wait, and its
-// kernels do not overlap, also where a newer GPU runs its PTX.
+// Every kernel begins with this, before it touches memory (tests/ops/test_launches.py). Code for an older GPU
+// alone cannot wait, and its kernels do not overlap, also where a newer GPU runs its PTX.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     cudaTriggerProgrammaticLaunchCompletion();
