@@ -284,8 +284,7 @@ class Samples:
     """Two elements of each of some gradients as they were sent: the first one, and one in the middle."""
 
     def __init__(self, gradients: Mapping[int, torch.Tensor]):
-        self.indices = list(gradients)
-        self._views = list(map(_two_elements, gradients.values()))
+        self.indices, self._gradients = list(gradients), list(gradients.values())
         self._values = self._read()
 
     def changed(self) -> torch.Tensor:
@@ -293,7 +292,8 @@ class Samples:
         return self._read().ne(self._values).any(1)
 
     def _read(self) -> torch.Tensor:
-        return torch.stack(self._views).view(torch.uint8)
+        # The views are not kept: Module.to() swaps no gradient that has one.
+        return torch.stack(list(map(_two_elements, self._gradients))).view(torch.uint8)
 
 
 def _two_elements(tensor: torch.Tensor) -> torch.Tensor:

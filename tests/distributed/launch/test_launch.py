@@ -49,7 +49,9 @@ def test_groups_one_after_the_other(world):
 def test_a_group_that_torch_made(world, has_backend):
     """With a backend for each kind of device, as torch recommends, or with none: ranks get their GPUs."""
     launch.destroy_process_group()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_backend and world.device.type == "cuda" else None)
+    backend = "cpu:gloo,cuda:nccl" if has_backend and world.device.type == "cuda" else None
+    store = dist.PrefixStore(f"torch/{has_backend}", next(dist.rendezvous("env://"))[0])
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size)
     try:
         assert launch.init_process_group() == launch.init_process_group(world.backend) == world
     finally:

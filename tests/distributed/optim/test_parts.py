@@ -189,12 +189,12 @@ def test_a_class_that_cannot_be_tried(world):
 @pytest.mark.parametrize("optimizer_class", [Lion, Stochastic, Overflows])
 def test_a_trial_leaves_no_trace(world, optimizer_class):
     """Nor does it depend on random numbers, or on defaults of torch."""
-    before = torch.get_rng_state()
+    parameters, before = make_parameters(world.device), torch.get_rng_state()
     torch.set_default_dtype(torch.float16)
     try:
         with torch.device(world.device), warnings.catch_warnings():
             warnings.simplefilter("error")
-            ZeroFP4Optimizer(make_parameters(world.device), optimizer_class, lr=0.1)
+            ZeroFP4Optimizer(parameters, optimizer_class, lr=0.1)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.get_rng_state(), before)
