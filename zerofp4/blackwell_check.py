@@ -196,7 +196,7 @@ def quantized_bytes(setting: Setting) -> Iterator[Check]:
 
         def check(m=m, k=k, format=format, dtype=dtype) -> None:
             x = randoms(m, k, torch.device("cpu"), 5).to(dtype)
-            state = torch.tensor([7, 11], dtype=torch.int64) if format == "stochastic" else None
+            state = torch.tensor([7, 11], dtype=torch.int64, device="cpu") if format == "stochastic" else None
             records = []
             for device in (setting.device, x.device):
                 options = {"dtype": dtype, "device": device, "scale_layouts": SCALE_LAYOUTS}
@@ -253,7 +253,7 @@ def both_sides() -> list[tuple[str, str]]:
 def randoms(rows: int, cols: int, device: torch.device, seed: int) -> torch.Tensor:
     """float32 values that are the same on every device."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, cols, dtype=torch.float32, generator=generator).to(device)
+    return torch.randn(rows, cols, dtype=torch.float32, device="cpu", generator=generator).to(device)
 
 
 # The command

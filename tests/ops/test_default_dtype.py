@@ -1,4 +1,4 @@
-"""Buffers are float32 where kernels read and write float32, whatever torch's default dtype is."""
+"""Buffers have the dtype and the device that kernels expect, whatever torch's defaults are."""
 
 import ast
 from pathlib import Path
@@ -28,17 +28,17 @@ FACTORIES = set(
 )
 
 
-def without_dtype(source: str) -> list[str]:
-    """Calls of torch's factories, or of one under its own name as a variable, that name no dtype. What makes
-    a tensor like another one (new_empty, zeros_like) is none.
+def unnamed(option: str, source: str, owners: tuple[str, ...] = ("", "torch")) -> list[str]:
+    """Calls of torch's factories, or of one under its own name as a variable, that do not name dtype or
+    device. What makes a tensor like another one (new_empty, zeros_like) is none.
     """
     found = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
         owner, _, name = ast.unparse(node.func).rpartition(".")
-        names_one = any(keyword.arg in ("dtype", None) for keyword in node.keywords)  # None is of **options
-        if name in FACTORIES and owner in ("", "torch") and not names_one:
+        names_one = any(keyword.arg in (option, None) for keyword in node.keywords)  # None is of **options
+        if name in FACTORIES and owner in owners and not names_one:
             found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
 
@@ -46,8 +46,40 @@ def without_dtype(source: str) -> list[str]:
 def test_every_factory_call_of_the_package_names_a_dtype():
     """Those of integers, too: whoever reads them need not know which ones torch guesses."""
     package = Path(zerofp4.__file__).parent
-    found = {path.relative_to(package): without_dtype(path.read_text()) for path in package.rglob("*.py")}
+    found = {path.relative_to(package): unnamed("dtype", path.read_text()) for path in package.rglob("*.py")}
     assert not any(found.values()), {str(name): calls for name, calls in found.items() if calls}
+
+
+def test_every_factory_call_of_the_product_names_a_device():
+    """With a default device of a GPU nothing on the host could be pinned; on meta kernels got address 0."""
+    package = Path(zerofp4.__file__).parent
+    paths = [p for p in package.rglob("*.py") if p.relative_to(package).parts[0] != "reference"]
+    found = {path.name: unnamed("device", path.read_text(), ("torch",)) for path in paths}
+    for calls in found.values():
+        calls[:] = [call for call in calls if "as_tensor" not in call]  # of what has a device
+    assert not any(found.values()), {name: calls for name, calls in found.items() if calls}
+
+
+def test_a_step_under_another_default_device(device):
+    parameters = make_parameters(device)
+    with torch.device("meta"):
+        optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, lr=0.1)
+        set_gradients(parameters, gradients_on_the_host(parameters))
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+    expected = make_parameters(device)
+    other = ZeroFP4Optimizer(expected, FusedAdamW, lr=0.1)
+    for _ in range(2):
+        set_gradients(expected, gradients_on_the_host(expected))
+        other.step()
+    for actual, wanted in zip(optimizer.gathered_masters(), other.gathered_masters(), strict=True):
+        assert_bytes_equal(actual, wanted, "master")
+
+
+def gradients_on_the_host(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.device("cpu"):
+        return make_gradients(parameters, 0)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +97,7 @@ def test_every_factory_call_of_the_package_names_a_dtype():
     ],
 )
 def test_the_reader_of_sources(source, count):
-    assert len(without_dtype(source)) == count
+    assert len(unnamed("dtype", source)) == count
 
 
 def test_values_of_python_are_not_rounded(device):

@@ -481,7 +481,7 @@ class StepStatus:
     def __init__(self, device: torch.device):
         self._device = device
         on_gpu = device.type == "cuda"
-        self.word = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
+        self.word = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         # A plain read of the memory: every step looks at it.
         self._value = ctypes.c_int32.from_address(self.word.data_ptr())
         self._done = torch.cuda.Event() if on_gpu else None

@@ -49,7 +49,7 @@ class Peers:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._handles: list[tuple[int, int, Any]] = []  # first and last address of this rank's, and torch's
         self.failed = torch.zeros((), dtype=torch.float32, device=device)
-        self._status = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._status = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._flags = self.zeros((2, self.size), torch.int32)
         arguments = self.rank, self._status, self.failed, timeout_seconds(group, device)
         self._arrivals, self._gathers = (Barrier(self.rows(flags), *arguments) for flags in self._flags)

@@ -68,7 +68,7 @@ def run_list(native: NativeList, count: int, device: torch.device) -> None:
 def _table_of(native: NativeList, count: int, device: torch.device) -> torch.Tensor:
     """What a list has in a GPU's memory; nothing where it travels in a kernel's arguments."""
     if device.type != "cuda" or count <= _C.ARGUMENT_ITEMS:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     if is_capturing(device):
         # A replay would read staging memory that has long gone back to the allocator.
         raise RuntimeError(

@@ -156,7 +156,7 @@ class Agreement:
                 position = end
         else:
             on_gpu = self._device.type == "cuda"
-            ballot = torch.tensor(words, dtype=torch.float64, pin_memory=on_gpu)
+            ballot = torch.tensor(words, dtype=torch.float64, device="cpu", pin_memory=on_gpu)
             self._vector[-len(words) :].copy_(ballot, non_blocking=True)
         if tensors is not None:
             last = self._count + _EQUAL - 1

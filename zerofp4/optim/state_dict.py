@@ -223,7 +223,7 @@ class SavedParameter(NamedTuple):
         """
         (shape, shard), what = self.extent(entry), f"state_dict does not fit: {self.label}.{name}"
         if isinstance(value, numbers.Number):
-            value = torch.tensor(value, dtype=entry.dtype)
+            value = torch.tensor(value, dtype=entry.dtype, device="cpu")
         home = value.about.home if type(value) is Piece else None
         is_elsewhere = home not in (None, self.home) and home.group.is_alive()
         if is_elsewhere or (type(value) is not Piece and isinstance(value, DTensor)):
@@ -366,7 +366,7 @@ class SavedState(Mapping):
                 value = torch.cat([state[name].reshape(-1) for state in states])
             found[name] = torch.as_tensor(value, dtype=entry.dtype, device=entry.device).reshape(-1)
         if STARTED in entries and found:
-            found[STARTED] = torch.ones(1, dtype=torch.float32)
+            found[STARTED] = torch.ones(1, dtype=torch.float32, device="cpu")
         planes = self.shards.saved_planes(i)
         kept = PLANES if self.shards.trained[i].state == "compact24" else {"master": MASTER}
         named = zip(kept.items(), planes, strict=False)  # one or both
@@ -524,7 +524,7 @@ def _read_parameter(
         with error:  # the other ranks may gather the next entry
             found[name] = own.read(name, value, known[name])
     error.raise_if_any()
-    count = found.get("step", torch.zeros((), dtype=torch.float32))
+    count = found.get("step", torch.zeros((), dtype=torch.float32, device="cpu"))
     if not (count.isfinite() & (count >= 0)).all():  # an update would put a NaN into the master
         raise ValueError(
             f"state_dict does not fit: {own.label}.step must be finite and not negative, got {count.item()}"

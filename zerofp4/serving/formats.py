@@ -28,8 +28,9 @@ class Format:
     def global_of(self, amax: float, e4m3_max: int) -> torch.Tensor:
         """The global scale that belongs to an amax, float32. 1 where the amax is 0: then all codes are 0."""
         if amax == 0:
-            return torch.ones(self.scalar_shape, dtype=torch.float32)
-        own, most = torch.full(self.scalar_shape, amax, dtype=torch.float32), E2M1_MAX * e4m3_max
+            return torch.ones(self.scalar_shape, dtype=torch.float32, device="cpu")
+        own = torch.full(self.scalar_shape, amax, dtype=torch.float32, device="cpu")
+        most = E2M1_MAX * e4m3_max
         return most / own if self.divides else own / most
 
     def config(self, ignore: Sequence[str], has_inputs: bool) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def rows_as_saved(model: nn.Module, key: str, shape: torch.Size) -> list[Rows]:
 
     Raises ValueError where they are not pieces of its rows, in their order.
     """
-    numbers = torch.arange(shape[:-1].numel(), dtype=torch.int64)
+    numbers = torch.arange(shape[:-1].numel(), dtype=torch.int64, device="cpu")
     numbers = numbers.view(*shape[:-1], 1).repeat_interleave(2, dim=-1)
     found = []
     for name, part in as_saved(model, {key: numbers}).items():

@@ -175,7 +175,7 @@ def _fill_(tensor, value):
 def _zero_(tensor):
     tensor.record.check_memory("the tensor")
     tensor.record.zero()
-    replace_initial_value(tensor.record, torch.zeros((), dtype=torch.float32))
+    replace_initial_value(tensor.record, torch.zeros((), dtype=torch.float32, device="cpu"))
     return tensor
 
 

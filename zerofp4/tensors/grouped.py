@@ -298,4 +298,4 @@ def sizes_on(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
             "while a CUDA graph is captured m_splits must be on x's device, got them on the host"
         )
     # torch does not reuse pinned memory before the copies from it are done.
-    return torch.tensor(sizes, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+    return torch.tensor(sizes, dtype=torch.int64, device="cpu").pin_memory().to(device, non_blocking=True)

@@ -115,7 +115,7 @@ class _Watch:
     def __init__(self, device: torch.device):
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         on_gpu = device.type == "cuda"
-        self._seen = torch.zeros(1, dtype=torch.float32, pin_memory=on_gpu)
+        self._seen = torch.zeros(1, dtype=torch.float32, device="cpu", pin_memory=on_gpu)
         self._done = torch.cuda.Event() if on_gpu else None
 
     def note(self) -> None:
