@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "autograd/functions.h"
+#include "autograd/plain.h"
 
 namespace zerofp4 {
 namespace {
