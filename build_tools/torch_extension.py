@@ -10,21 +10,11 @@ import runpy
 from pathlib import Path
 
 from build_tools import ROOT
-from build_tools.commands import CSRC, Job, sources, switch, together
+from build_tools.commands import CSRC, Job, switch, together
 
 _on_first_use = runpy.run_path(str(ROOT / "zerofp4" / "ops" / "autograd_build.py"))
-# Compiled as one: reading torch's headers takes longer than any of them.
-TOGETHER = {
-    "all_layers.cpp": {
-        "grouped_passes.cpp",
-        "layer.cpp",
-        "layer_operators.cpp",
-        "layer_passes.cpp",
-        "quantization.cpp",
-    },
-    "all_products.cpp": {"linear.cpp", "lists.cpp", "module.cpp", "operators.cpp"},
-}
 NAME = _on_first_use["NAME"]
+TOGETHER = _on_first_use["TOGETHER"]
 source_files = _on_first_use["source_files"]
 Torch = _on_first_use["Torch"]
 
@@ -45,10 +35,8 @@ def find_torch():
 
 def jobs(cxx, torch):
     flags = tuple(_on_first_use["compile_flags"](CSRC, torch))
-    found = sources("autograd", "*.cpp")
-    merged = [together(name, [path for path in found if path.name in own]) for name, own in TOGETHER.items()]
-    alone = [path for path in found if path.name not in set.union(*TOGETHER.values())]
-    return [Job(source, cxx, flags) for source in [*merged, *alone]]
+    merged = {name: [CSRC / "autograd" / part for part in parts] for name, parts in TOGETHER.items()}
+    return [Job(together(name, paths), cxx, flags) for name, paths in merged.items()]
 
 
 def link(cxx, torch):
