@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofp4 import reference
-from zerofp4.distributed import Stage, resolve_group
+from zerofp4.distributed import Stage, exchange, resolve_group
 from zerofp4.layout import as_matrix
 from zerofp4.tensors import NVFP4Tensor
 
@@ -181,11 +181,8 @@ def verify_weights(
     group = resolve_group(process_group)
     if group is not None:
         found += _differences_from_the_first_rank(weights, group)
-        per_rank: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
         mine = [f"rank {dist.get_rank()}: {line}" for line in found]
-        with Stage(_VERIFYING, group):
-            dist.all_gather_object(per_rank, mine, group=group)
-        found = [line for lines in per_rank for line in lines]
+        found = [line for lines in exchange(mine, None, group, _VERIFYING) for line in lines]
     if found:
         more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         shown = "\n  ".join(found[:_SHOWN] + more)
@@ -263,10 +260,10 @@ def _matrix_buffers(
 
 
 def _differences_from_the_first_rank(
-    weights: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
+    weights: Mapping[str, torch.Tensor], group: dist.ProcessGroup
 ) -> list[str]:
     """Collective: what this rank holds otherwise than the first of the group."""
-    first = 0 if group is None else dist.get_global_rank(group, 0)
+    first = dist.get_global_rank(group, 0)
     buffers = [
         (f"{name}.{buffer}", value)
         for name, weight in weights.items()
@@ -274,9 +271,7 @@ def _differences_from_the_first_rank(
     ]
     # Agreed first: a broadcast of another size than the others' hangs, or writes past an end.
     mine = [(name, value.dtype, tuple(value.shape)) for name, value in buffers]
-    described = [mine] * dist.get_world_size(group)
-    with Stage(_VERIFYING, group):
-        dist.all_gather_object(described, mine, group=group)
+    described = exchange(mine, None, group, _VERIFYING)
     if any(theirs != mine for theirs in described):
         other = [buffer for buffer in mine if buffer not in described[0]]
         return [f"{name} is {dtype} {shape} here and not on rank {first}" for name, dtype, shape in other]

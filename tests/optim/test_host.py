@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from cases.optim import keywords, make_gradients, make_parameters, set_gradients
+import torch.distributed as dist
+from cases.optim import keywords, make_gradients, make_net, make_parameters, set_gradients, take_step
 from helpers import needs_gpu
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofp4 import NVFP4Tensor
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.testing import verify_model
 
 
 def stepped(device, count, optimizer_class=torch.optim.SGD, **options):
@@ -41,6 +44,30 @@ def test_no_weight_is_asked_through_torch_function(device, monkeypatch, strides,
         optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     assert not calls
+
+
+def test_a_world_of_one_exchanges_no_objects(world_of_one, monkeypatch):
+    """Errors are those of this rank, which names none."""
+
+    def fail(*arguments, **options):
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(dist, "all_gather_object", fail)
+    net = make_net("cpu")
+    optimizer = ZeroFP4Optimizer(net.parameters())
+    take_step(list(net.parameters()), optimizer, 0)
+    verify_model(net, optimizer)
+    with pytest.raises(ValueError, match="^amax_groups"):
+        ZeroFP4Optimizer(net.parameters(), amax_groups=[[net.first.bias]])
+
+
+def test_a_world_of_one_blames_no_rank(world_of_one, monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("Address already in use")
+
+    monkeypatch.setattr(dist, "broadcast", fail)
+    with pytest.raises(RuntimeError, match="^Address already in use$"):
+        ZeroFP4Optimizer([nn.Parameter(torch.zeros(3), requires_grad=needed) for needed in (True, False)])
 
 
 class Operations(TorchDispatchMode):

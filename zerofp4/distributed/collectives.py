@@ -112,12 +112,14 @@ class Stage:
             self.raise_named(error)
 
     def raise_named(self, error: RuntimeError) -> None:
-        """Raise the CollectiveError for an error of torch.distributed, unless it is one already, or says that
-        a GPU is out of memory.
+        """Raise the CollectiveError for an error of torch.distributed, unless it is one already, says that a
+        GPU is out of memory, or there is no other rank to blame.
         """
         if isinstance(error, CollectiveError | torch.OutOfMemoryError):
             return
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        if size == 1:
+            return
         # Of a group of two in a larger world the other one may have left because of a third rank.
         who = f"rank {1 - rank}" if size == dist.get_world_size() == 2 else "a rank"
         raise CollectiveError(
@@ -215,15 +217,15 @@ def exchange(
     """All-gather a picklable payload and agree on errors: the payloads in rank order.
 
     Every rank must call it, with or without an error. If any rank has one, every rank raises an exception of
-    its kind whose message names the first such rank.
+    its kind whose message names the first such rank. A world of one raises its own error as it is.
     """
+    rank, size = rank_and_size(group)
     own = error.take() if error else None
     try:
-        if own is not None and (group is None or isinstance(own, CollectiveError)):
+        if own is not None and (size == 1 or isinstance(own, CollectiveError)):
             raise own
-        if group is None:
+        if size == 1:
             return [payload]
-        rank, size = rank_and_size(group)
         kinds = {kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError)}
         kind = next((name for name, kind in kinds.items() if isinstance(own, kind)), "RuntimeError")
         # The kind's name and the text: an exception itself may not survive pickling.
