@@ -286,5 +286,6 @@ def commands(page: Path) -> list[str]:
     """The command lines of a page's shell blocks, and those of its prose that run a program of ours."""
     lines = "".join(block.code for block in blocks(page, "shell")).splitlines()
     prose = BLOCK.sub("", page.read_text())
-    inline = re.findall(r"`((?:torchrun [^`]*)?(?:scripts/\w+\.(?:py|sh)|python -m zerofp4)\b[^`]*)`", prose)
+    ours = r"scripts/\w+\.(?:py|sh)\b|python -m zerofp4\b|zerofp4 "
+    inline = re.findall(rf"`(?:[A-Z0-9_]+=\S+ )?((?:torchrun [^`]*)?(?:{ours})[^`]*)`", prose)
     return [*lines, *(" ".join(line.split()) for line in inline)]

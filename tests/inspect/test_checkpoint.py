@@ -1,4 +1,4 @@
-"""python -m zerofp4 inspect: what it says of each kind of checkpoint, and of what is none."""
+"""zerofp4 inspect: what it says of each kind of checkpoint, and of what is none."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_what_cannot_be_inspected_gives_one_line(tmp_path, capsys, make):
     capsys.readouterr()
     assert main(["inspect", str(path)]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"python -m zerofp4 inspect: {tmp_path}") and err.count("\n") == 1
+    assert out == "" and err.startswith(f"zerofp4 inspect: {tmp_path}") and err.count("\n") == 1
     assert message in err
 
 

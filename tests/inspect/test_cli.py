@@ -1,4 +1,4 @@
-"""python -m zerofp4: its options, and what `info` says of installations that there are none of here."""
+"""zerofp4: its options, and what `info` says of installations that there are none of here."""
 
 import json
 import os

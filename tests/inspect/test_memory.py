@@ -1,4 +1,4 @@
-"""python -m zerofp4 memory: what it predicts is what an optimizer and its model keep."""
+"""zerofp4 memory: what it predicts is what an optimizer and its model keep."""
 
 from __future__ import annotations
 

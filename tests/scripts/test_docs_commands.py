@@ -25,6 +25,8 @@ COMMANDS = [
     if page.name != HISTORY
     for command in dict.fromkeys(commands(page))
 ]
+CONSOLE = re.search(r'^zerofp4 = "([\w.]+):main"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+"""The module of the command `zerofp4`."""
 FOREIGN = [["pip", "install"], ["python", "-m", "mkdocs"]]
 """How commands of other people's programs begin."""
 LANGUAGES = {"python", "shell", "text"}
@@ -48,7 +50,7 @@ def parse(module: str, arguments: list[str]) -> None:
 
 def check_python(module: str, arguments: list[str]) -> None:
     """A program is named alone where a page is about it; with arguments they have to be whole."""
-    if arguments == ["--help"]:
+    if arguments[-1:] == ["--help"]:
         with pytest.raises(SystemExit, match="0"):
             importlib.import_module(module).parse_options(arguments)
     elif arguments:
@@ -93,7 +95,11 @@ def test_the_command_can_start(command):
         launch = get_args_parser().parse_args(words[1:])
         words = [launch.training_script, *launch.training_script_args]
     if words[:2] == ["python", "-m"]:
-        check_python({"zerofp4": "zerofp4.inspect.cli"}.get(words[2], words[2]), words[3:])
+        check_python(words[2], words[3:])
+        return
+    if words[0] == "zerofp4":
+        named_alone = len(words) == 2 and not words[1].startswith("-")
+        check_python(CONSOLE, [*words[1:], *["--help"] * named_alone])
         return
     script = ROOT / words[0]
     if script.parent == ROOT / "examples":

@@ -309,7 +309,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         contents = read(options.checkpoint)
     except CheckpointError as error:
-        print(f"python -m zerofp4 inspect: {error}", file=sys.stderr)
+        print(f"zerofp4 inspect: {error}", file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps(as_json(contents), indent=2, allow_nan=False))

@@ -1,4 +1,4 @@
-"""The command line of `python -m zerofp4`: one module for each subcommand."""
+"""The command `zerofp4`, or `python -m zerofp4`: one module for each subcommand."""
 
 import argparse
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ exit codes:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m zerofp4", **_about("Tools for an installation of ZeroFP4."))
+    parser = argparse.ArgumentParser("zerofp4", **_about("Tools for an installation of ZeroFP4."))
     parser.add_argument("--version", action="version", version=f"zerofp4 {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for name, command in COMMANDS.items():

@@ -13,7 +13,8 @@ def _why_missing() -> str:
         return f"zerofp4._C, the compiled extension, is not in {here}: pip install -e . builds it there"
     return (
         f"zerofp4._C, the compiled extension, is not in {here}, and this source folder shadows the "
-        f"installation in {installed}: run Python in another folder, or pip install -e ."
+        f"installation in {installed}: run zerofp4 instead of python -m zerofp4, run Python in another "
+        "folder, or pip install -e ."
     )
 
 

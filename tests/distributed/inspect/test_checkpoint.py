@@ -1,4 +1,4 @@
-"""python -m zerofp4 inspect of what several ranks saved, by one of them alone."""
+"""zerofp4 inspect of what several ranks saved, by one of them alone."""
 
 from __future__ import annotations
 
