@@ -92,7 +92,8 @@ def test_sources_that_shadow_the_installation(early):
     run = early(in_the_sources)
     last = run.stderr.splitlines()[-1]
     assert run.returncode == 1 and last.startswith("ModuleNotFoundError: zerofp4._C, the compiled extension")
-    assert f"this source folder shadows the installation in {Path(zerofp4.__file__).parent}: run" in last
+    shadowed = f"this source folder shadows the installation in {Path(zerofp4.__file__).parent}: "
+    assert f"{shadowed}run zerofp4 instead of python -m zerofp4, " in last
 
 
 def test_info_of_this_machine(capsys):

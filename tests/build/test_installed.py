@@ -1,0 +1,131 @@
+"""README's installation, pasted where nothing is installed, and what it left, used outside of the checkout.
+
+All other tests run a developer's installation, which is editable and has zerofp4._autograd from setup.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from cases.docs import blocks
+from early import waits_for
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+CI = os.environ.get("CI") == "true"
+NOT_TRACKED = {".git", ".venv", "build", "dist", "runs", "site"}
+OF_A_CHECKOUT = ("build", "scripts", "distributed/scripts", "bench", "test_house.py")
+"""Tests of sources, scripts, examples and pages, not of the package."""
+
+BROUGHT = """
+import pathlib, sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+batch = torch.randn(8, 64)
+def loss_of(model, batch):
+    return (model(batch) - batch).square().mean()
+"""
+CHECKS = """
+assert pathlib.Path(zerofp4.__file__).is_relative_to(sys.prefix), zerofp4.__file__
+why = zerofp4.ops.why_python_autograd()
+assert why is None, why
+"""
+PYTEST = """
+import pathlib, pytest, sys, zerofp4
+assert pathlib.Path(zerofp4.__file__).is_relative_to(sys.prefix), zerofp4.__file__
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def copy(target: Path, *without: str) -> None:
+    """The checkout, as a clone has it."""
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        at_the_top = {*NOT_TRACKED, *without} if Path(folder) == ROOT else set()
+        built = re.compile(r"__pycache__|\..*_cache|.*\.(so|egg-info)")
+        return [name for name in names if name in at_the_top or built.fullmatch(name)]
+
+    shutil.copytree(ROOT, target, ignore=left_out)
+
+
+def run(folder: Path, *command: object, cwd: str, **more: str) -> subprocess.CompletedProcess:
+    """In the environment in this folder, with a cache of its own; stderr is part of stdout."""
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("ZEROFP4_")}
+    kept |= {"PATH": f"{folder}/venv/bin:{kept['PATH']}", "TORCH_EXTENSIONS_DIR": f"{folder}/cache", **more}
+    words = [str(word) for word in command]
+    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(words, cwd=folder / cwd, env=kept, timeout=540, **said)
+
+
+def install(folder: Path) -> tuple[Path, subprocess.CompletedProcess]:
+    """Paste README's block. pip may take no torch but this environment's: others may be gigabytes."""
+    copy(folder / "checkout")
+    (folder / "outside").mkdir()
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    (folder / "constraint").write_text(f"torch=={version('torch')}\n")
+    options = {"ZEROFP4_CUDA": "0", "PIP_CONSTRAINT": str(folder / "constraint"), "PIP_COMPILE": "0"}
+    options |= {} if CI else {"PIP_RETRIES": "0"}
+    pasted, *_ = blocks(README, "shell")
+    assert "pip install ." in pasted.code
+    return folder, run(folder, "bash", "-e", "-c", pasted.code, cwd="checkout", **options)
+
+
+pytestmark = [
+    pytest.mark.heavy,
+    waits_for(install),
+    pytest.mark.skipif(
+        torch.version.cuda is not None and not CI,
+        reason="a torch with CUDA is gigabytes to install: for CI=true",
+    ),
+]
+
+
+@pytest.fixture
+def installed(early) -> tuple[Path, str]:
+    """The folder of the environment, and what the block printed."""
+    folder, pasted = early(install)
+    has_torch = list(folder.glob("venv/lib/python*/site-packages/torch"))
+    if pasted.returncode and not has_torch and not CI:
+        pytest.skip(f"pip cannot install torch here: {re.search('ERROR: .*|$', pasted.stdout)[0]}")
+    assert pasted.returncode == 0, pasted.stdout
+    return folder, pasted.stdout
+
+
+def test_the_block_ends_with_what_was_installed(installed):
+    """In the checkout, where python -m zerofp4 would find the sources."""
+    folder, printed = installed
+    assert re.search(rf"^zerofp4 +\S+, in {folder}/venv/", printed, re.MULTILINE), printed
+    assert printed.endswith("\nno problem found\n")
+
+
+def test_the_snippet_compiles_once_what_it_then_uses(installed):
+    folder, _ = installed
+    snippet = blocks(README, "python")[0].code
+    another_step = snippet[snippet.index("loss_of(") :]
+    (folder / "outside" / "use.py").write_text(BROUGHT + snippet + another_step + CHECKS)
+
+    alone = run(folder, "python", "use.py", cwd="outside")
+    assert alone.returncode == 0 and "zerofp4: compiled in " in alone.stdout, alone.stdout
+    ranks = run(folder, "torchrun", "--standalone", "--nproc-per-node=2", "use.py", cwd="outside")
+    assert ranks.returncode == 0 and "zerofp4: " not in ranks.stdout, ranks.stdout
+    info = run(folder, "zerofp4", "info", cwd="outside")
+    assert info.returncode == 0 and f"by zerofp4._autograd, {folder}/cache/" in info.stdout, info.stdout
+
+
+def test_the_quick_tests_pass(installed):
+    """With the tools for tests of this environment, behind what README installed."""
+    folder, _ = installed
+    copy(folder / "copy", "zerofp4")
+    (packages,) = folder.glob("venv/lib/python*/site-packages")
+    (packages / "tools.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    left_out = [f"--ignore=tests/{path}" for path in OF_A_CHECKOUT]
+    tests = run(folder, "python", "-c", PYTEST, "--quick", *left_out, cwd="copy")
+    assert tests.returncode == 0, tests.stdout
+    assert int(re.search(r"(\d+) passed", tests.stdout)[1]) > 1000
