@@ -57,7 +57,7 @@ def test_a_world_of_one_exchanges_no_objects(world_of_one, monkeypatch):
     optimizer = ZeroFP4Optimizer(net.parameters())
     take_step(list(net.parameters()), optimizer, 0)
     verify_model(net, optimizer)
-    with pytest.raises(ValueError, match="^amax_groups"):
+    with pytest.raises(ValueError, match=r"^amax_groups"):
         ZeroFP4Optimizer(net.parameters(), amax_groups=[[net.first.bias]])
 
 
@@ -66,7 +66,7 @@ def test_a_world_of_one_blames_no_rank(world_of_one, monkeypatch):
         raise RuntimeError("Address already in use")
 
     monkeypatch.setattr(dist, "broadcast", fail)
-    with pytest.raises(RuntimeError, match="^Address already in use$"):
+    with pytest.raises(RuntimeError, match=r"^Address already in use$"):
         ZeroFP4Optimizer([nn.Parameter(torch.zeros(3), requires_grad=needed) for needed in (True, False)])
 
 
