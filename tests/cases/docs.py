@@ -138,20 +138,20 @@ class Brought:
         return Model()
 
     @cached_property
-    def attention(self) -> list[nn.Parameter]:
+    def attention(self) -> list[tuple[str, nn.Parameter]]:
         """Matrices of the model that tensor parallelism cuts."""
-        return [p for name, p in self.model.named_parameters() if "attention" in name]
+        return [named for named in self.model.named_parameters() if "attention" in named[0]]
 
     @cached_property
-    def experts(self) -> list[nn.Parameter]:
+    def experts(self) -> list[tuple[str, nn.Parameter]]:
         """Experts of the model, as this rank has them."""
-        return [p for name, p in self.model.named_parameters() if "experts" in name]
+        return [named for named in self.model.named_parameters() if "experts" in named[0]]
 
     @cached_property
-    def norms(self) -> list[nn.Parameter]:
+    def norms(self) -> list[tuple[str, nn.Parameter]]:
         """All other parameters."""
         others = {*self.attention, *self.experts}
-        return [p for p in self.model.parameters() if p not in others]
+        return [named for named in self.model.named_parameters() if named not in others]
 
     @cached_property
     def loss_of(self) -> Loss:

@@ -54,16 +54,13 @@ def entry(i, name, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda s: s.update(param_groups=s["param_groups"][:1]),
-            r"param_groups have \[2\] parameters, and these \[2, 4\]",
-        ),
+        (lambda s: s.update(param_groups=s["param_groups"][:1]), r"does not fit: first\.bias is missing"),
         (lambda s: s["param_groups"][0].pop("params"), "state_dict cannot be loaded: KeyError: 'params'"),
         (lambda s: s["param_groups"][0].update(lr=-1.0), "Invalid learning rate: -1.0"),
         (lambda s: s["param_groups"][0].update(lr=math.nan), r"\[.lr.\] must be finite, got nan"),
         (entry(1, "master", lambda _: torch.zeros(5)), r"\.master has shape \(5,\), here \(6, 48\)"),
         (lambda s: s["state"][0]["master"].__create_chunk_list__(), r"\.master is not whole in the check"),
-        (entry(1, "exp_avg", lambda _: None), r"param_groups\[0\]\['params'\]\[1\].*\.exp_avg is missing"),
+        (entry(1, "exp_avg", lambda _: None), r"second\.weight\.exp_avg is missing"),
         (entry(0, "exp_avg_sq", lambda _: "0.5"), "state_dict cannot be loaded: AttributeError"),
         (entry(0, "step", lambda _: torch.zeros(2)), r"\.step has shape \(2,\), here \(\)"),
         (entry(0, "step", lambda _: math.nan), r"\.step must be finite and not negative, got nan"),
@@ -88,6 +85,15 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(device, change, message)
     assert optimizer.inner.state is inner and optimizer.inner.param_groups is groups
     assert all(group["lr"] != 7 for group in [*optimizer.param_groups, *groups])
     run_steps(net, optimizer, scheduler, range(1))
+
+
+def test_other_groups_are_refused_without_names(device):
+    parameters, optimizer = built(device)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["params"].pop()
+    message = r"param_groups have \[8\] parameters, and these \[9\]; .* with named_parameters\(\)"
+    with unchanged(parameters, optimizer), pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("plane", ["master_high", "master_low"])
@@ -123,7 +129,7 @@ def test_masters_of_some_parameters_alone_are_refused(device, lacks):
         del state["state"][1]["master"]
     else:
         del state["state"][1]
-    message = r"does not fit: param_groups\[0\]\['params'\]\[1\] 'second'\.master is missing"
+    message = r"does not fit: second\.weight\.master is missing"
     with unchanged(list(net.parameters()), optimizer), pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(state)
 
@@ -139,7 +145,7 @@ def test_load_into_parameters_that_were_moved(device):
         p.data = torch.full_like(p.data, 7)
     for entries in state["state"].values():
         del entries["master"]
-    with pytest.raises(ValueError, match=r"no master of .*\['params'\]\[\d\] has moved since"):
+    with pytest.raises(ValueError, match=r"no master of .*'norm\.weight' has moved since"):
         optimizer.load_state_dict(state)
     optimizer.load_state_dict(optimizer.state_dict())
     assert_all_equal(parameter_values(net), before, "weight")

@@ -3,7 +3,11 @@
 from zerofp4.nn import fuse  # noqa: F401 (convert_model fuses what it finds)
 from zerofp4.nn.choice import ConversionReport, FilterFn, choose_weights  # noqa: F401 (for integrations)
 from zerofp4.nn.conv1d import Conv1D
-from zerofp4.nn.convert import convert_model, primary_parameter  # noqa: F401 (for integrations)
+from zerofp4.nn.convert import (
+    convert_model,
+    names_in_converted_model,  # noqa: F401 (for the optimizer)
+    primary_parameter,  # noqa: F401 (for integrations)
+)
 from zerofp4.nn.experts import Experts
 from zerofp4.nn.grouped_linear import GroupedLinear
 from zerofp4.nn.layer_norm import LayerNormLinear, LayerNormMLP

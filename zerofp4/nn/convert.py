@@ -1,6 +1,7 @@
 """convert_model: the weights of a model's linear layers become NVFP4 parameters."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,9 @@ FUSIONS: list[Callable[[nn.Module, FilterFn, ConversionReport, list[Chosen]], Ca
 """Each finds modules that are to become one layer of zerofp4.nn, and gives what makes it of them once the
 weights that were chosen are converted. Both write to the report.
 """
+
+_converted: list[weakref.ref[nn.Module]] = []
+"""Models that convert_model was given, the latest last."""
 
 
 def convert_model(
@@ -133,8 +137,18 @@ def convert_model(
     for fuse in fusions:
         fuse()
     watch_assignments(model)
+    _converted[:] = [*(ref for ref in _converted if ref() is not None), weakref.ref(model)]
     _warn_of_shards(model, report)
     return report
+
+
+def names_in_converted_model(parameters: Sequence[torch.Tensor]) -> list[str] | None:
+    """The names of these parameters in the latest converted model that has all of them; None without one."""
+    for model in [ref() for ref in reversed(_converted)]:
+        names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+        if all(id(p) in names for p in parameters):
+            return [names[id(p)] for p in parameters]
+    return None
 
 
 def _read_columns(module: nn.Module, layers: bool) -> bool | None:

@@ -15,7 +15,7 @@ from zerofp4.engine import Trained, find_bucket_mb, gradient_dtype, kind_key
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.communication import Communication
-from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_hosts, find_places, parameter_name
+from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_hosts, find_names, find_places, parameter_name
 from zerofp4.optim.initial import take_over
 from zerofp4.optim.inner import (
     OF_MATRICES,
@@ -81,6 +81,8 @@ class Checked:
             for param_group in param_groups
         ]
         _choose_state(self.param_groups, self.classes, state)
+        self.has_names = find_names(self.param_groups)
+        """Whether checkpoints have the parameters under names; otherwise under their positions."""
         groups = enumerate(self.param_groups)
         self._positions = [(g, i) for g, own in groups for i in range(len(own["params"]))]
         """By parameter, its group and its position there."""

@@ -6,6 +6,7 @@ that part name a group of their own at the same position of param_groups, for ot
 slices of a matrix that tensor parallelism has cut, layers of another pipeline stage.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,12 +15,29 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofp4.distributed import GroupReference, rank_and_size
 from zerofp4.engine import Hosts, Sharding
+from zerofp4.nn import names_in_converted_model
+from zerofp4.optim.state_dict import own_name
 from zerofp4.storage import called
 
 FOR_BUILDING = ("optimizer_class", "process_group", "replicated_over")
 """Entries of a parameter group that an optimizer takes out when it is built. They are no options, which ranks
 compare and checkpoints have, and would keep process groups alive.
 """
+
+
+def find_names(param_groups: Sequence[dict]) -> bool:
+    """Give parameters without names those that they have in the model that convert_model was given. Returns
+    whether they have names: not if no one model has them all, or two would have one name in checkpoints.
+    """
+    if "param_names" in param_groups[0]:
+        return True
+    found = names_in_converted_model([p for group in param_groups for p in group["params"]])
+    if found is None or len(set(map(own_name, found))) < len(found):
+        return False
+    names = iter(found)
+    for group in param_groups:
+        group["param_names"] = list(itertools.islice(names, len(group["params"])))
+    return True
 
 
 def parameter_name(g: int, i: int, group: dict) -> str:

@@ -36,7 +36,7 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 class ParameterId(int):
     """The number of a parameter among all of param_groups. str() of it, which torch.distributed.checkpoint
-    makes keys from, is the parameter's name.
+    makes keys from, is the parameter's name, or the number without one.
     """
 
     name: str | None
@@ -47,13 +47,7 @@ class ParameterId(int):
         return made
 
     def __str__(self) -> str:
-        if self.name is None:
-            raise ValueError(
-                f"parameter {int(self)} of the optimizer has no name, and checkpoints are by name: build the "
-                "optimizer with model.named_parameters() in place of model.parameters(), or save what "
-                "get_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict returns"
-            )
-        return self.name
+        return repr(int(self)) if self.name is None else self.name
 
     def __reduce__(self) -> tuple:
         return ParameterId, (int(self), self.name)

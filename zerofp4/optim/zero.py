@@ -227,6 +227,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """What consolidate_state_dict() has gathered on this rank: `state` of the next state_dict()."""
         self._run_program()
         self._shards.settle()
+        if rank == 0 and not checked.has_names:
+            warnings.warn(
+                f"the {len(self._parameters)} parameters have no names: a checkpoint has them by position, "
+                "as '0', '1' and so on, and fits only an optimizer of the same parameters in the same order. "
+                "Pass model.named_parameters()",
+                stacklevel=3,
+            )
         if lost:
             warnings.warn(
                 f"the masters of {len(lost)} weights ({lost[0]}{', ...' * (len(lost) > 1)}) begin with 4-bit "

@@ -87,8 +87,7 @@ def test_a_name_that_is_another_parameter_elsewhere_is_refused(world, name):
 
     model, optimizer = make(0)
     run(model, optimizer, range(2))
-    message = "another on ranks" if name else "has no name"
-    with pytest.raises(dcp.api.CheckpointException, match=message):
+    with pytest.raises(dcp.api.CheckpointException, match="another on ranks"):
         dcp.save({"optimizer": optimizer}, checkpoint_id=shared_folder(world))
     _, resumed = make(5)
     resumed.load_state_dict(through_a_file(optimizer.state_dict()))

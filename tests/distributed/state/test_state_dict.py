@@ -1,6 +1,7 @@
 """State dicts of ZeroFP4Optimizer: torch's form of them, by whose names they are loaded."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases.optim import Plain, assert_all_equal
 from helpers import assert_bytes_equal
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -132,19 +134,44 @@ def test_other_groups_and_another_filter_load_by_name(world):
 
 
 @on_ranks(1, 2)
-def test_without_names_a_checkpoint_is_refused(world):
-    model = make_model(world)
+def test_without_names_a_checkpoint_has_those_of_the_converted_model(world):
+    model, path = make_model(world), shared_folder(world)
     optimizer = ZeroFP4Optimizer(model.parameters(), lr=0.1)
-    with pytest.raises(dcp.CheckpointException, match=r"build the optimizer with model.named_parameters\(\)"):
-        dcp.save({"optimizer": optimizer}, checkpoint_id=shared_folder(world))
+    dcp.save({"optimizer": optimizer}, checkpoint_id=path)
+    other = make_model(world, seed=1)
+    loaded = ZeroFP4Optimizer(list(other.named_parameters())[::-1], lr=0.1)
+    dcp.load({"optimizer": loaded}, checkpoint_id=path)
+    assert_same_model(model, other)
     path = shared_folder(world)
     dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=path)
-    other = make_model(world, seed=1)
-    loaded = ZeroFP4Optimizer(other.parameters(), lr=0.1)
-    state = get_optimizer_state_dict(other, loaded)
+    third = make_model(world, seed=2)
+    loaded = ZeroFP4Optimizer(third.parameters(), lr=0.1)
+    state = get_optimizer_state_dict(third, loaded)
     dcp.load(state, checkpoint_id=path)
-    set_optimizer_state_dict(other, loaded, state)
-    assert_same_model(model, other)
+    set_optimizer_state_dict(third, loaded, state)
+    assert_same_model(model, third)
+
+
+@on_ranks(1, 2)
+def test_a_checkpoint_of_two_models_without_names_has_positions(world):
+    """Each has names, of which two are the same: an error would stop what works without checkpoints."""
+
+    def build_over(*seeds):
+        models = nn.ModuleList(make_model(world, seed) for seed in seeds)
+        with pytest.warns(UserWarning) if world.rank == 0 else nullcontext() as caught:
+            optimizer = ZeroFP4Optimizer(models.parameters(), lr=0.1)
+        return models, optimizer, caught
+
+    models, optimizer, caught = build_over(0, 1)
+    if caught:
+        ((message, file),) = [(str(warning.message), warning.filename) for warning in caught]
+        assert "by position" in message and "Pass model.named_parameters()" in message and file == __file__
+    path = shared_folder(world)
+    dcp.save({"optimizer": optimizer}, checkpoint_id=path)
+    assert "optimizer.state.0.master" in dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    others, loaded, _ = build_over(2, 3)
+    dcp.load({"optimizer": loaded}, checkpoint_id=path)
+    assert_same_model(models, others)
 
 
 @on_ranks(2)
