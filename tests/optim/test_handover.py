@@ -1,6 +1,7 @@
 """masters_from: a new optimizer begins with the masters of the one before it."""
 
 import copy
+import io
 import pickle
 import re
 import warnings
@@ -19,6 +20,7 @@ from cases.optim import (
     make_parameters,
     set_gradients,
     take_steps,
+    through_a_file,
 )
 from helpers import assert_bytes_equal
 
@@ -77,7 +79,6 @@ def lost(net, **options):
     return [(str(warning.message), warning.filename) for warning in caught]
 
 
-@pytest.mark.filterwarnings("ignore:the masters of")
 def test_masters_that_begin_with_4_bit_values_again_warn(device):
     net = make_net(device)
     assert not lost(net)  # what convert_model kept
@@ -87,10 +88,53 @@ def test_masters_that_begin_with_4_bit_values_again_warn(device):
     assert len(lost(net)) == 1
     copied = copy.deepcopy(net)
     assert len(lost(copied)) == 1
-    net.first.load_state_dict(copied.first.state_dict())
-    assert re.search(r"masters of 1 weights \(.*'second.weight'\) begin", lost(net)[0][0])
-    net.load_state_dict(Net().state_dict())
-    assert not lost(net)
+    net.load_state_dict(Net().state_dict())  # of whose values the codes are all that stays
+    assert len(lost(net)) == 1
+
+
+def through_state_dict(net):
+    net.first.load_state_dict(through_a_file(net.first.state_dict()))
+    return net
+
+
+def without_values(net):
+    net.first.to_empty(device=net.first.weight.device)
+    return net
+
+
+def quantized_by_hand(net):
+    net.first.weight = torch.nn.Parameter(net.first.weight.detach().clone())
+    return net
+
+
+@pytest.mark.parametrize("lose", [through_state_dict, without_values, quantized_by_hand])
+def test_masters_that_begin_with_4_bit_values_warn(device, lose):
+    ((message, file),) = lost(lose(make_net(device)))
+    assert re.search(r"masters of 1 weights \(.*'first.weight'\) begin with 4-bit values.* Load the", message)
+    assert file == __file__
+
+
+def through_torch_save(net):
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("duplicate", [through_torch_save, copy.deepcopy])
+def test_a_copy_of_a_model_keeps_what_masters_begin_with(device, duplicate):
+    """Also one that was pickled, as for a process that is spawned."""
+    net = make_net(device)
+    models = duplicate(net), net
+    sides = [ZeroFP4Optimizer(each.named_parameters()).gathered_masters() for each in models]
+    assert_all_equal(*sides, "master")
+
+
+@pytest.mark.filterwarnings("error")
+def test_layers_with_primary_weights_keep_what_masters_begin_with(device):
+    layer = zerofp4.nn.Linear(32, 16, device=device, primary_weights=True)
+    ZeroFP4Optimizer(layer.named_parameters())
 
 
 def test_sources_that_are_refused(device):
@@ -117,7 +161,6 @@ def test_an_optimizer_is_neither_copied_nor_pickled(duplicate):
         duplicate(optimizer)
 
 
-@pytest.mark.filterwarnings("ignore:the masters of")
 def test_a_copied_model_goes_on_with_an_optimizer_of_its_own(device):
     """Beside the model that it is a copy of, with the same bytes; until then nothing changes in it."""
 

@@ -37,7 +37,6 @@ def test_convert_model_refuses_parameters_of_an_optimizer(device):
 
 
 @pytest.mark.parametrize("converted", [False, True])
-@pytest.mark.filterwarnings("ignore:the masters of")
 def test_load_state_dict_with_assign(device, converted):
     net = make_net(device) if converted else Net().to(device)
     optimizer = ZeroFP4Optimizer(net.parameters(), lr=0.1)

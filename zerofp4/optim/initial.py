@@ -9,7 +9,7 @@ import torch.distributed as dist
 from zerofp4.distributed import Stage
 from zerofp4.engine import Bucket, Sharding, Trained, write_master
 from zerofp4.shard import intersect
-from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, note_master
+from zerofp4.tensors import INIT_VAL, NVFP4Tensor, QuantizedTensor, note_master
 
 CHUNK = 1 << 22
 """Elements of an initial value that are sent at a time."""
@@ -43,19 +43,27 @@ def take_over(
     return saved
 
 
-def initialize_masters(buffers: Sequence[Bucket], held: Mapping[torch.Tensor, Any]) -> None:
+def initialize_masters(buffers: Sequence[Bucket], held: Mapping[torch.Tensor, Any]) -> list[int]:
     """Fill the masters of all buckets, chunk by chunk. Collective.
 
     held: what take_over() returned. The other masters begin with rank 0's values, as in DDP.
+
+    Returns, on rank 0, the positions among all trainable parameters of those whose masters begin with 4-bit
+    values.
     """
+    coarse = []
     for buffer in buffers:
         own = [buffer.own_views(plane) for plane in (buffer.masters, buffer.low) if plane is not None]
-        for parameter, shard, *planes in zip(buffer.parameters, buffer.shards, *own, strict=True):
+        for i, parameter, shard, *planes in zip(
+            buffer.indices, buffer.parameters, buffer.shards, *own, strict=True
+        ):
             earlier, source = None, None
             if parameter in held:
                 earlier = held.master(parameter)
             elif buffer.rank == buffer.replica == 0:
                 source = initial_values(parameter)
+                if isinstance(parameter, QuantizedTensor) and INIT_VAL not in parameter.record.attachments:
+                    coarse.append(i)
             for first in range(0, parameter.numel(), CHUNK):
                 size = min(CHUNK, parameter.numel() - first)
                 if earlier is None:
@@ -70,6 +78,7 @@ def initialize_masters(buffers: Sequence[Bucket], held: Mapping[torch.Tensor, An
             if hasattr(parameter, "clear_high_precision_init_val"):
                 parameter.clear_high_precision_init_val()
             note_master(parameter)
+    return sorted(coarse)
 
 
 def _initial_chunk(source: torch.Tensor | None, first: int, size: int, buffer: Bucket) -> torch.Tensor:

@@ -59,7 +59,6 @@ from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.soundness import Soundness
 from zerofp4.optim.state_dict import SavedState, load_error, read_state_dict
-from zerofp4.tensors import had_master
 
 
 class ZeroFP4Optimizer(torch.optim.Optimizer):
@@ -146,13 +145,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         shares_all = self._peers is not None and self._hosts is None
         self._transport_name = "none" if self.world_size == 1 else "peer" if shares_all else "collective"
         trainable = [one.parameter for one in checked.trained]
-        begun = [one for one in checked.trained if one.parameter not in checked.held]
-        lost = [one.name for one in begun if had_master(one.parameter)]
         set_gradient_dtype(communication.gradient_dtype, trainable)
         self._bucket_mb = max(other.bucket_mb for other in announced)
         late = LateGathers(device) if communication.overlaps_forward else None
         self._shards = ShardedParameters(checked, self._bucket_mb, self._peers if shares_all else None, late)
-        initialize_masters(self._shards.buckets, checked.held)
+        coarse = initialize_masters(self._shards.buckets, checked.held)
         for param_group, place in zip(self.param_groups, checked.places, strict=True):
             for parameter in param_group["params"]:
                 if not parameter.requires_grad:
@@ -234,11 +231,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "Pass model.named_parameters()",
                 stacklevel=3,
             )
-        if lost:
+        if coarse:
+            first = f"{checked.trained[coarse[0]].name}{', ...' * (len(coarse) > 1)}"
             warnings.warn(
-                f"the masters of {len(lost)} weights ({lost[0]}{', ...' * (len(lost) > 1)}) begin with 4-bit "
-                "values: an earlier ZeroFP4Optimizer had their FP32 masters. Give that one as masters_from, "
-                "or its state_dict() to load_state_dict() before the first step",
+                f"the masters of {len(coarse)} weights ({first}) begin with 4-bit values, since nothing kept "
+                "those from before the quantization. Load the model before convert_model, which keeps them; "
+                "to go on with an earlier ZeroFP4Optimizer, give it as masters_from, or its state_dict() to "
+                "load_state_dict() before the first step",
                 stacklevel=3,
             )
         self._built = True

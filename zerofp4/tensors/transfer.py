@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from zerofp4.storage import Storage, record_of
-from zerofp4.tensors.initial_value import HAD_MASTER, INIT_VAL
+from zerofp4.tensors.initial_value import HAD_MASTER, INIT_VAL, initial_value
 
 
 def copy_record(record: Storage, function: Callable[[torch.Tensor], torch.Tensor]) -> Storage:
@@ -40,10 +40,12 @@ def reduce_tensor(tensor) -> tuple:
         buffers[name] = buffer
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     state = (tuple(record.shape), record.context(), buffers, record.name, tensor.requires_grad, is_parameter)
-    return _rebuild_tensor, (type(tensor), *state)
+    # Of a model only: files of state dicts would be several times as large.
+    value = initial_value(record) if is_parameter else None
+    return _rebuild_tensor, (type(tensor), *state, *(() if value is None else (value,)))
 
 
-def _rebuild_tensor(cls, shape, context, buffers, name, requires_grad, is_parameter):
+def _rebuild_tensor(cls, shape, context, buffers, name, requires_grad, is_parameter, value=None):
     if not isinstance(name, str | None):
         raise TypeError(f"name must be a str or None, got {type(name).__name__}")
     for key, buffer in buffers.items():
@@ -54,6 +56,8 @@ def _rebuild_tensor(cls, shape, context, buffers, name, requires_grad, is_parame
     buffers = {key: buffer.detach().view(dtype_of(key)) for key, buffer in buffers.items()}
     tensor = cls.__tensor_unflatten__(buffers, context, shape, None)
     tensor.record.name = name
+    if value is not None:
+        tensor.record.attachments[INIT_VAL] = value
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
