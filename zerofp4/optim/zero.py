@@ -224,6 +224,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """What consolidate_state_dict() has gathered on this rank: `state` of the next state_dict()."""
         self._run_program()
         self._shards.settle()
+        if self.world_size > 1:
+            self._shards.holder.watch_clipping(self._parameters)
         if rank == 0 and not checked.has_names:
             warnings.warn(
                 f"the {len(self._parameters)} parameters have no names: a checkpoint has them by position, "
@@ -321,6 +323,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         on_nonfinite is.
         """
         self._consolidated = None
+        self._shards.holder.end_watch()
         if self._early is not None:
             is_scaled = self._take_scale() is not None or self._scaler_found_inf is not None
             return self._early.step(closure, is_scaled)

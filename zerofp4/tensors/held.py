@@ -1,7 +1,9 @@
-"""Parameters that optimizers hold: what becomes of a model whose parameters are replaced under them."""
+"""Parameters that optimizers hold, and what others do to them: replace them, clip their gradients."""
 
 import gc
 import sys
+import types
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
@@ -23,11 +25,23 @@ class Holder:
         """Those that a module has given up since the last find_replaced()."""
         self.is_taken_over = False
         """Whether another optimizer was built over any of the parameters."""
+        self.watched: set[int] = set()
+        """The ids of parameters that watch_clipping() was given."""
         if not _hook:
             _hook.append(register_module_parameter_registration_hook(_note_replaced))
         for earlier in list(_holders):
             earlier.is_taken_over |= not self._ids.isdisjoint(earlier._ids)
         _holders.add(self)
+
+    def watch_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
+        """From now on torch.nn.utils.clip_grad_norm_ of these parameters, frozen ones among them, warns: the
+        optimizer will average the gradients over ranks.
+        """
+        self.watched = set(map(id, parameters))
+        _averaging.append(weakref.ref(self, _averaging.remove))
+
+    def end_watch(self) -> None:
+        _averaging[:] = [ref for ref in _averaging if ref() is not self]
 
     def holds(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._ids
@@ -58,6 +72,46 @@ def _note_replaced(module: nn.Module, name: str, parameter: torch.Tensor) -> Non
         for holder in list(_holders):
             if holder.holds(old):
                 holder.replaced.append(old)
+
+
+_averaging: list[weakref.ref[Holder]] = []
+"""Those that watch_clipping(), each until the first step of its optimizer."""
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """tensor.grad of a quantized tensor.
+
+    [Note: who reads a gradient] Clipping leaves no trace that tells it from a gradient that was divided by
+    hand, or from one that DDP has averaged and a trainer has clipped: version counters count all three. So
+    the caller is looked at, and only until a first step.
+    """
+    if _averaging and not torch.compiler.is_compiling():
+        frame = sys._getframe(2)  # 1 is __torch_function__
+        if frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+            _warn_of_clipping(tensor, frame)
+    return torch.Tensor.grad.__get__(tensor)
+
+
+def _warn_of_clipping(tensor: torch.Tensor, frame: types.FrameType) -> None:
+    functions = []
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        functions.append(frame.f_code.co_name)
+        frame = frame.f_back
+    holders = [own for own in (ref() for ref in _averaging) if own is not None and id(tensor) in own.watched]
+    if "clip_grad_norm_" not in functions or not holders:
+        return
+    for holder in holders:
+        holder.end_watch()
+    wrapped = [o for o in gc.get_objects() if issubclass(type(o), nn.parallel.DistributedDataParallel)]
+    if any(tensor is p for model in wrapped for p in model.parameters()):
+        return  # whose gradients are averaged by now
+    warnings.warn_explicit(
+        "torch.nn.utils.clip_grad_norm_ clips by the norm of this rank's own gradients, which step() of "
+        "ZeroFP4Optimizer averages over the ranks afterwards: call optimizer.clip_grad_norm_ instead",
+        UserWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+    )
 
 
 def check_not_held(named: Sequence[tuple[str, torch.Tensor]], apart_from: Sequence[object] = ()) -> None:

@@ -11,6 +11,7 @@ from zerofp4 import ops
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.storage import Storage, note_rebinding
 from zerofp4.tensors import backward_passes, dispatch, products, transfer
+from zerofp4.tensors.held import gradient_of
 
 
 def buffer_property(name: str) -> property:
@@ -252,6 +253,7 @@ _FUNCTIONS = {
     **backward_passes.FUNCTIONS,
     **products.FUNCTIONS,
     torch.Tensor.data.__set__: _set_data,
+    torch.Tensor.grad.__get__: gradient_of,
     torch.Tensor.apply_: _refuse_to_apply,
     torch.Tensor.map2_: _refuse_to_apply,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -234,3 +235,35 @@ def test_distributed_data_parallel_beside_early_gradients(world, options, is_fir
     net(inputs).sum().backward()
     optimizer.step()
     check_weights(list(net.parameters()), optimizer)
+
+
+def told_of(clip):
+    """The warnings of a call of torch's function, and where they point."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        clip()
+    return [(str(warning.message), warning.filename) for warning in caught]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("in_ddp", [False, True])
+def test_clipping_a_ranks_own_gradients_by_torch_warns_once(world, in_ddp):
+    """Not what a trainer clips in DDP, nor another change of gradients."""
+    net = make_net(world.device)
+    model = DistributedDataParallel(net) if in_ddp else net
+    optimizer = ZeroFP4Optimizer(net.named_parameters(), lr=0.01)
+
+    def clip():
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+
+    model(batch(world.device, world.rank)).square().mean().backward()
+    assert not told_of(lambda: [p.grad.mul_(0.5) for p in net.parameters()])
+    assert not told_of(lambda: nn.utils.clip_grads_with_norm_(net.parameters(), 1.0, torch.ones(())))
+    told = told_of(clip)
+    if world.world_size == 1 or in_ddp:
+        assert not told
+    else:
+        ((message, file),) = told
+        assert "call optimizer.clip_grad_norm_ instead" in message and file == __file__
+    assert not told_of(clip)
+    optimizer.step()
