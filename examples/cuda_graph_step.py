@@ -24,7 +24,8 @@ WARM_UP, STEPS = 3, 20
 def make_model():
     """The same weights in each call, an optimizer that can be captured, and a schedule."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(device, torch.bfloat16)
+    options = {"device": device, "dtype": torch.bfloat16}
+    model = nn.Sequential(nn.Linear(256, 512, **options), nn.GELU(), nn.Linear(512, 256, **options))
     zerofp4.convert_model(model)
     # Every replay reads a tensor on the GPU. A float would stay as it is during the capture.
     lr = torch.tensor(3e-3, device=device)

@@ -36,7 +36,8 @@ def make_trainer(max_steps):
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    model = transformers.LlamaForCausalLM(config).to(world.device, torch.bfloat16)
+    # dtype= and not .to(), which would round rotary frequencies, too.
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(world.device)
     zerofp4.convert_model(model)
     zerofp4.plain_state_dict(model)  # safetensors holds values, not quantized tensors
     optimizer = zerofp4.optim.ZeroFP4Optimizer(

@@ -14,7 +14,8 @@ world = zerofp4.launch.init_process_group()
 torch.manual_seed(0)
 sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-base = transformers.LlamaForCausalLM(config).to(world.device, torch.bfloat16)
+# dtype= and not .to(), which would round rotary frequencies, too.
+base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(world.device)
 report = zerofp4.convert_model(base)  # before the adapters, which stay as they are
 model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], r=8))
 codes = base.model.layers[0].mlp.down_proj.base_layer.weight.rowwise_data.clone()

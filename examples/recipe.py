@@ -13,11 +13,16 @@ import zerofp4
 
 world = zerofp4.launch.init_process_group()
 torch.manual_seed(0)
-layers = {"up": nn.Linear(64, 128), "gelu": nn.GELU(), "down": nn.Linear(128, 64), "last": nn.Linear(64, 64)}
+options = {"device": world.device, "dtype": torch.bfloat16}
+layers = {
+    "up": nn.Linear(64, 128, **options),
+    "gelu": nn.GELU(),
+    "down": nn.Linear(128, 64, **options),
+    "last": nn.Linear(64, 64, **options),
+}
 model = nn.Sequential()
 for name, layer in layers.items():
     model.add_module(name, layer)
-model = model.to(world.device, torch.bfloat16)
 report = zerofp4.convert_model(model, layers=True)  # nn.Linear becomes zerofp4.nn.Linear
 optimizer = zerofp4.optim.ZeroFP4Optimizer(
     model.named_parameters(), zerofp4.optim.FusedAdamW, lr=3e-3

@@ -62,7 +62,7 @@ def test_embeddings_are_resized_before_the_conversion(size):
     zerofp4.convert_model(model)
     optimizer = ZeroFP4Optimizer(model.named_parameters(), FusedAdamW)
     model.resize_token_embeddings(size)
-    message = rf"'model.embed_tokens.weight' had shape \(64, 32\) .*\({size}, 32\) now: call resize_token"
+    message = rf"'model.embed_tokens.weight' was .* \(64, 32\) .* \({size}, 32\) .*: call resize_token"
     with pytest.raises(RuntimeError, match=message):
         optimizer.step()
     model = llama(**options)

@@ -134,12 +134,15 @@ def test_filter_sees_only_what_could_be_converted():
 
 def test_converting_twice_changes_nothing():
     model = Model()
-    zerofp4.convert_model(model)
+    share = zerofp4.convert_model(model).share
     parameters = dict(model.named_parameters())
     report = zerofp4.convert_model(model)
     assert report.converted == []
     assert report.skipped["up.weight"] == "it is an NVFP4Tensor already"
     assert all(p is parameters[name] for name, p in model.named_parameters())
+    first, *left_out = str(report).splitlines()
+    assert first.startswith("3 of 7 matrices are in NVFP4") and first.endswith("; 3 were before this call")
+    assert report.share == share > 0 and not any("already" in line for line in left_out)
 
 
 def test_ties_and_shared_modules():
@@ -270,6 +273,23 @@ def test_the_output_head_is_converted_only_where_the_filter_says_so():
     assert report.converted == ["wrapped.logits", "wrapped.lm_head"]
     report = zerofp4.convert_model(WithHead(), lambda m, name: name == "body")
     assert report.skipped == {"logits.weight": head, "lm_head.weight": "filter_fn is false for it"}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_named"), [("head", True), ("blocks.1.up", False), ("lm_head", False), ("frozen.2", True)]
+)
+def test_a_last_layer_that_may_be_the_output_head_is_named(name, is_named):
+    """Not one of blocks that are alike, nor beside a head that the model names."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(32, 32)}) for _ in range(2))
+    if name == "frozen.2":
+        model.frozen = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    elif name != "blocks.1.up":
+        model.add_module(name, nn.Linear(32, 32))
+    filtered = zerofp4.convert_model(copy.deepcopy(model), lambda module, name: True)
+    report = zerofp4.convert_model(model)
+    assert (f"  converted  {name}: it may be the output head" in str(report)) == is_named
+    assert report.possible_head == (name if is_named else None) and filtered.possible_head is None
 
 
 def test_a_model_that_was_sharded_first_is_reported_and_warned_of(world_of_one):

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import zerofp4
 from zerofp4 import quantize
 from zerofp4.integrations import fsdp2
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
@@ -156,7 +157,9 @@ def test_a_model_in_another_dtype_has_moved(device, dtype):
     assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
     model(torch.ones(2, 16, dtype=torch.bfloat16, device=device)).sum().backward()
     model.to(dtype)
-    assert_refused(optimizer, r"param_groups\[0\]\['params'\]\[0\] 'weight' has moved")
+    assert_refused(optimizer, r"'weight' was bfloat16 .*, now it is .* or build a new optimizer")
+    saved = optimizer.state_dict()
+    ZeroFP4Optimizer(model.named_parameters()).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("what", ["moved", "written to"])
@@ -234,3 +237,14 @@ def test_a_refused_amax_group_leaves_initial_values(device):
         ZeroFP4Optimizer(net.parameters(), amax_groups=[[net.first.bias]])
     assert net.first.weight.get_high_precision_init_val() is not None
     ZeroFP4Optimizer(net.parameters()).step()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_model_that_was_not_converted_warns(device):
+    """Not one that trains others beside frozen NVFP4 weights, as adapters are trained."""
+    model = nn.Sequential(nn.Linear(32, 32, device=device), nn.Linear(32, 32, device=device))
+    with pytest.warns(UserWarning, match=r"none of the 4 parameters is NVFP4.* zerofp4\.convert_model\("):
+        ZeroFP4Optimizer(model.named_parameters())
+    zerofp4.convert_model(model[0])
+    model[0].requires_grad_(False)
+    ZeroFP4Optimizer(model.named_parameters())

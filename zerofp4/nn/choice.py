@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ SHARDED = (
     "sharded before the conversion: for fully_shard, call zerofp4.integrations.fsdp2.prepare before it and "
     "in place of convert_model"
 )
+
+ALREADY = "it is an NVFP4Tensor already"
 
 
 class Chosen(NamedTuple):
@@ -42,7 +45,8 @@ class ConversionReport:
     elements of the model's parameters; a tied one has its share under each of its names. layers: names of the
     converted modules that became layers of zerofp4.nn. fused: by the name of a LayerNormLinear or
     LayerNormMLP, those that its parts had before; all other names are those of the model as it is now.
-    unfused: why a norm went into no such layer, by its name; empty without filter_fn.
+    unfused: why a norm went into no such layer, by its name; empty without filter_fn. possible_head: the last
+    linear layer, where it was converted and may be the output head of a model that names none.
     """
 
     converted: list[str] = dataclasses.field(default_factory=list)
@@ -51,22 +55,37 @@ class ConversionReport:
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
     fused: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     unfused: dict[str, str] = dataclasses.field(default_factory=dict)
+    possible_head: str | None = None
 
     @property
     def share(self) -> float:
-        """Elements of the converted weights in all elements of the model's parameters."""
+        """Elements of the weights in NVFP4, also those from before this call, in all elements of the model's
+        parameters.
+        """
         names = [name if name in self.shares else join(name, "weight") for name in self.converted]
-        return sum(self.shares[name] for name in names)
+        return sum(self.shares[name] for name in [*names, *self._already()])
+
+    def _already(self) -> list[str]:
+        return [name for name, reason in self.skipped.items() if reason == ALREADY]
 
     def __str__(self) -> str:
-        """A table: how much was converted, and for each reason what was left out."""
-        count, total = len(self.converted), len(self.converted) + len(self.skipped)
+        """A table: how much is in NVFP4, and for each reason what was left out."""
+        already, total = len(self._already()), len(self.converted) + len(self.skipped)
+        count = len(self.converted) + already
         what = f"{count} of {total} matrices are in NVFP4, {self.share:.1%} of the model's parameters"
+        if already:
+            what += f"; {already} were before this call"
         made = len(self.layers) + len(self.fused)
         reasons: dict[str, list[str]] = {}
         for name, reason in self.skipped.items():
-            reasons.setdefault(reason, []).append(name)
+            if reason != ALREADY:
+                reasons.setdefault(reason, []).append(name)
         lines = [f"{what}; {made} layers of zerofp4.nn" if made else what]
+        if self.possible_head is not None:
+            lines.append(
+                f"  converted  {self.possible_head}: it may be the output head; without filter_fn only what "
+                "get_output_embeddings() returns, or a module called lm_head, is left out"
+            )
         for reason, names in reasons.items():
             share = sum(self.shares[name] for name in names)
             shown = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
@@ -101,6 +120,8 @@ def choose_weights(
             chosen.append(Chosen(_called(module, module_name, parameter_name), module, parameter_name))
         else:
             report.skipped[name] = reason
+    if filter_fn is None and not heads:
+        report.possible_head = _possible_head(model, chosen)
     return report, chosen
 
 
@@ -166,6 +187,14 @@ def _output_heads(model: nn.Module) -> set[int]:
     return named or {id(m) for name, m in model.named_modules() if name.rpartition(".")[2] == "lm_head"}
 
 
+def _possible_head(model: nn.Module, chosen: list[Chosen]) -> str | None:
+    """The last linear layer of a model, if it is converted and no block of several that are alike has it."""
+    names = [name for name, module in model.named_modules() if linear_forward(module) is not None]
+    kinds = [re.sub(r"\d+\.", "", name) for name in names]
+    is_head = bool(names) and kinds.count(kinds[-1]) == 1
+    return names[-1] if is_head and any(choice.name == names[-1] for choice in chosen) else None
+
+
 def linear_forward(module: nn.Module) -> Callable | None:
     """The forward of the linear layer that a module is; None for one that is none.
 
@@ -190,7 +219,7 @@ def _why_not(
     kind, parameter = type(module).__name__, module._parameters[parameter_name]
     forward = linear_forward(module)
     if isinstance(parameter, NVFP4Tensor):
-        return "it is an NVFP4Tensor already"
+        return ALREADY
     if hasattr(parameter, "to_local"):
         if not tensor_parallel:
             return f"it is a DTensor, {SHARDED}"

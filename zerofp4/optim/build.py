@@ -118,6 +118,32 @@ class Checked:
             bucket_mb=communication.bucket_mb or find_bucket_mb(trainable, made_as),
         )
 
+    def doubts(self, rank: int, coarse: Sequence[int]) -> list[str]:
+        """What the optimizer warns of once it is built. rank: in its process group. coarse: what
+        initialize_masters() returned.
+        """
+        found, count = [], len(self.parameters)
+        if rank == 0 and not any(isinstance(parameter, NVFP4Tensor) for parameter in self.parameters):
+            found.append(
+                f"none of the {count} parameters is NVFP4, so all keep their dtypes: call "
+                "zerofp4.convert_model(model) before the optimizer is built"
+            )
+        if rank == 0 and not self.has_names:
+            found.append(
+                f"the {count} parameters have no names: a checkpoint has them by position, as '0', '1' and "
+                "so on, and fits only an optimizer of the same parameters in the same order. Pass "
+                "model.named_parameters()"
+            )
+        if coarse:
+            first = f"{self.trained[coarse[0]].name}{', ...' * (len(coarse) > 1)}"
+            found.append(
+                f"the masters of {len(coarse)} weights ({first}) begin with 4-bit values, since nothing kept "
+                "those from before the quantization. Load the model before convert_model, which keeps them; "
+                "to go on with an earlier ZeroFP4Optimizer, give it as masters_from, or its state_dict() to "
+                "load_state_dict() before the first step"
+            )
+        return found
+
     def _find_trained(self, tried: Sequence[torch.optim.Optimizer]) -> list[Trained]:
         """The trainable parameters. tried: by parameter group.
 

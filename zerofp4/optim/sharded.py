@@ -45,7 +45,6 @@ class ShardedParameters:
         named = zip(checked.names, checked.parameters, strict=True)
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
-        self._shapes = [p.shape for p in self.parameters]
         options = checked.communication
         self.buckets = build_buckets(self.trained, bucket_mb, options.gradient_wire, options.overlap)
         for bucket in self.buckets:
@@ -258,15 +257,23 @@ class ShardedParameters:
         for plan in self.plans if error is None else ():
             error = plan.find_moved()
             if error is not None:  # the plan knows a weight by its position in the bucket, not by its name
-                return self._packed_addresses.find_moved() or error
-        named = zip(self.names, self.parameters, self._shapes, strict=True)
-        for name, p, shape in named if error is not None else ():
-            if p.shape != shape:
-                return RuntimeError(
-                    f"{name} had shape {tuple(shape)} when the optimizer was built and has {tuple(p.shape)} "
-                    "now: call resize_token_embeddings before convert_model, and build the optimizer last"
+                error = self._packed_addresses.find_moved() or error
+                break
+        changed = None if error is None else self._find_changed()
+        return error if changed is None else RuntimeError(changed)
+
+    def _find_changed(self) -> str | None:
+        """What is wrong with the first parameter of another kind or device, whose buffers do not fit it."""
+        for name, p, (kind, device) in zip(self.names, self.parameters, self._kinds, strict=True):
+            if (kind_of(p), p.device) != (kind, device):
+                advice = (
+                    "change the model back (model.to()) and call refresh(), or build a new optimizer and have "
+                    "it load_state_dict() this one's state_dict()"
                 )
-        return error
+                if not kind.endswith(str(tuple(p.shape))):
+                    advice = "call resize_token_embeddings before convert_model, and build the optimizer last"
+                return f"{name} was {kind} on {device}, now it is {kind_of(p)} on {p.device}: {advice}"
+        return None
 
     def check_not_taken_over(self) -> None:
         if self.holder.is_taken_over:
@@ -275,10 +282,9 @@ class ShardedParameters:
     def check_can_refresh(self) -> None:
         """Raise what refresh() raises."""
         self.check_not_taken_over()
-        for name, p, (kind, device) in zip(self.names, self.parameters, self._kinds, strict=True):
-            if (kind_of(p), p.device) != (kind, device):
-                now = f"{kind_of(p)} on {p.device}"
-                raise ValueError(f"{name} was {kind} on {device}, now it is {now}: build a new optimizer")
+        changed = self._find_changed()
+        if changed is not None:
+            raise ValueError(changed)
 
     def refresh(self) -> None:
         """As ZeroFP4Optimizer.refresh()."""

@@ -226,22 +226,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._shards.settle()
         if self.world_size > 1:
             self._shards.holder.watch_clipping(self._parameters)
-        if rank == 0 and not checked.has_names:
-            warnings.warn(
-                f"the {len(self._parameters)} parameters have no names: a checkpoint has them by position, "
-                "as '0', '1' and so on, and fits only an optimizer of the same parameters in the same order. "
-                "Pass model.named_parameters()",
-                stacklevel=3,
-            )
-        if coarse:
-            first = f"{checked.trained[coarse[0]].name}{', ...' * (len(coarse) > 1)}"
-            warnings.warn(
-                f"the masters of {len(coarse)} weights ({first}) begin with 4-bit values, since nothing kept "
-                "those from before the quantization. Load the model before convert_model, which keeps them; "
-                "to go on with an earlier ZeroFP4Optimizer, give it as masters_from, or its state_dict() to "
-                "load_state_dict() before the first step",
-                stacklevel=3,
-            )
+        for doubt in checked.doubts(rank, coarse):
+            warnings.warn(doubt, stacklevel=3)
         self._built = True
 
     def _make_transport(self) -> tuple[Transport, BackwardSchedule | None]:

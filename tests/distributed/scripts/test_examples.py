@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import runpy
 import sys
 
@@ -26,6 +27,12 @@ def test_own_optimizer_step(world):
     assert names["world"] == world and not dist.is_initialized()
     assert names["y"].shape == (4, 256) and names["y"].dtype == torch.bfloat16
     launch.init_process_group()
+
+
+def test_models_are_built_in_bfloat16():
+    """Module.to() of a dtype rounds buffers too, such as rotary frequencies."""
+    for path in (ROOT / "examples").glob("*.py"):
+        assert not re.search(r"\.to\(.*torch\.b?float16", path.read_text()), path.name
 
 
 # They assert what they show.

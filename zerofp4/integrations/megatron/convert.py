@@ -6,7 +6,7 @@ from torch import nn
 
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.integrations.megatron.hook import is_installed
-from zerofp4.nn import ConversionReport, FilterFn, primary_parameter
+from zerofp4.nn import ALREADY, ConversionReport, FilterFn, primary_parameter
 from zerofp4.tensors import NVFP4Tensor, check_not_held
 
 
@@ -72,7 +72,7 @@ def _why_not(
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     if isinstance(parameter, NVFP4Tensor):
-        return "it is an NVFP4Tensor already"
+        return ALREADY
     if name != "weight" or not isinstance(module, ColumnParallelLinear | RowParallelLinear | nn.Linear):
         return f"it is not the weight of a linear layer, but of {type(module).__name__}"
     if type(parameter) is not nn.Parameter:
