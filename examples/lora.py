@@ -37,7 +37,7 @@ print(f"rank {world.rank} of {world.world_size}: loss {losses[0]:.3f}, then {los
 assert losses[-1] < losses[0]
 assert torch.equal(base.model.layers[0].mlp.down_proj.base_layer.weight.rowwise_data, codes)
 
-zerofp4.unconvert_model(model)  # merging adds to ordinary weights
+zerofp4.unconvert_model(model, values="codes")  # merging adds to ordinary weights
 merged = model.merge_and_unload()
 assert not any("lora" in name for name, _ in merged.named_parameters())
 zerofp4.launch.destroy_process_group()

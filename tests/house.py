@@ -43,7 +43,7 @@ NOT_IN_THE_FACE = ("__main__", "integrations", "blackwell_check", "testing")
 EXTENSION, ITS_ROOM = "_C", "ops"
 
 NOT_FOR_USERS = {
-    "nn": {"ALREADY", "choose_weights", "names_in_converted_model", "primary_parameter"},
+    "nn": {"ALREADY", "choose_weights", "free_frozen", "names_in_converted_model", "primary_parameter"},
     "optim": {
         "check_one_rank_has_all",
         "gather_masters",

@@ -21,6 +21,25 @@ def converted():
     return model
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_the_merged_model_is_the_trained_one(kind):
+    """Trained by an optimizer of the adapters alone, as Trainer makes it: it never sees the frozen base."""
+    config = peft.LoraConfig(target_modules=["0", "2"], r=4, use_dora=kind == "dora")
+    model, x = peft.get_peft_model(converted(), config), torch.randn(64, 32)
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = zerofp4.optim.ZeroFP4Optimizer(trainable, lr=0.1)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = model(x)
+    with pytest.raises((RuntimeError, TypeError), match=r"call zerofp4\.unconvert_model\(model\) before"):
+        model.merge_and_unload()
+    assert len(zerofp4.unconvert_model(model)) == 2
+    # float32 sums in another order
+    torch.testing.assert_close(model.merge_and_unload()(x), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_adapters_are_saved_loaded_and_merged_into_unconverted_weights(tmp_path):
     config = peft.LoraConfig(target_modules=["0", "2"], init_lora_weights=False)
     model, x = peft.get_peft_model(converted(), config), torch.randn(4, 32)

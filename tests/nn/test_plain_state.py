@@ -20,6 +20,10 @@ class Net(nn.Module):
         self.body = nn.Sequential(nn.Linear(48, 16, dtype=torch.bfloat16), nn.LayerNorm(16))
 
 
+NAMES = ["first.weight", "body.0.weight"]
+"""Of weights that are converted."""
+
+
 def make(device, seed=0, convert=True):
     torch.manual_seed(seed)
     net = Net().to(device)
@@ -106,6 +110,19 @@ def test_unconvert_gives_back_what_was_converted(device):
     expected = net.first.weight.detach().dequantize()
     zerofp4.unconvert_model(net)
     assert_bytes_equal(net.first.weight.detach(), expected, "first.weight")
+
+
+def test_unconvert_gives_the_values_of_the_codes(device):
+    net = make(device)
+    with pytest.raises(ValueError, match=r"values must be .* got 'masters'"):
+        zerofp4.unconvert_model(net, values="masters")
+    for optimizer in (None, ZeroFP4Optimizer(net.named_parameters())):
+        model = copy.deepcopy(net) if optimizer is None else net
+        expected = {name: model.get_parameter(name).detach().dequantize() for name in NAMES}
+        assert zerofp4.unconvert_model(model, optimizer, values="codes") == NAMES
+        for name, value in expected.items():
+            assert type(model.get_parameter(name)) is nn.Parameter
+            assert_bytes_equal(model.get_parameter(name).detach(), value, name)
 
 
 def test_safetensors_names_the_quantized_weight(device, tmp_path):

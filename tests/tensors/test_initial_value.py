@@ -136,3 +136,46 @@ def test_its_own_values_copied_back_change_nothing(device):
     model.weight.data.copy_(model.weight.dequantize())
     assert model.weight.get_high_precision_init_val() is value
     assert_record_equal(model.weight, before)
+
+
+def with_adapter(device):
+    """A converted layer, frozen, and one that stays as it is and comes later, as those of peft."""
+    model = nn.Sequential(converted(device).requires_grad_(False))
+    zerofp4.convert_model(model)  # what is converted stays so
+    model.append(nn.Linear(48, 16, dtype=torch.bfloat16, device=device))
+    return model
+
+
+def train(model, optimizer):
+    model(torch.ones(2, 80, dtype=torch.bfloat16, device=model[1].weight.device)).sum().backward()
+    optimizer.step()
+
+
+OPTIMIZERS = {
+    "all parameters": lambda model: zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), lr=0.1),
+    "trainable ones": lambda model: zerofp4.optim.ZeroFP4Optimizer(model[1].named_parameters(), lr=0.1),
+    "torch": lambda model: torch.optim.AdamW(model[1].parameters(), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_frees_the_values_of_frozen_weights(device, kind):
+    """Of the model that it trains, not of another one."""
+    model, other = with_adapter(device), with_adapter(device)
+    optimizer = OPTIMIZERS[kind](model)
+    if kind == "torch":
+        train(model, optimizer)
+    weight = model[0].weight
+    assert weight.get_high_precision_init_val() is None
+    train(model, optimizer)
+    expected = weight.detach().dequantize()
+    assert zerofp4.unconvert_model(model) == ["0.weight"]
+    assert_bytes_equal(model[0].weight.detach(), expected, "unconverted")
+    assert other[0].weight.get_high_precision_init_val() is not None
+
+
+def test_a_first_step_of_torch_leaves_weights_that_are_to_be_trained():
+    model = with_adapter("cpu")
+    model[0].requires_grad_(True)
+    train(model, OPTIMIZERS["torch"](model))
+    assert model[0].weight.get_high_precision_init_val() is not None

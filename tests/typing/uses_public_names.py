@@ -190,6 +190,7 @@ def models_out(folder: str) -> None:
     assert_type(dict(zerofp4.master_state_dict(model, averages)), dict[str, Tensor])
     zerofp4.plain_state_dict(model)
     assert_type(zerofp4.unconvert_model(model, optimizer), list[str])
+    assert_type(zerofp4.unconvert_model(model, values="codes"), list[str])
 
 
 def served(model: nn.Module, folder: str) -> None:

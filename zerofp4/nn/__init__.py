@@ -10,6 +10,7 @@ from zerofp4.nn.choice import (
 from zerofp4.nn.conv1d import Conv1D
 from zerofp4.nn.convert import (
     convert_model,
+    free_frozen,  # noqa: F401 (for the optimizer)
     names_in_converted_model,  # noqa: F401 (for the optimizer)
     primary_parameter,  # noqa: F401 (for integrations)
 )

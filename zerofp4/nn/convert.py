@@ -2,11 +2,12 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerofp4 import ops
 from zerofp4.format import BLOCK, FourOverSix
@@ -22,6 +23,7 @@ from zerofp4.nn.choice import (
 )
 from zerofp4.tensors import (
     INIT_VAL,
+    NVFP4Tensor,
     QuantizedTensor,
     check_not_held,
     quantize,
@@ -44,6 +46,10 @@ weights that were chosen are converted. Both write to the report.
 
 _converted: list[weakref.ref[nn.Module]] = []
 """Models that convert_model was given, the latest last."""
+
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_step_hook: list[Any] = []
+"""The handle of _free_at_first_step, once there is a converted model."""
 
 
 def convert_model(
@@ -101,8 +107,10 @@ def convert_model(
     the weight of a stacked zerofp4.nn.GroupedLinear as that of a linear layer; the parameter of another
     module, unless that is torch's own, only where filter_fn(module, the parameter's name) is true.
 
-    get_high_precision_init_val() of a new parameter is the old value, on the CPU, until
-    clear_high_precision_init_val() frees it: what a master weight should start from.
+    get_high_precision_init_val() of a new parameter is the old value, on the CPU: what a master weight should
+    start from. clear_high_precision_init_val() frees it. So does the optimizer that makes the master, and so
+    does one that trains other parameters of the model while this one is frozen: ZeroFP4Optimizer when it is
+    built, an optimizer of torch in its first step.
 
     Raises ValueError for other blocks, for columnwise=True in blocks of 1x16, where that copy does not follow
     from the rows, and for amax groups of other weights; RuntimeError when a weight to convert is on the meta
@@ -139,6 +147,8 @@ def convert_model(
     watch_assignments(model)
     _converted[:] = [*(ref for ref in _converted if ref() is not None), weakref.ref(model)]
     _warn_of_shards(model, report)
+    if not _step_hook:
+        _step_hook.append(register_optimizer_step_pre_hook(_free_at_first_step))
     return report
 
 
@@ -229,6 +239,30 @@ def _warn_of_assignments(
             f"{', '.join(lost)}. Without assign=True it quantizes the values",
             stacklevel=2,
         )
+
+
+def free_frozen(parameters: Iterable[torch.Tensor]) -> None:
+    """Free the initial values of frozen weights when an optimizer has these parameters: of the frozen ones
+    among them and beside them in converted models. The optimizer may not have adapters' base weights at all.
+
+    What is trained beside frozen weights is trained beside their codes.
+    """
+    candidates = list(parameters)
+    ids = set(map(id, candidates))
+    for model in filter(None, [ref() for ref in _converted]):
+        members = list(model.parameters())
+        if not ids.isdisjoint(map(id, members)):
+            candidates += members
+    for parameter in candidates:
+        if isinstance(parameter, NVFP4Tensor) and not parameter.requires_grad:
+            parameter.clear_high_precision_init_val()
+
+
+def _free_at_first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """torch calls it before each step of every optimizer. Adapters may have one of torch."""
+    if not torch.compiler.is_compiling() and optimizer not in _stepped:
+        _stepped.add(optimizer)
+        free_frozen(p for group in optimizer.param_groups for p in group["params"])
 
 
 def primary_parameter(

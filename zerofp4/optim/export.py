@@ -90,17 +90,26 @@ def gather_masters(
 
 
 def unconvert_model(
-    model: nn.Module, optimizer: ZeroFP4Optimizer | AveragedMasters | None = None
+    model: nn.Module,
+    optimizer: ZeroFP4Optimizer | AveragedMasters | None = None,
+    *,
+    values: str = "initial",
 ) -> list[str]:
     """Replace quantized weights, in place, by ordinary parameters of their dtype, shape and requires_grad.
 
-    optimizer: that of the weights, whose masters give the values, or AveragedMasters of it; then it is
-    collective, and the optimizer is of no more use: its step() raises. Without one a weight has what it held
-    before it was converted, if nothing has trained it since, else the values of its codes.
+    optimizer: that of the weights, or AveragedMasters of it. It cannot be used afterwards: its step() raises.
+    values: "initial" gives a weight its master, or its average, which is collective; without a master the
+        value from before the conversion, if the weight still keeps it (get_high_precision_init_val()), else
+        that of its codes. "codes" gives what the 4-bit weights stand for, and is not collective.
 
-    Returns the names of the parameters. Raises RuntimeError, before anything is changed, for a weight that
-    another optimizer or DistributedDataParallel holds.
+    A frozen weight keeps its value from before the conversion only until an optimizer trains other parameters
+    of its model, adapters for instance. They are trained beside the codes, so merge them into "codes".
+
+    Returns the names of the parameters. Raises ValueError for other `values`, and RuntimeError, before
+    anything is changed, for a weight that another optimizer or DistributedDataParallel holds.
     """
+    if values not in ("initial", "codes"):
+        raise ValueError(f'values must be "initial" or "codes", got {values!r}')
     find_master: FindMaster = {}.get
     if optimizer is not None:
         optimizer, find_master = _find_masters(optimizer)
@@ -117,7 +126,11 @@ def unconvert_model(
         for module, name, _ in found:
             old = module._parameters[name]
             if id(old) not in made:
-                new = nn.Parameter(parameter_values(old, find_master(old), old.dtype), old.requires_grad)
+                if values == "codes":
+                    value = old.dequantize()
+                else:
+                    value = parameter_values(old, find_master(old), old.dtype)
+                new = nn.Parameter(value, old.requires_grad)
                 vars(new).update({k: v for k, v in vars(old).items() if k not in ("record", "_is_param")})
                 new.grad = old.grad
                 made[id(old)] = new

@@ -267,8 +267,8 @@ class ShardedParameters:
         for name, p, (kind, device) in zip(self.names, self.parameters, self._kinds, strict=True):
             if (kind_of(p), p.device) != (kind, device):
                 advice = (
-                    "change the model back (model.to()) and call refresh(), or build a new optimizer and have "
-                    "it load_state_dict() this one's state_dict()"
+                    "change the model back (model.to()) and call refresh(), or build a new optimizer and "
+                    "have it load_state_dict() this one's state_dict()"
                 )
                 if not kind.endswith(str(tuple(p.shape))):
                     advice = "call resize_token_embeddings before convert_model, and build the optimizer last"

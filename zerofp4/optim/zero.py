@@ -41,6 +41,7 @@ from zerofp4.engine import (
     write_master,
 )
 from zerofp4.launch import backend_for
+from zerofp4.nn import free_frozen
 from zerofp4.ops import is_capturing
 from zerofp4.optim.adamw import BucketUpdate, FusedAdamW
 from zerofp4.optim.agreement import Agreement, Call
@@ -154,6 +155,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             for parameter in param_group["params"]:
                 if not parameter.requires_grad:
                     broadcast_frozen(parameter, place.sharding)
+        free_frozen(self._parameters)
         masters = zip(map(id, trainable), self._shards.optimized, strict=True)
         self.inners = InnerOptimizers(
             checked.classes, self.param_groups, dict(masters), self._shards.slices
