@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -215,7 +215,7 @@ class Brought:
     @cached_property
     def folder(self) -> Path:
         """An empty one."""
-        self._folder.mkdir()
+        self._folder.mkdir(exist_ok=True)  # another rank may have made it
         return self._folder
 
     @cached_property
@@ -277,6 +277,16 @@ class Brought:
 
 
 BROUGHT = {name for name in vars(Brought) if not name.startswith("_")}
+
+
+class Ran(NamedTuple):
+    """A program that has run."""
+
+    names: dict[str, Any]  # at its end
+    brought: Brought
+
+    def __getitem__(self, name: str) -> Any:
+        return self.names[name]
 
 
 # Shell

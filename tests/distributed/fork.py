@@ -47,7 +47,8 @@ def main(ranks: int, module: str, arguments: list[str]) -> None:
 def _become(rank: int, ranks: int, port: int) -> None:
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    os.environ.update({name: str(value) for name, value in (places | store).items()})
+    job = {"TORCHELASTIC_RUN_ID": "none"}  # by which Lightning knows torchrun
+    os.environ.update({name: str(value) for name, value in (places | store | job).items()})
 
 
 def _wait_for(pids: set[int]) -> int:

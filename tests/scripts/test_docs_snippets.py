@@ -11,15 +11,14 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import te_stand_in
+from cases import te_stand_in, trainers
 from cases import transformer_engine as te_cases
-from cases.docs import BROUGHT, PAGES, Brought, names_read, programs, run
-from cases.trainers import with_fsdp2
+from cases.docs import BROUGHT, PAGES, Brought, Ran, names_read, programs, run
+from cases.trainers import causal_loss
 from helpers import needs_gpu
 from megatron_wheel import megatron_groups, why_no_megatron
 from torch.distributed.fsdp import FSDPModule
@@ -28,17 +27,6 @@ import zerofp4
 from zerofp4 import serving
 from zerofp4.integrations import megatron, transformer_engine
 from zerofp4.testing import assert_bytes_equal
-
-
-class Ran(NamedTuple):
-    """A program that has run."""
-
-    names: dict[str, Any]  # at its end
-    brought: Brought
-
-    def __getitem__(self, name: str) -> Any:
-        return self.names[name]
-
 
 # What must hold after a program, beyond that it raised nothing.
 
@@ -135,24 +123,6 @@ def casts_for_transformer_engine(ran: Ran) -> None:
     assert utils.quantize_master_weights.__module__.startswith("zerofp4.")
 
 
-def causal_loss(ran: Ran) -> float:
-    """Of the model that a framework has trained: about 4.2 before."""
-    batch = next(iter(ran.brought.loader))
-    return ran.brought.causal_model(**batch).loss.item()
-
-
-def has_trained_with_trainer(ran: Ran) -> None:
-    assert causal_loss(ran) < 3.9 and (ran["folder"] / "checkpoint-10" / "optimizer.pt").exists()
-
-
-def has_trained_with_accelerate(ran: Ran) -> None:
-    assert causal_loss(ran) < 3.9 and (ran["folder"] / "optimizer.bin").exists()
-
-
-def has_trained_with_lightning(ran: Ran) -> None:
-    assert causal_loss(ran) < 3.9 and (ran["folder"] / "last.ckpt").exists()
-
-
 def has_served(ran: Ran) -> None:
     from safetensors.torch import load_file
 
@@ -162,17 +132,6 @@ def has_served(ran: Ran) -> None:
     assert [meta.name for meta in source.metadata] == [name for name, _ in source.iter_local()]
     for name, tensor in source.iter_full():
         assert_bytes_equal(tensor, found[name], name)
-
-
-def has_merged_adapters(ran: Ran) -> None:
-    names = [name for name, _ in ran["merged"].named_parameters()]
-    assert names and not any("lora" in name for name in names)
-    assert (ran["folder"] / "adapter_model.safetensors").exists()
-
-
-def has_trained_sharded(ran: Ran) -> None:
-    assert isinstance(ran["sharded"], FSDPModule) and causal_loss(ran) < 3.9
-    assert (ran["folder"] / "optimizer_0").exists()
 
 
 def replays_lower_the_loss(ran: Ran) -> None:
@@ -192,13 +151,7 @@ PROGRAMS: dict[str, list[tuple[int, Callable[[Ran], None]]]] = {
     "optimizer.md": [(1, has_trained), (1, has_trained), (1, has_trained), (1, replays_lower_the_loss)],
     "own-step.md": [(1, casts_its_piece), (5, shares_amaxes)],
     "serving.md": [(3, has_served)],
-    "trainers.md": [
-        (1, has_trained_with_trainer),
-        (1, has_trained_with_accelerate),
-        (1, has_trained_with_lightning),
-        (1, has_merged_adapters),
-        (1, has_trained_sharded),
-    ],
+    "trainers.md": [(1, check) for check in trainers.CHECKS],
     "transformer_engine.md": [(2, casts_for_transformer_engine)],
 }
 """Pages with Python blocks: of each program the number of blocks, and what must hold afterwards."""
@@ -221,9 +174,6 @@ def test_a_reader_brings_no_more_than_pages_read():
     assert read >= BROUGHT, f"no page reads {sorted(BROUGHT - read)}"
 
 
-TRAINERS = ["transformers", "accelerate", "lightning", "peft"]
-
-
 def why_not(page: str) -> str | None:
     """The reason why this page cannot run here, or None."""
     if page == "megatron.md":
@@ -231,7 +181,7 @@ def why_not(page: str) -> str | None:
     needed = {
         "checkpoints.md": ["safetensors"],
         "serving.md": ["transformers", "safetensors"],
-        "trainers.md": [*TRAINERS, "safetensors"],
+        "trainers.md": trainers.PACKAGES,
     }
     missing = [package for package in needed.get(page, ()) if importlib.util.find_spec(package) is None]
     return f"{', '.join(missing)} not installed" if missing else None
@@ -269,17 +219,8 @@ def framework(page: str, monkeypatch) -> Iterator[None]:
             base.WeightSource, base.ParamMeta = object, serving.Served
             monkeypatch.setitem(sys.modules, base.__name__, base)
         if page == "trainers.md":
-            import accelerate
-
-            def init(self, *args, fsdp_plugin=None, init=accelerate.Accelerator.__init__, **options):
-                init(self, *args, **options)
-                if fsdp_plugin is not None:
-                    with_fsdp2(self, fsdp_plugin)
-
-            monkeypatch.setattr(accelerate.Accelerator, "__init__", init)
-            monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+            stack.enter_context(trainers.with_fsdp_on_cpus(monkeypatch))
             zerofp4.launch.init_process_group()
-            stack.callback(accelerate.state.AcceleratorState._reset_state, True)
         yield
 
 
