@@ -27,6 +27,6 @@ using DequantizeFunction = const char* (*)(const DequantizeCall&) noexcept;
 
 // The name of a capsule with a DequantizeFunction. The number changes with the struct, and with what
 // zerofp4/ops/autograd.py calls: so an extension of an older build is not used.
-constexpr const char* kDequantizeCapsule = "zerofp4._C.dequantize_function 4";
+constexpr const char* kDequantizeCapsule = "zerofp4._C.dequantize_function 5";
 
 }  // namespace zerofp4

@@ -2,6 +2,7 @@
 // zerofp4/tensors/products.py, which computes the same bytes.
 
 #include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -33,6 +34,7 @@ struct {
     PyObject* current_stream;
     PyObject* record;  // the name of the attribute
     DequantizeFunction dequantize;
+    unsigned long slow_on_cpu;  // a bit for each dtype_code
     uint64_t checked_gpus;
 } python;
 
@@ -118,6 +120,34 @@ Tensor values_of(const Source& source, at::ScalarType dtype) {
     return values;
 }
 
+// Products, as multiply() in zerofp4/tensors/products.py
+
+Tensor in_dtype(const Tensor& x, at::ScalarType dtype) {
+    return !x.defined() || x.scalar_type() == dtype ? x : x.to(dtype);
+}
+
+// In what values like these are multiplied.
+at::ScalarType factor_dtype(const Tensor& x) {
+    const int code = dtype_code(x.scalar_type());
+    return x.is_cpu() && code >= 0 && (python.slow_on_cpu >> code & 1) != 0 ? at::kFloat : x.scalar_type();
+}
+
+Tensor multiply(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+    const at::ScalarType dtype = x.scalar_type(), wide = factor_dtype(x);
+    const bool is_one = weight.scalar_type() == dtype && (!bias.defined() || bias.scalar_type() == dtype);
+    if (wide == dtype || !is_one) return at::linear(x, weight, bias);
+    return at::linear(in_dtype(x, wide), in_dtype(weight, wide), in_dtype(bias, wide)).to(dtype);
+}
+
+Tensor multiply_by_autocast(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const auto cast = [](const Tensor& each) {
+        const bool takes = each.defined() && dtype_code(each.scalar_type()) >= 0;
+        return takes ? in_dtype(each, at::autocast::get_autocast_dtype(at::kCPU)) : each;
+    };
+    return multiply(cast(x), cast(weight), cast(bias));
+}
+
 // The node
 
 struct LinearBackward : Node {
@@ -171,18 +201,25 @@ struct LinearBackward : Node {
             if (weight_needs) place = gradient_place(dtype);  // last: what it gives it gives once
         }
         variable_list result(3);
-        if (x_needs) result[0] = at::matmul(grad, values_of(*source, dtype));
-        const Tensor rows = as_rows(grad);
-        if (weight_needs) {
-            const Tensor others = as_rows(x.scalar_type() == dtype ? x : x.to(dtype));
-            if (place.defined()) {
-                at::mm_out(place, rows.t(), others);
-                result[1] = std::move(place);
-            } else {
-                result[1] = at::mm(rows.t(), others);
-            }
+        const at::ScalarType wide = factor_dtype(grad);
+        const Tensor factor = in_dtype(grad, wide);
+        if (x_needs) {
+            const Tensor values = in_dtype(values_of(*source, dtype), wide);
+            result[0] = in_dtype(at::matmul(factor, values), dtype);
         }
-        if (task_should_compute_output(2)) result[2] = rows.sum(0);
+        const Tensor rows = as_rows(factor);
+        if (weight_needs) {
+            const Tensor others = as_rows(in_dtype(in_dtype(x, dtype), wide));
+            if (place.defined() && wide == dtype) {
+                at::mm_out(place, rows.t(), others);
+            } else if (place.defined()) {
+                place.copy_(at::mm(rows.t(), others));
+            } else {
+                place = in_dtype(at::mm(rows.t(), others), dtype);
+            }
+            result[1] = std::move(place);
+        }
+        if (task_should_compute_output(2)) result[2] = (wide == dtype ? rows : as_rows(grad)).sum(0);
         return result;
     }
 
@@ -225,9 +262,14 @@ Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const 
         const bool autocast = !is_default_state(false);
         at::AutoDispatchBelowADInplaceOrView below;
         const Tensor values = values_of(source, weight.scalar_type());
-        // Autocast would keep its copy of a leaf, which has no history here, for other operations.
-        y = autocast ? at::linear(x.detach(), values, bias.defined() ? bias.detach() : bias)
-                     : at::linear(x, values, bias);
+        if (!autocast) {
+            y = multiply(x, values, bias);
+        } else if (x.is_cpu() && at::autocast::is_autocast_enabled(at::kCPU)) {
+            y = multiply_by_autocast(x, values, bias);
+        } else {
+            // Autocast would keep its copy of a leaf, which has no history here, for other operations.
+            y = at::linear(x.detach(), values, bias.defined() ? bias.detach() : bias);
+        }
     }
     if (node) torch::autograd::set_history(y, node);
     return y;
@@ -284,13 +326,14 @@ PyObject* linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-// configure(weight_type, values_source, gradient_place, gradients, check_cuda, current_stream, dequantize)
+// configure(weight_type, values_source, gradient_place, gradients, check_cuda, current_stream, dequantize,
+// slow_on_cpu)
 PyObject* configure(PyObject*, PyObject* given) {
     HANDLE_TH_ERRORS
     PyObject* capsule;
-    if (!PyArg_ParseTuple(given, "OOOOOOO", &python.weight_type, &python.values_source,
+    if (!PyArg_ParseTuple(given, "OOOOOOOk", &python.weight_type, &python.values_source,
                           &python.gradient_place, &python.gradients, &python.check_cuda,
-                          &python.current_stream, &capsule))
+                          &python.current_stream, &capsule, &python.slow_on_cpu))
         return nullptr;
     void* function = PyCapsule_GetPointer(capsule, kDequantizeCapsule);
     if (function == nullptr) return nullptr;

@@ -106,6 +106,19 @@ def test_info_of_this_machine(capsys):
     assert "MPI of a test" in text or "no mpi4py" in text
 
 
+@pytest.mark.parametrize(
+    ("slow", "expected"),
+    [
+        ((), "in each dtype"),
+        ((torch.float16,), "of float16 in float32, for want of instructions"),
+        ((torch.bfloat16, torch.float16), "of bfloat16 and float16 in float32, for want of instructions"),
+    ],
+)
+def test_what_the_cpu_multiplies(monkeypatch, capsys, slow, expected):
+    monkeypatch.setattr(info, "SLOW_ON_CPU", slow)
+    assert f"\nCPU products {expected}\n" in shown(capsys)[1]
+
+
 @pytest.mark.parametrize("reason", [None, "ZEROFP4_AUTOGRAD is 0"])
 def test_what_makes_the_node_of_a_product(monkeypatch, capsys, reason):
     monkeypatch.setattr(info, "why_python_autograd", lambda: reason)

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofp4.ops import build_info, check_cuda, code_for, extension_file, why_python_autograd
+from zerofp4.ops import (
+    SLOW_ON_CPU,
+    build_info,
+    check_cuda,
+    code_for,
+    extension_file,
+    why_python_autograd,
+)
 from zerofp4.version import VERSION
 
 SUMMARY = "versions, what was compiled in, and what this machine can run"
@@ -96,7 +103,9 @@ def _attempt(function: Callable[[], Any], problems: list[str]) -> Any:
 
 def _cpu(build: dict[str, Any] | None) -> dict[str, Any]:
     isas = {"compiled": [], "running": None} if build is None else build["cpu"]
-    return {"machine": platform.machine(), "cores": _cores(), "threads": torch.get_num_threads(), **isas}
+    slow = [str(dtype).removeprefix("torch.") for dtype in SLOW_ON_CPU]
+    facts = {"machine": platform.machine(), "cores": _cores(), "threads": torch.get_num_threads()}
+    return {**facts, **isas, "multiplied_in_float32": slow}
 
 
 def _cores() -> int:
@@ -164,6 +173,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
         ("torch", f"{torch_build['version']}, CUDA {torch_build['cuda'] or 'no'}"),
         ("CPU", f"{cpu['machine']}, {cpu['cores']} cores, {cpu['threads']} threads"),
         ("CPU kernels", f"{cpu['running'] or 'none'}, out of {', '.join(cpu['compiled']) or 'none'}"),
+        ("CPU products", _shown_products(cpu["multiplied_in_float32"])),
         ("CUDA kernels", _shown_cuda(cuda)),
         ("F.linear", _shown_autograd(facts["autograd"])),
         ("exact products", "unknown" if cuda is None else f"on a GPU by {cuda['products']}"),
@@ -179,6 +189,10 @@ def lines(facts: dict[str, Any]) -> list[str]:
         text.append(f"{name:{width}}  {'not set' if value is None else repr(value)} ({what})")
     text += ["", *(f"problem: {problem}" for problem in facts["problems"])]
     return text if facts["problems"] else [*text, "no problem found"]
+
+
+def _shown_products(slow: list[str]) -> str:
+    return f"of {' and '.join(slow)} in float32, for want of instructions" if slow else "in each dtype"
 
 
 def _shown_cuda(cuda: dict[str, Any] | None) -> str:

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from zerofp4.gemm import Operand, gemm, gemm_into, keeps_values
 from zerofp4.nn.quantizers import Quantizers, with_columns
 from zerofp4.storage import MXFP8Storage, NVFP4Storage, Side, Storage
-from zerofp4.tensors import MXFP8Tensor, NVFP4Tensor, QuantizedTensor, gradient_place
+from zerofp4.tensors import MXFP8Tensor, NVFP4Tensor, QuantizedTensor, gradient_place, multiply
 
 
 class MainGrad:
@@ -209,10 +209,10 @@ def _quantized(quantizers, grad, x, weight, dtypes, main_grad, out):
 def _dequantized(quantizers, grad, x, weight, dtypes, main_grad, out):
     grad_x = grad_weight = None
     if weight is not None:
-        grad_x = (grad @ _values(weight, grad.dtype)).to(dtypes[0])
+        grad_x = multiply(torch.mm, grad, _values(weight, grad.dtype)).to(dtypes[0])
     if x is not None:
         out = out if grad.dtype == dtypes[1] else None
-        grad_weight = torch.mm(grad.t(), _values(x, grad.dtype).flatten(0, -2), out=out)
+        grad_weight = multiply(torch.mm, grad.t(), _values(x, grad.dtype).flatten(0, -2), out=out)
         if main_grad is None:
             grad_weight = grad_weight.to(dtypes[1])
         else:

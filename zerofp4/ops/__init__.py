@@ -46,7 +46,7 @@ from zerofp4.ops.gather import (
 )
 from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.grouped_values import grouped_values
-from zerofp4.ops.hardware import check_capability, code_for
+from zerofp4.ops.hardware import SLOW_ON_CPU, check_capability, code_for
 from zerofp4.ops.layer import implement_layer, layer_scheme, use_native_layer
 from zerofp4.ops.layouts import ScaleChange, change_scales
 from zerofp4.ops.multi_tensor import MultiTensor, add_squares, find_nonfinite
@@ -104,6 +104,7 @@ __all__ = [
     "MAX_PEERS",
     "PEER_ERROR",
     "PLAN_MISMATCH",
+    "SLOW_ON_CPU",
     "SQUARES",
     "STATUS_RANK_SHIFT",
     "AdamWItem",

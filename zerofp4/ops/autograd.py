@@ -14,7 +14,8 @@ import torch
 
 import zerofp4._C as _C
 from zerofp4.ops.autograd_build import NAME, VARIABLE, FirstUse, Torch, say_once_a_host
-from zerofp4.ops.device import check_cuda, current_stream
+from zerofp4.ops.device import DTYPE_CODES, check_cuda, current_stream
+from zerofp4.ops.hardware import SLOW_ON_CPU
 from zerofp4.ops.operator import without_backend
 
 
@@ -163,9 +164,10 @@ def use_native_linear(
     index, dtype) and gradients(node, grad, x, weight, bias_needs) are what it calls in Python.
     """
     called = values_source, gradient_place, gradients, check_cuda, current_stream
+    slow = sum(1 << DTYPE_CODES[dtype] for dtype in SLOW_ON_CPU)
 
     def configure(extension: ModuleType) -> None:
-        extension.configure(weight_type, *called, _C.dequantize_function)
+        extension.configure(weight_type, *called, _C.dequantize_function, slow)
         use(extension.linear)
 
     use_extension(configure)

@@ -1,11 +1,30 @@
-"""Which GPUs the code of a build runs on."""
+"""Which GPUs the code of a build runs on, and what torch multiplies slowly on this CPU."""
 
 import re
 from collections.abc import Sequence
 
+import torch
+
 OLDEST_CAPABILITY = (8, 0)
 FP4_CAPABILITY = (10, 0)
 """From here on tensor cores multiply FP4."""
+
+
+def _slow_on_cpu() -> tuple[torch.dtype, ...]:
+    has_mkldnn = torch.backends.mkldnn.is_available()
+    # oneDNN takes bfloat16 on any AVX-512, where without AVX512_BF16 it is a fifth as fast as float32.
+    emulates = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+    slow = {
+        torch.bfloat16: not has_mkldnn or emulates or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: not has_mkldnn or not torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return tuple(dtype for dtype in slow if slow[dtype])
+
+
+SLOW_ON_CPU = _slow_on_cpu()
+"""Dtypes that this CPU has no instructions for: torch multiplies them at a fraction of float32's speed. It
+follows ONEDNN_MAX_CPU_ISA, as torch does.
+"""
 
 
 def code_for(capability: Sequence[int], architectures: Sequence[str]) -> str | None:

@@ -10,6 +10,7 @@ from zerofp4.tensors.lists import dequantize_many, swizzle_scales, unswizzle_sca
 from zerofp4.tensors.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from zerofp4.tensors.nvfp4 import NVFP4Tensor, empty, quantize_dequantize
 from zerofp4.tensors.nvfp4_values import derived_side
+from zerofp4.tensors.products import multiply
 from zerofp4.tensors.quantized_tensor import QuantizedTensor
 from zerofp4.tensors.quantizer import Quantizer, quantize
 from zerofp4.tensors.straight_through import StraightThrough
@@ -31,6 +32,7 @@ __all__ = [
     "empty",
     "gradient_place",
     "had_master",
+    "multiply",
     "note_master",
     "quantize",
     "quantize_dequantize",

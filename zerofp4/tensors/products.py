@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from zerofp4 import ops
+from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.tensors.gradient_places import gradient_place
 
 
@@ -49,6 +50,35 @@ class Dequantize(torch.autograd.Function):
         return grad
 
 
+def multiply(product: Callable, *operands: torch.Tensor | None, out: torch.Tensor | None = None):
+    """product(*operands). On a CPU without instructions for their dtype it multiplies in float32 and rounds
+    once: float32 holds their values, and torch adds in it anyway. out: where torch.mm writes.
+    """
+    if operands[0].is_cpu:
+        dtype = operands[0].dtype
+        if out is None and torch.is_autocast_enabled("cpu"):
+            return _multiply_by_autocast(product, operands)
+        # Operands of different dtypes are torch's to refuse.
+        if dtype in ops.SLOW_ON_CPU and all(each is None or each.dtype == dtype for each in operands):
+            result = product(*(_dequantized(each, torch.float32) for each in operands))
+            return result.to(dtype) if out is None else out.copy_(result)
+    return product(*operands) if out is None else product(*operands, out=out)
+
+
+def _multiply_by_autocast(product: Callable, operands: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+    """In the dtype of autocast, which is off then: it would round operands in float32 to its dtype again."""
+    dtype = torch.get_autocast_dtype("cpu")
+    with torch.autocast("cpu", enabled=False):
+        return multiply(product, *(_dequantized(each, dtype) for each in operands))
+
+
+def _dequantized(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The values in dtype, but of a quantized tensor first rounded to its own."""
+    if tensor is None or tensor.dtype not in WEIGHT_DTYPES:
+        return tensor
+    return (Dequantize.apply(tensor) if is_quantized(tensor) else tensor).to(dtype)
+
+
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """A matrix of all its last dimension's rows."""
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
@@ -61,7 +91,7 @@ class Linear(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         x_needs, weight_needs, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if weight_needs else None, weight if x_needs else None)
-        return F.linear(plain(x), plain(weight), bias)
+        return multiply(F.linear, plain(x), plain(weight), bias)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
@@ -77,11 +107,11 @@ def _linear_gradients(
     grad_x = grad_weight = grad_bias = None
     with torch._C.DisableTorchFunctionSubclass():
         if weight is not None:
-            grad_x = grad @ plain(weight, grad.dtype)
+            grad_x = multiply(torch.matmul, grad, plain(weight, grad.dtype))
         rows = _rows(grad)
         if x is not None:
             out = gradient_place(node, 1, grad.dtype)
-            grad_weight = torch.mm(rows.t(), _rows(plain(x, grad.dtype)), out=out)
+            grad_weight = multiply(torch.mm, rows.t(), _rows(plain(x, grad.dtype)), out=out)
         if bias_needs:
             grad_bias = rows.sum(0)
     return grad_x, grad_weight, grad_bias
@@ -95,7 +125,7 @@ class MatMul(torch.autograd.Function):
         a_needs, b_needs = ctx.needs_input_grad
         ctx.save_for_backward(a if b_needs else None, b if a_needs else None)
         ctx.a, ctx.b = (a.shape, a.dtype), (b.shape, b.dtype)
-        return torch.matmul(plain(a), plain(b))
+        return multiply(torch.matmul, plain(a), plain(b))
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
@@ -109,13 +139,14 @@ class MatMul(torch.autograd.Function):
         grad_a = grad_b = None
         with torch._C.DisableTorchFunctionSubclass():
             if b is not None:
-                grad_a = grad @ plain(b, grad.dtype).reshape(right).mT
+                grad_a = multiply(torch.matmul, grad, plain(b, grad.dtype).reshape(right).mT)
                 grad_a = grad_a.sum_to_size(left).reshape(a_shape).to(a_dtype)
             if a is not None:
                 a = plain(a, grad.dtype).reshape(left)
                 if len(right) == 2:  # one matrix for all batches: one product over all their rows
                     a, grad = a.reshape(-1, left[-1]), grad.reshape(-1, right[-1])
-                grad_b = (a.mT @ grad).sum_to_size(right).reshape(b_shape).to(b_dtype)
+                grad_b = multiply(torch.matmul, a.mT, grad)
+                grad_b = grad_b.sum_to_size(right).reshape(b_shape).to(b_dtype)
         return grad_a, grad_b
 
 
@@ -127,7 +158,7 @@ class AddMM(torch.autograd.Function):
         _, a_needs, b_needs = ctx.needs_input_grad
         ctx.save_for_backward(a if b_needs else None, b if a_needs else None)
         ctx.bias, ctx.dtypes = (bias.shape, bias.dtype), (a.dtype, b.dtype)
-        return torch.addmm(bias, plain(a), plain(b))
+        return multiply(torch.addmm, bias, plain(a), plain(b))
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
@@ -135,8 +166,11 @@ class AddMM(torch.autograd.Function):
         (shape, dtype), (a_dtype, b_dtype) = ctx.bias, ctx.dtypes
         with torch._C.DisableTorchFunctionSubclass():
             grad_bias = grad.sum_to_size(shape).to(dtype) if ctx.needs_input_grad[0] else None
-            grad_a = None if b is None else (grad @ plain(b, grad.dtype).t()).to(a_dtype)
-            grad_b = None if a is None else (plain(a, grad.dtype).t() @ grad).to(b_dtype)
+            grad_a = grad_b = None
+            if b is not None:
+                grad_a = multiply(torch.mm, grad, plain(b, grad.dtype).t()).to(a_dtype)
+            if a is not None:
+                grad_b = multiply(torch.mm, plain(a, grad.dtype).t(), grad).to(b_dtype)
         return grad_bias, grad_a, grad_b
 
 
@@ -168,7 +202,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
             return out
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # What is not quantized stays as it is: it may have a tangent of forward AD, which detach() drops.
-        return F.linear(*(plain(x) if is_quantized(x) else x for x in (input, weight)), bias)
+        return multiply(F.linear, *(plain(x) if is_quantized(x) else x for x in (input, weight)), bias)
     return Linear.apply(input, weight, bias)
 
 
