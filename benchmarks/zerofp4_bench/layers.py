@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import zerofp4
 from zerofp4.layout import round_up
 from zerofp4.nn import GroupedLinear, Linear, NVFP4Recipe, autocast
+from zerofp4.ops import SLOW_ON_CPU
 from zerofp4_bench.session import Session
 
 RECIPES = {
@@ -20,6 +21,8 @@ RECIPES = {
 }
 SHAPES = ((8192, 4096, 14336), (16384, 8192, 8192), (8192, 4096, 4096))
 """Tokens, in_features, out_features."""
+CPU_SHAPE = (256, 1024, 1024)
+"""The same on a CPU without instructions for bfloat16, whatever the scale."""
 EXPERTS, EXPERT_TOKENS, EXPERT_SHAPE = 64, 65536, (2048, 1408)
 MICRO_BATCHES = (1, 4, 16)
 SIDE = 32
@@ -34,6 +37,8 @@ def layers(session: Session, options: argparse.Namespace) -> None:
         linear(session, *(scaled(size, options.scale) for size in shape))
     experts(session, options.scale)
     host_calls(session)
+    if not session.clock.is_cuda and torch.bfloat16 in SLOW_ON_CPU:
+        without_instructions(session)
     for count in MICRO_BATCHES if session.clock.is_cuda else ():
         swizzles(session, count)
 
@@ -57,6 +62,25 @@ def linear(session: Session, tokens: int, in_features: int, out_features: int) -
     session.count(row, "ratio", ours / theirs, "time over that of bfloat16")
     held = plain.weight.nbytes / plain.weight.numel()
     session.count(f"converted_weight/{case.name}", "bytes_per_parameter", held, "all buffers of the weight")
+
+
+def without_instructions(session: Session) -> None:
+    """torch's linear layer with an NVFP4 weight beside the same in bfloat16 and in float32."""
+    tokens, in_features, out_features = CPU_SHAPE
+    name, found = "x".join(map(str, CPU_SHAPE)), {}
+    for kind in ("bf16", "float32", "converted"):
+        dtype = torch.float32 if kind == "float32" else torch.bfloat16
+        layer = nn.Linear(in_features, out_features, bias=False, dtype=dtype)
+        if kind == "converted":
+            zerofp4.convert_model(nn.Sequential(layer))
+        x = random(session, tokens, in_features).to(dtype).requires_grad_()
+        gradient = random(session, tokens, out_features).to(dtype)
+        seconds, runs = session.clock.seconds(trained(layer, x, gradient, layer), 3 * x.nbytes)
+        rule, found[kind] = f"forward and backward of torch's linear layer, {kind}", seconds * 1e3
+        session.count(f"cpu_{kind}_linear/{name}", "milliseconds", found[kind], rule, runs=runs)
+    for other in ("bf16", "float32"):
+        row, rule = f"cpu_converted_linear_over_{other}/{name}", f"time over that of {other}"
+        session.count(row, "ratio", found["converted"] / found[other], rule)
 
 
 def experts(session: Session, scale: int) -> None:

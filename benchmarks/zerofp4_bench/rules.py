@@ -136,7 +136,7 @@ KINDS = {
     "percent_of_state": Kind("% of the state", 2),
 }
 
-# Targets, all of H200s
+# Targets, all of H200s but for `cpu_`: two cores of a CPU with AVX2 alone
 
 HOST_COUNTS = (10, 224, 2000)
 MODEL_COUNT = 224
@@ -189,6 +189,8 @@ _BY_KIND: dict[str, dict[str, float]] = {
         "saved_over_bf16/16384x8192x8192": 0.30,
         "saved_over_bf16/8192x4096x4096": 0.30,
         "grouped_saved_over_bf16/64x1024x2048x1408": 0.30,
+        "cpu_converted_linear_over_bf16/256x1024x1024": 0.30,
+        "cpu_converted_linear_over_float32/256x1024x1024": 1.50,
         "step_2_ranks/step_over_bf16": 0.72,
         "step_2_ranks/step_clipped_over_bf16": 0.78,
         "step_2_ranks/publish_over_bf16": 0.50,

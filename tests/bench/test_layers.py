@@ -29,7 +29,9 @@ def quick(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def test_rows(tmp_path):
+def test_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "SLOW_ON_CPU", (torch.bfloat16,))
+    monkeypatch.setattr(layers, "CPU_SHAPE", (8, 32, 64))
     small = ["--device", "cpu", "--scale", "200", "--repeats", "1", "--threads", "1"]
     bench.main(["layers", *small, "--output", str(tmp_path)])
     result = json.loads((tmp_path / "layers_cpu.json").read_text())
@@ -48,6 +50,10 @@ def test_rows(tmp_path):
         ratio = rows[f"{kind}/{EXPERTS}"]["milliseconds"] / rows[f"bf16_grouped_mm/{EXPERTS}"]["milliseconds"]
         assert rows[f"{kind}_over_bf16/{EXPERTS}"]["ratio"] == pytest.approx(ratio)
     assert rows[f"grouped_saved_over_bf16/{EXPERTS}"]["ratio"] <= 0.30
+    for other in ("bf16", "float32"):
+        times = [rows[f"cpu_{kind}_linear/8x32x64"]["milliseconds"] for kind in ("converted", other)]
+        row = rows[f"cpu_converted_linear_over_{other}/8x32x64"]
+        assert row["ratio"] == pytest.approx(times[0] / times[1])
     assert rows["host_layer_linear_both"]["host_us"] > 0
     assert rows["host_layer_linear"]["plain_us"] > 0 and "host_us" in rows["host_quantizer_update"]
 
@@ -56,6 +62,8 @@ def test_targets_are_those_of_the_rows_at_full_size():
     for tokens, *sizes in layers.SHAPES:
         name = f"{tokens}x{sizes[0]}x{sizes[1]}"
         assert {f"linear_over_bf16/{name}", f"saved_over_bf16/{name}"} <= TARGETS.keys()
+    name = "x".join(map(str, layers.CPU_SHAPE))
+    assert {f"cpu_converted_linear_over_{other}/{name}" for other in ("bf16", "float32")} <= TARGETS.keys()
     rows = layers.EXPERT_TOKENS // layers.EXPERTS
     name = f"{layers.EXPERTS}x{rows}x{layers.EXPERT_SHAPE[0]}x{layers.EXPERT_SHAPE[1]}"
     assert {f"grouped_linear_over_bf16/{name}", f"grouped_saved_over_bf16/{name}"} <= TARGETS.keys()
