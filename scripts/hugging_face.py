@@ -47,9 +47,14 @@ def longest_sequence(file: Path) -> int | None:
 
 
 def make_model(
-    file: Path, vocabulary: int, device: torch.device, recomputes: bool = False, layers: int | None = None
+    file: Path,
+    vocabulary: int,
+    device: torch.device,
+    recomputes: bool = False,
+    layers: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> nn.Module:
-    """A causal language model with initial weights in bfloat16, made on the device, whose vocabulary has as
+    """A causal language model with initial weights in dtype, made on the device, whose vocabulary has as
     many tokens as the configuration says. Raises ConfigError, also where these are fewer than those of the
     text.
 
@@ -62,7 +67,7 @@ def make_model(
         more = {} if layers is None else {"num_hidden_layers": layers}
         config = transformers.AutoConfig.from_pretrained(str(file), **more)
         with device:
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         if recomputes:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -13,7 +13,7 @@ from text import Text
 
 from zerofp4.launch.process_group import World
 
-KINDS = {"nvfp4": "NVFP4 weights", "bf16": "BF16 weights"}
+KINDS = {"nvfp4": "NVFP4 weights", "bf16": "BF16 weights", "fp32": "FP32 weights"}
 
 
 def progress_display():
@@ -143,7 +143,7 @@ def draw(out: Path, title: str) -> Path | None:
 
     paths = {kind: metrics_file(out, kind) for kind in KINDS}
     rows = {kind: read_metrics(path) for kind, path in paths.items() if path.exists()}
-    both = len(rows) == 2 and all(rows.values())
+    both = len(rows) == 2 and "nvfp4" in rows and all(rows.values())
     figure, axes = pyplot.subplots(
         2 if both else 1,
         sharex=True,
@@ -153,17 +153,19 @@ def draw(out: Path, title: str) -> Path | None:
         height_ratios=[3, 1][: 1 + both],
     )
     losses = axes[0, 0]
-    for kind, color, width in (("bf16", "tab:orange", 3.5), ("nvfp4", "tab:blue", 1.5)):
+    for kind in reversed(KINDS):  # the thin line of NVFP4 over the other one
         if rows.get(kind):
+            color, width = ("tab:blue", 1.5) if kind == "nvfp4" else ("tab:orange", 3.5)
             draw_losses(losses, kind, rows[kind], color, width)
     losses.set(title=title, ylabel="loss (nats per byte)")
     losses.legend()
     if both:
-        pairs = list(zip(rows["nvfp4"], rows["bf16"], strict=False))
-        gap = smoothed([nvfp4["loss"] - bf16["loss"] for nvfp4, bf16 in pairs])
+        (other,) = rows.keys() - {"nvfp4"}
+        pairs = list(zip(rows["nvfp4"], rows[other], strict=False))
+        gap = smoothed([nvfp4["loss"] - plain["loss"] for nvfp4, plain in pairs])
         axes[1, 0].axhline(0, color="black", linewidth=0.8)
         axes[1, 0].plot([nvfp4["step"] for nvfp4, _ in pairs], gap, color="tab:blue", linewidth=1.5)
-        axes[1, 0].set(ylabel="NVFP4 - BF16,\ntraining (mean)")
+        axes[1, 0].set(ylabel=f"NVFP4 - {other.upper()},\ntraining (mean)")
     for panel in axes.flat:
         panel.grid(alpha=0.3)
     axes[-1, 0].set(xlabel="step")
@@ -189,11 +191,13 @@ def ranks(world: World) -> str:
 
 def describe(kind: str, result: dict, text: Text, world: World) -> str:
     weights, gathered = result["verified"], result["gathered_bytes_per_step"]
-    total, bf16 = gathered["nvfp4"] + gathered["high_precision"], gathered["bf16_equivalent"]
+    total, plain, name = gathered["nvfp4"] + gathered["high_precision"], gathered["bf16_equivalent"], "bf16"
+    if result["dtype"] == "float32":
+        plain, name = 2 * plain, "fp32"
     traffic = f"{total:,} bytes" if total else "nothing, there is one rank"
     if total and gathered["nvfp4"]:
-        traffic += f", {gathered['nvfp4']:,} of them NVFP4 codes; with bf16 weights {bf16:,}"
-        traffic += f", {bf16 / total:.2f} times as many"
+        traffic += f", {gathered['nvfp4']:,} of them NVFP4 codes; with {name} weights {plain:,}"
+        traffic += f", {plain / total:.2f} times as many"
     nvfp4, others = weights["nvfp4_weights"], weights["other_weights"]
     unit = "bytes" if text.vocabulary == Text.vocabulary else "tokens"
     rate = f"{result['tokens_per_second']:,.0f} {unit}/s"

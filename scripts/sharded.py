@@ -17,8 +17,6 @@ from zerofp4.integrations import fsdp2
 from zerofp4.launch.process_group import World
 from zerofp4.testing import verify_weights
 
-POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
 
 def shard(
     model: nn.Module,
@@ -26,16 +24,18 @@ def shard(
     converted: bool,
     takes: Callable[[nn.Module, str], bool] | None,
     world: World,
+    dtype: torch.dtype,
 ) -> None:
     """Cut a float32 model, a group of parameters to a block. converted: linear layers travel in 4 bits, those
-    that the filter takes.
+    that the filter takes. dtype: what the others travel in, and what layers compute in.
     """
     if converted:
         fsdp2.prepare(model, takes)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     mesh = init_device_mesh(world.device.type, (world.world_size,))
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=POLICY, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=POLICY, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
 class ShardedMixin:
@@ -46,10 +46,12 @@ class ShardedMixin:
     model: nn.Module
     converted: bool
     gathers: int
+    itemsize: int
     skipped_steps = 0
 
-    def begin(self, model: nn.Module, converted: bool, micro_batches: int) -> None:
+    def begin(self, model: nn.Module, converted: bool, micro_batches: int, dtype: torch.dtype) -> None:
         self.model, self.converted, self.gathers = model, converted, micro_batches
+        self.itemsize = dtype.itemsize
         if converted:
             fsdp2.attach(model, self)
 
@@ -72,7 +74,7 @@ class ShardedMixin:
         names = {weight.name for *_, weight in fsdp2.prepared_weights(self.model)} if self.converted else ()
         for name, p in self.model.named_parameters():
             numel = -(-p.shape[0] // size) * size * p.shape[1:].numel() * self.gathers
-            kind, factor = ("nvfp4", 0.5) if name in names else ("high_precision", 2)
+            kind, factor = ("nvfp4", 0.5) if name in names else ("high_precision", self.itemsize)
             found[kind] += int(numel * factor)
             found["bf16_equivalent"] += 2 * numel
         return found

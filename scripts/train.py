@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a GPT on Python source, byte by byte or in tokens, with NVFP4 or bfloat16 weights.
+"""Train a GPT on Python source, byte by byte or in tokens, with NVFP4, bfloat16 or float32 weights.
 
 FP32 masters and the optimizer's state are sharded over the ranks (ZeRO-1) for both kinds of weights. At the
 end every weight of the live model is checked on every rank: the same bytes everywhere, and the bytes that
@@ -19,6 +19,9 @@ quantizing the whole FP32 master gives. Alone, under torchrun or under mpirun:
 A corpus may be a file or a folder of your own, and the model one of Hugging Face's transformers.
 
 With a recipe, layers quantize activations and gradients too, and multiply those.
+
+What is not NVFP4 is bfloat16. On a CPU without instructions for that, it is float32, also instead of the
+bfloat16 weights of `--weights both`.
 """
 
 import argparse
@@ -42,7 +45,7 @@ from hugging_face import ConfigError, layers_of, loss_of, make_model
 from memory import Memory
 from phases import Phases, StepProfile, described, show
 from progress import Progress
-from report import KINDS, Recorder, describe, draw, ranks, write_summary
+from report import Recorder, describe, draw, ranks, write_summary
 from sharded import shard, sharded
 from text import Batches, Text, TextTooShortError, in_tokens
 from torch import nn
@@ -51,6 +54,7 @@ from train_options import CORPORA, OPTIMIZERS, RECIPES, add_options, complete
 import zerofp4
 from zerofp4.distributed import Stage
 from zerofp4.launch.process_group import World, destroy_process_group, init_process_group
+from zerofp4.ops import SLOW_ON_CPU
 from zerofp4.optim import Communication, ZeroFP4Optimizer
 from zerofp4.testing import VerificationError, verify_weights
 
@@ -111,36 +115,55 @@ def warmup_cosine(steps: int):
     return factor
 
 
+def prefers_float32(device: torch.device) -> bool:
+    """A CPU without instructions for bfloat16 trains in float32 several times as fast."""
+    return device.type == "cpu" and torch.bfloat16 in SLOW_ON_CPU
+
+
+def kinds_of(options: argparse.Namespace, device: torch.device) -> list[str]:
+    if options.weights != "both":
+        return [options.weights]
+    return ["nvfp4", "fp32" if prefers_float32(device) else "bf16"]
+
+
+def dtype_of(kind: str, device: torch.device) -> torch.dtype:
+    """Of all parameters, and of activations."""
+    if kind == "fp32" or (kind == "nvfp4" and prefers_float32(device)):
+        return torch.float32
+    return torch.bfloat16
+
+
 def build(
     kind: str, options: argparse.Namespace, vocabulary: int, world: World
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model of this seed, in bfloat16 or with linear layers in NVFP4, and the optimizer of its masters:
+    """The model of this seed, with linear layers in NVFP4 or without, and the optimizer of its masters:
     ZeroFP4Optimizer, or, with --parallel fsdp2, one of torch's with what it lacks (sharded.py).
 
-    The output layer stays in bfloat16, as NVFP4 training recipes have it: it is small, and no layer after it
-    averages its errors out.
+    The output layer stays in high precision, as NVFP4 training recipes have it: it is small, and no layer
+    after it averages its errors out.
     """
     torch.manual_seed(options.seed)
     quantizes, is_sharded = RECIPES[options.recipe] is not None, options.parallel == "fsdp2"
+    dtype = dtype_of(kind, world.device)
     if options.config is not None:
         config, recomputes = Path(options.config), options.recompute
-        model = make_model(config, vocabulary, world.device, recomputes, options.layers)
+        model = make_model(config, vocabulary, world.device, recomputes, options.layers, dtype)
         blocks, takes = layers_of(model), None  # all but the output layer, and embeddings
     else:
         linear = zerofp4.nn.Linear if quantizes else nn.Linear
         model = GPT(PRESETS[options.preset], vocabulary, linear).to(world.device)
         blocks, takes = model.blocks, lambda module, name: name != "head"
     for parameter in model.parameters():  # buffers, such as rotary frequencies, stay as they are
-        parameter.data = parameter.data.bfloat16()
+        parameter.data = parameter.data.to(dtype)
     if kind == "nvfp4" and not is_sharded:
         zerofp4.convert_model(model, takes, layers=quantizes and options.config is not None)
     optimizer_class, defaults = OPTIMIZERS[options.optimizer]
     defaults = {**defaults, "lr": options.lr}
     if is_sharded:
-        shard(model.float(), blocks, kind == "nvfp4", takes, world)
+        shard(model.float(), blocks, kind == "nvfp4", takes, world, dtype)
         groups = parameter_groups(model, defaults.pop("weight_decay", 0.0))
         optimizer = sharded(optimizer_class)(groups, **defaults)
-        optimizer.begin(model, kind == "nvfp4", options.micro_batches)
+        optimizer.begin(model, kind == "nvfp4", options.micro_batches, dtype)
         return model, optimizer
     groups = parameter_groups(model, defaults.pop("weight_decay", 0.0))
     names = "transport", "reduction", "overlap", "accumulate"
@@ -261,6 +284,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
                 interrupt.asked = True
                 break
     return {
+        "dtype": str(dtype_of(kind, world.device)).removeprefix("torch."),
         **(summary := progress.summary(list(recorder.rows), tokens)),
         "validation_loss_per_byte": summary["validation_loss"] / text.bytes_per_token,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -302,7 +326,9 @@ def run(options: argparse.Namespace, text: Text, world: World) -> int:
     name = f"GPT {options.preset}" if options.config is None else options.config
     title = f"{name}, {options.optimizer}, {ranks(world)} on {world.device.type}"
     say(f"{title} ({world.backend})")
-    for kind in KINDS if options.weights == "both" else [options.weights]:
+    if prefers_float32(world.device) and options.weights in ("nvfp4", "both"):
+        say("this CPU has no instructions for bfloat16: what is not NVFP4 is float32")
+    for kind in kinds_of(options, world.device):
         if not interrupt.asked:
             summary["runs"][kind] = train(kind, options, text, world, interrupt)
             say(describe(kind, summary["runs"][kind], text, world))

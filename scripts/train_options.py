@@ -56,7 +56,8 @@ def at_least(kind: type, smallest: float):
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="1m", help="model, named by its parameters (default: 1m)")
-    add("--weights", choices=[*KINDS, "both"], default="nvfp4", help="of the linear layers (default: nvfp4)")
+    weights = "of the linear layers; both: nvfp4 and what the others are (default: nvfp4)"
+    add("--weights", choices=[*KINDS, "both"], default="nvfp4", help=weights)
     add("--parallel", choices=PARALLEL, default="zero", help="ours, or torch's fully_shard (default: zero)")
     add("--steps", type=at_least(int, 1), default=400, help="optimizer steps (default: 400)")
     ours = "fused_adamw is ours, compact_adamw it with compact state (default: adamw)"
@@ -70,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--recipe",
         choices=RECIPES,
         default="none",
-        help="what products are made of (default: none, bfloat16)",
+        help="what products are made of (default: none, weights as they are)",
     )
     add("--config", type=Path, help="config.json of transformers, in place of a preset")
     add("--layers", type=at_least(int, 1), help="of --config, in place of the number that it has")
@@ -136,8 +137,8 @@ def complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> No
         options.clip = 0.0 if options.overlap == "update" else 1.0
     if options.corpus not in CORPORA and not Path(options.corpus).exists():
         parser.error(f"argument --corpus: there is no {options.corpus}, nor is it {' or '.join(CORPORA)}")
-    if options.recipe == "mxfp8" and options.weights != "bf16":
-        parser.error("argument --recipe: mxfp8 takes --weights bf16: it cannot multiply NVFP4 weights")
+    if options.recipe == "mxfp8" and options.weights in ("nvfp4", "both"):
+        parser.error("argument --recipe: mxfp8 takes --weights bf16 or fp32: it multiplies no NVFP4 ones")
     if options.tokenizer is not None and importlib.util.find_spec("tokenizers") is None:
         parser.error("argument --tokenizer: needs the library tokenizers (pip install tokenizers)")
     if options.lr is None:

@@ -27,27 +27,28 @@ def check_picture(out: Path) -> None:
 def test_two_ranks_and_both_kinds_of_weights(early):
     finished, out = early(both)
     assert finished.status == 0, finished.output
-    for kind in ("nvfp4", "bf16"):
+    summary = json.loads((out / "summary.json").read_text())
+    for kind in summary["runs"]:
         rows = read_rows(out, kind)
         assert [row["step"] for row in rows] == list(range(1, 13))
         assert all(row.keys() - {"validation_loss"} == STEP_KEYS for row in rows)
         assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
         assert rows[-1]["validation_loss"] < rows[0]["validation_loss"]
-    summary = json.loads((out / "summary.json").read_text())
     assert summary["world_size"] == 2 and not summary["interrupted"]
-    nvfp4, bf16 = summary["runs"]["nvfp4"], summary["runs"]["bf16"]
+    nvfp4, plain = summary["runs"].values()
     assert nvfp4["verified"] == {"nvfp4_weights": 8, "other_weights": 8}
-    assert bf16["verified"] == {"nvfp4_weights": 0, "other_weights": 16}
-    assert nvfp4["parameters"] == bf16["parameters"]
-    gathered = nvfp4["gathered_bytes_per_step"]
-    assert gathered["nvfp4"] + gathered["high_precision"] < 0.5 * gathered["bf16_equivalent"]
-    assert bf16["gathered_bytes_per_step"]["nvfp4"] == 0
+    assert plain["verified"] == {"nvfp4_weights": 0, "other_weights": 16}
+    assert nvfp4["parameters"] == plain["parameters"] and nvfp4["dtype"] == plain["dtype"]
+    gathered, others = nvfp4["gathered_bytes_per_step"], plain["gathered_bytes_per_step"]
+    assert gathered["nvfp4"] + gathered["high_precision"] < 0.5 * others["high_precision"]
+    assert others["nvfp4"] == 0
     sent = nvfp4["sent_bytes_per_step"]
     assert 2 * sent["weights"] == gathered["nvfp4"] + gathered["high_precision"] and sent["gradients"] > 0
-    assert all(min(run["milliseconds_per_step"].values()) > 0 for run in (nvfp4, bf16))
+    assert all(min(run["milliseconds_per_step"].values()) > 0 for run in (nvfp4, plain))
     phases = nvfp4["phases_of_step"]["phases"]
     assert {name: phases[name]["sent_bytes"] for name in sent} == sent
-    assert bf16["phases_of_step"]["phases"]["weights"]["sent_bytes"] == bf16["sent_bytes_per_step"]["weights"]
+    sent_by_plain = plain["sent_bytes_per_step"]["weights"]
+    assert plain["phases_of_step"]["phases"]["weights"]["sent_bytes"] == sent_by_plain
     assert f"others get from it {sent['gradients']:,} bytes of gradients" in finished.output
     assert "the same bytes on 2 ranks; 8 NVFP4 weights equal the quantized and 8 others" in finished.output
     check_picture(out)
@@ -77,18 +78,17 @@ def test_the_same_seed_gives_the_same_run(early):
 @pytest.mark.heavy
 @pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("nvfp4-dequantized", marks=pytest.mark.nightly)])
 def test_a_recipe_and_micro_batches(tmp_path, recipe):
-    """Both kinds of weights: bfloat16 ones are quantized for the first micro-batch of a step."""
+    """Both kinds of weights: plain ones are quantized for the first micro-batch of a step."""
     options = ["--steps", "12", "--micro-batches", "2", "--recipe", recipe, "--weights", "both"]
     finished = train_here(tmp_path, *options)
     assert finished.status == 0, finished.output
-    losses = {}
-    for kind in ("nvfp4", "bf16"):
+    summary, first = json.loads((tmp_path / "summary.json").read_text()), set()
+    for kind in summary["runs"]:
         rows = read_rows(tmp_path, kind)
-        losses[kind] = [row["loss"] for row in rows]
-        assert losses[kind][-1] < losses[kind][0] - 0.3
+        assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
         assert rows[-1]["validation_loss"] < rows[0]["validation_loss"]
-    assert losses["nvfp4"][0] == losses["bf16"][0]  # codes of the same weights
-    summary = json.loads((tmp_path / "summary.json").read_text())
+        first.add(rows[0]["loss"])
+    assert len(summary["runs"]) == 2 and len(first) == 1  # codes of the same weights
     assert summary["options"]["recipe"] == recipe
     assert summary["runs"]["nvfp4"]["verified"] == {"nvfp4_weights": 8, "other_weights": 8}
 
@@ -105,6 +105,33 @@ def test_updates_in_the_backward_pass(tmp_path):
     losses = [[(row["loss"], row.get("validation_loss")) for row in run] for run in rows]
     assert losses[0] == losses[1] and losses[0][-1][0] < losses[0][0][0]
     assert [rows[0][0]["grad_norm"] > 0, rows[1][0]["grad_norm"]] == [True, None]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("slow", "plain", "dtype"), [((), "bf16", "bfloat16"), ((torch.bfloat16,), "fp32", "float32")]
+)
+def test_a_cpu_without_instructions_for_bfloat16(tmp_path, monkeypatch, slow, plain, dtype):
+    """It trains in float32, and says so; plain weights are float32 then."""
+    monkeypatch.setattr(train, "SLOW_ON_CPU", slow)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    finished = train_here(tmp_path, "--steps", "2", "--weights", "both")
+    assert finished.status == 0, finished.output
+    runs = json.loads((tmp_path / "summary.json").read_text())["runs"]
+    assert {kind: run["dtype"] for kind, run in runs.items()} == {"nvfp4": dtype, plain: dtype}
+    said = "this CPU has no instructions for bfloat16: what is not NVFP4 is float32\n"
+    assert (said in finished.output) == bool(slow)
+    assert f"{plain.upper()} weights: loss" in finished.output
+    check_picture(tmp_path)
+
+
+@pytest.mark.parametrize(("weights", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_weights_that_are_asked_for_by_name(monkeypatch, weights, dtype):
+    monkeypatch.setattr(train, "SLOW_ON_CPU", (torch.bfloat16,))
+    options = train.parse_options(["--weights", weights])
+    assert train.kinds_of(options, torch.device("cpu")) == [weights]
+    assert train.dtype_of(weights, torch.device("cpu")) == dtype
+    assert train.dtype_of("nvfp4", torch.device("cuda")) == torch.bfloat16
 
 
 @pytest.mark.heavy
