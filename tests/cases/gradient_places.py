@@ -71,10 +71,10 @@ def memory_of(parameters, dtype=BF16):
 class Twice(nn.Module):
     """A weight in NVFP4, and what it is for: one product, or more."""
 
-    def __init__(self, bias=True):
+    def __init__(self, bias=True, dtype=BF16):
         super().__init__()
-        self.weight = nn.Parameter(zerofp4.quantize(values(32, 32).to(BF16), columnwise=True))
-        self.bias = nn.Parameter(values(32, seed=1).to(BF16)) if bias else None
+        self.weight = nn.Parameter(zerofp4.quantize(values(32, 32).to(dtype), columnwise=True))
+        self.bias = nn.Parameter(values(32, seed=1).to(dtype)) if bias else None
 
     def forward(self, x, times=1):
         for _ in range(times):

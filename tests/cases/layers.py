@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import zerofp4
 from zerofp4 import reference
 from zerofp4.nn import MXFP8Recipe, NVFP4Recipe
+from zerofp4.ops import SLOW_ON_CPU
 
 RECIPES = {
     "nvfp4": NVFP4Recipe(),
@@ -44,6 +45,12 @@ def multiply(a: Factor, b: Factor, dtype: torch.dtype, bias: torch.Tensor | None
     if a.amax is not None:
         out = out * reference.gemm_alpha(a.amax, b.amax, a.e4m3_max, b.e4m3_max)
     return (out if bias is None else out + bias.float()).to(dtype)
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of values of one dtype, in the dtype in which this CPU multiplies them."""
+    wide = torch.float32 if a.dtype in SLOW_ON_CPU else a.dtype
+    return (a.to(wide) @ b.to(wide)).to(a.dtype)
 
 
 def nvfp4(x: torch.Tensor, block_rows: int, **options) -> Copies:
@@ -93,8 +100,8 @@ def linear(recipe, x, weight, bias, grad, rng_state=None):
     y = multiply(q_x.rowwise, q_w.rowwise, x.dtype, bias)
     db = None if bias is None else grad.sum(0).to(bias.dtype)
     if recipe.backward == "dequantized":
-        dx = (grad @ q_w.values.to(weight.dtype).to(grad.dtype)).to(x.dtype)
-        return y, dx, (grad.t() @ q_x.values.to(grad.dtype)).to(weight.dtype), db
+        dx = matmul(grad, q_w.values.to(weight.dtype).to(grad.dtype)).to(x.dtype)
+        return y, dx, matmul(grad.t(), q_x.values.to(grad.dtype)).to(weight.dtype), db
     q_g = copies(recipe, "gradient", grad, rng_state)
     dx = multiply(q_g.rowwise, q_w.columnwise, x.dtype)
     return y, dx, multiply(q_g.columnwise, q_x.columnwise, weight.dtype), db
