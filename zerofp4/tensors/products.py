@@ -50,7 +50,9 @@ class Dequantize(torch.autograd.Function):
         return grad
 
 
-def multiply(product: Callable, *operands: torch.Tensor | None, out: torch.Tensor | None = None):
+def multiply(
+    product: Callable, *operands: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """product(*operands). On a CPU without instructions for their dtype it multiplies in float32 and rounds
     once: float32 holds their values, and torch adds in it anyway. out: where torch.mm writes.
     """
