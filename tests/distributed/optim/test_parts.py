@@ -194,6 +194,7 @@ def test_a_trial_leaves_no_trace(world, optimizer_class):
     try:
         with torch.device(world.device), warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", r"the \d+ parameters have no names|the masters of \d+ weights")
             ZeroFP4Optimizer(parameters, optimizer_class, lr=0.1)
     finally:
         torch.set_default_dtype(torch.float32)
