@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import copy
+import os
 import re
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -66,11 +68,14 @@ def names_read(blocks: Iterable[Block]) -> set[str]:
 
 
 def run(program: list[Block], brought: Brought) -> dict:
-    """Run the blocks in one namespace, which is returned. A traceback names lines of the page."""
+    """Run the blocks in one namespace, which is returned. A traceback names lines of the page. Variables of
+    launchers that trainers leave in the environment go again.
+    """
     names = {name: getattr(brought, name) for name in names_read(program) & BROUGHT}
-    for block in program:
-        code = "\n" * (block.line - 1) + block.code
-        exec(compile(code, str(block.page), "exec", dont_inherit=True), names)
+    with mock.patch.dict(os.environ):
+        for block in program:
+            code = "\n" * (block.line - 1) + block.code
+            exec(compile(code, str(block.page), "exec", dont_inherit=True), names)
     return names
 
 
