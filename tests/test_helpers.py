@@ -1,5 +1,8 @@
 """The assertion that leaves out what hardware may choose must itself fail when it should."""
 
+from fnmatch import fnmatch
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import assert_each_equal, assert_values_equal
@@ -24,3 +27,10 @@ def test_which_of_many_differs_is_named():
         assert_each_equal(many, [many[0], torch.ones(2), many[2]], "many")
     with pytest.raises(ValueError, match="zip"):
         assert_each_equal(many, many[:2], "fewer")
+
+
+def test_pytest_looks_into_every_folder_of_tests(pytestconfig):
+    """By default it leaves out folders called build or dist."""
+    patterns = pytestconfig.getini("norecursedirs")
+    folders = {file.parent for file in Path(__file__).parent.rglob("test_*.py")}
+    assert not [folder for folder in folders for p in patterns if fnmatch(folder.name, p)]

@@ -25,7 +25,8 @@ SOURCES = list(autograd_build.TOGETHER)
 LINK = 'while [ "$1" != "-o" ]; do shift; done; echo library >"$2"'
 
 MAKE = """
-import fcntl, pathlib, runpy, sys
+import fcntl, pathlib, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in the background without
 file, folder, retry, locks = sys.argv[1:]
 if locks == "False":
     fcntl.flock = lambda *arguments: None
