@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Puts the tests of one setting side by side, after all others: most of their ranks have then run ahead.
     Those on GPUs do not, which all share.
     """
-    items.sort(key=lambda item: str(_setting(item) or ""))
+    items.sort(key=lambda item: (str(_setting(item) or ""), _setting(item) and item.function.new_group))
     launches = config.stash[_LAUNCHES] = {}
     for setting in filter(None, dict.fromkeys(map(_setting, items))):
         own = [item for item in items if _setting(item) == setting and not is_skipped(item)]

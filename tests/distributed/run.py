@@ -50,11 +50,17 @@ class Check:
 
 
 def on_ranks(
-    *world_sizes: int, nightly: Sequence[int] = (), launcher: str = "fork", time_limit: float = 60.0
+    *world_sizes: int,
+    nightly: Sequence[int] = (),
+    launcher: str = "fork",
+    time_limit: float = 60.0,
+    new_group: bool = False,
 ) -> Callable:
     """Makes a pytest test of function(world, ...) that runs on every rank of each of these world sizes.
 
     nightly: further world sizes, for the nightly run alone.
+    new_group: the test ends the process group and makes another, and so runs after all that do not: later,
+        torch 2.11 crashes in init_device_mesh (https://github.com/pytorch/pytorch/pull/192109).
 
     `world` is the record of the process group. Other parameters come from pytest.mark.parametrize below this
     decorator, not from fixtures. A check that takes longer than time_limit seconds has failed. Tests of one
@@ -62,7 +68,7 @@ def on_ranks(
     """
 
     def decorate(function: Callable) -> Callable:
-        function.time_limit = time_limit
+        function.time_limit, function.new_group = time_limit, new_group
         settings = [Setting(world_size, launcher) for world_size in world_sizes]
         settings += [pytest.param(Setting(size, launcher), marks=pytest.mark.nightly) for size in nightly]
         return pytest.mark.parametrize("world", settings, ids=str)(function)  # conftest.py puts ranks there

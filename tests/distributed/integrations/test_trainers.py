@@ -66,9 +66,7 @@ def by_trainer(world, folder, leg):
     data = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 64
     arguments = transformers.TrainingArguments(str(folder), **options)
     sets = {"train_dataset": data, "eval_dataset": data[:4]}
-    trainer = transformers.Trainer(
-        model, arguments, **sets, optimizers=(optimizer, None), callbacks=[Keep()]
-    )
+    trainer = transformers.Trainer(model, arguments, **sets, optimizers=(optimizer, None), callbacks=[Keep()])
     before = trainer.evaluate()["eval_loss"]
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS * leg}") if leg else None)
     assert trainer.evaluate()["eval_loss"] < before

@@ -39,12 +39,12 @@ def check_more_groups(world):
         check_world(launch.init_process_group())
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, 4, new_group=True)
 def test_groups_one_after_the_other(world):
     check_more_groups(world)
 
 
-@on_ranks(2)
+@on_ranks(2, new_group=True)
 @pytest.mark.parametrize("has_backend", [True, False])
 def test_a_group_that_torch_made(world, has_backend):
     """With a backend for each kind of device, as torch recommends, or with none: ranks get their GPUs."""

@@ -11,7 +11,7 @@ from distributed.run import on_ranks
 from zerofp4 import launch
 
 
-@on_ranks(2, time_limit=120.0)
+@on_ranks(2, time_limit=120.0, new_group=True)
 @pytest.mark.heavy
 @pytest.mark.parametrize("number", range(len(CHECKS)), ids=[check.__name__ for check in CHECKS])
 def test_the_program_runs_on_two_ranks(world, number):
