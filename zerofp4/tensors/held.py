@@ -52,7 +52,7 @@ class Holder:
         """
         if not self.replaced:
             return None
-        modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+        modules = _instances(nn.Module)
         present = {id(p) for module in modules for p in vars(module).get("_parameters", {}).values()}
         found = next((p for p in self.replaced if id(p) not in present), None)
         if found is None:
@@ -102,9 +102,8 @@ def _warn_of_clipping(tensor: torch.Tensor, frame: types.FrameType) -> None:
         return
     for holder in holders:
         holder.end_watch()
-    wrapped = [o for o in gc.get_objects() if issubclass(type(o), nn.parallel.DistributedDataParallel)]
-    if any(tensor is p for model in wrapped for p in model.parameters()):
-        return  # whose gradients are averaged by now
+    if _are_in_ddp({id(tensor)}):  # its gradient is averaged by now
+        return
     warnings.warn_explicit(
         "torch.nn.utils.clip_grad_norm_ clips by the norm of this rank's own gradients, which step() of "
         "ZeroFP4Optimizer averages over the ranks afterwards: call optimizer.clip_grad_norm_ instead",
@@ -167,16 +166,21 @@ def _instances(classes: type | tuple[type, ...]) -> list[Any]:
     return [o for o in tracked if type(o) in kinds] if kinds else []
 
 
+def _are_in_ddp(ids: Set[int]) -> bool:
+    """Whether a DistributedDataParallel has a parameter with one of these ids."""
+    found = _instances(nn.parallel.DistributedDataParallel)
+    return any(id(p) in ids for model in found for p in model.parameters())
+
+
 def check_not_averaged(ids: Set[int]) -> None:
     """Raise RuntimeError if a DistributedDataParallel has a parameter with one of these ids, for an optimizer
     that averages gradients in backward passes. Looks at every object, as check_not_held() does.
     """
-    for collects in (False, True):
-        if collects:
-            gc.collect()  # what was deleted may be in a cycle
-        found = _instances(nn.parallel.DistributedDataParallel)
-        if not any(id(p) in ids for model in found for p in model.parameters()):
-            return
+    if not _are_in_ddp(ids):
+        return
+    gc.collect()  # what was deleted may be in a cycle
+    if not _are_in_ddp(ids):
+        return
     raise RuntimeError(
         "the model is in a DistributedDataParallel, which averages gradients in backward passes, and so does "
         "an optimizer with overlap='backward', overlap='update' or accumulate='sharded': leave out either"
