@@ -1,6 +1,9 @@
 """clip_grad_norm_ of ZeroFP4Optimizer, in one process."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,6 +20,26 @@ from helpers import assert_bytes_equal
 from torch import nn
 
 from zerofp4.optim import ZeroFP4Optimizer
+
+STEPS = """
+import math, torch
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+net = torch.nn.Linear(64, 64, device="cuda")
+optimizer = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW)
+for norm_type in (2.0, 1.0, math.inf):
+    net(torch.ones(8, 64, device="cuda")).sum().backward()
+    optimizer.clip_grad_norm_(1.0, norm_type)
+    optimizer.step()
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch compiles for GPUs alone")
+def test_no_kernel_of_torch_is_compiled_at_run_time(tmp_path):
+    """Ranks that do so at once warn that the folder of such kernels could not be created."""
+    kept = {**os.environ, "PYTORCH_KERNEL_CACHE_PATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", STEPS], env=kept, check=True)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])

@@ -81,7 +81,9 @@ def norm_of_squares(words: torch.Tensor) -> torch.Tensor:
     """float32 []: the root of the sum that words stand for, int64 [SQUARES[1]], copies and ranks added up.
     Waits for nothing.
     """
-    exponents = torch.arange(_C.SQUARE_RANGES, dtype=torch.float64, device=words.device) * 8 - 150
-    total = (words[: _C.SQUARE_RANGES].double() * exponents.exp2()).sum()
+    # 2 ** (8 i - 150), as bits: for exp2() of float64, torch compiles a kernel at run time.
+    exponents = torch.arange(_C.SQUARE_RANGES, dtype=torch.int64, device=words.device) * 8 - 150
+    powers = ((exponents + 1023) << 52).view(torch.float64)
+    total = (words[: _C.SQUARE_RANGES].double() * powers).sum()
     infinite, nan = words[_C.SQUARE_RANGES :].unbind()
     return total.sqrt().masked_fill(infinite != 0, math.inf).masked_fill(nan != 0, math.nan).float()
