@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up an environment and do the main job: train a small GPT on real text over two ranks, with NVFP4 weights and then
 # with bfloat16 ones (float32 on a CPU without instructions for bfloat16), on GPUs where there are two. Arguments go to
-# train.py. Leaves metrics, a summary and the picture of both curves in runs/demo, and ends with DEMO PASSED, or with
+# `python -m examples.training`. Leaves metrics, a summary and the picture of both curves in runs/demo, and ends with DEMO PASSED, or with
 # DEMO FAILED and a status other than 0. Where there is no GPU it leaves CUDA out of the extension, unless that is built
 # already or ZEROFP4_CUDA is 1.
 set -euo pipefail
@@ -23,5 +23,5 @@ if ((gpus == 1)); then
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 "$PYTHON" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node $ranks \
-    scripts/train.py --weights both --out runs/demo --overwrite "$@"
+    -m examples.training --weights both --out runs/demo --overwrite "$@"
 passed

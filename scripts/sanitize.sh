@@ -26,7 +26,7 @@ with_sanitizers() {
     preload=$(library libasan.so):$(library libubsan.so):$(library libstdc++.so)
     env LD_PRELOAD="$preload" PYTHONPATH="$ROOT/$SANITIZED" ZEROFP4_AUTOGRAD=0 \
         ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-        PYTEST_ADDOPTS="-o 'pythonpath=$SANITIZED . tests scripts' --capture=sys" "$@"
+        PYTEST_ADDOPTS="-o 'pythonpath=$SANITIZED . tests' --capture=sys" "$@"
 }
 
 # test_sanitized [PYTEST'S ARGUMENTS]: those in place of the rooms and of the other instruction sets.

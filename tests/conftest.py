@@ -87,7 +87,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
             for work in asked_for(item):
                 early.begin(work)
     # What lives now, half a million objects, lives to the end: each gc.collect(), of which tests make many
-    # and scripts/bench.py one a file, would take half a second to look through it.
+    # and python -m benchmarks one a file, would take half a second to look through it.
     gc.collect()
     gc.freeze()
 

@@ -54,18 +54,29 @@ def _is_known(version: str | None) -> bool:
 @contextlib.contextmanager
 def megatron_groups(tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[ModuleType]:
     """The hook is installed, and the ranks form Megatron's groups. Yields the module megatron_gpt."""
-    before = set(dist.distributed_c10d._world.pg_map)
-    with megatron_here(), megatron.install():
+    with groups_forgotten():
         from megatron.core import parallel_state
 
+        megatron.install()
         parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
         if torch.cuda.is_available():
             from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
             model_parallel_cuda_manual_seed(0)
+        yield importlib.import_module("megatron_gpt")
+
+
+@contextlib.contextmanager
+def groups_forgotten() -> Iterator[None]:
+    """Megatron can be imported; at the end its groups and the hook are gone."""
+    before = set(dist.distributed_c10d._world.pg_map)
+    with megatron_here():
+        from megatron.core import parallel_state
+
         try:
-            yield importlib.import_module("megatron_gpt")
+            yield
         finally:
+            megatron.uninstall()
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_global_memory_buffer()
             made = [group for group in dist.distributed_c10d._world.pg_map if group not in before]

@@ -1,4 +1,4 @@
-"""scripts/bench.py: what it measures, how it counts and what it writes. Never how fast anything is."""
+"""python -m benchmarks: what it measures, how it counts and what it writes. Never how fast anything is."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-import bench
 import pytest
 import torch
 from cases.bench import copy_little
 from early import waits_for
 from helpers import assert_bytes_equal, needs_gpu
-from zerofp4_bench import checkpoints, output, peers, session
-from zerofp4_bench.operations import OPERATIONS, SHOWN
-from zerofp4_bench.rules import KINDS, Moved
-from zerofp4_bench.session import ROOT, Clock, Session
-from zerofp4_bench.workloads import Tensors, chosen, llama, square
+
+import benchmarks.__main__ as bench
+from benchmarks import checkpoints, output, peers, session
+from benchmarks.operations import OPERATIONS, SHOWN
+from benchmarks.rules import KINDS, Moved
+from benchmarks.session import Clock, Session
+from benchmarks.workloads import ROOT, Tensors, chosen, llama, square
 
 CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--size", "64", "--scale", "200", "--repeats", "1", "--threads", "1"]
@@ -88,10 +89,11 @@ def test_checkpoint_in_a_world_of_one(tmp_path, monkeypatch, capsys):
 
 
 def export_run(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "export", "--repeats", "1"]
+    command = [sys.executable, "-m", "benchmarks", "export", "--repeats", "1"]
     command += ["--scale", "64", "--output", str(folder)]
     environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300), folder
+    how = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run(command, **how), folder
 
 
 @pytest.mark.heavy

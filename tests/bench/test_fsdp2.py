@@ -1,15 +1,16 @@
-"""scripts/bench.py fsdp2: training steps of several ranks. Never how fast anything is."""
+"""python -m benchmarks fsdp2: training steps of several ranks. Never how fast anything is."""
 
 from __future__ import annotations
 
 import json
 
-import bench
 import pytest
 from cases.bench import two_ranks
 from early import waits_for
-from zerofp4_bench.rules import KINDS
-from zerofp4_bench.session import Clock
+
+import benchmarks.__main__ as bench
+from benchmarks.rules import KINDS
+from benchmarks.session import Clock
 
 
 @pytest.mark.heavy

@@ -1,4 +1,4 @@
-"""scripts/bench.py large: its rows, and what is left out. Never how fast anything is."""
+"""python -m benchmarks large: its rows, and what is left out. Never how fast anything is."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import bench
-import large
 import pytest
 import torch
-from zerofp4_bench.rules import KINDS
-from zerofp4_bench.session import Clock
+
+import benchmarks.__main__ as bench
+from benchmarks import large
+from benchmarks.rules import KINDS
+from benchmarks.session import Clock
 
 transformers = pytest.importorskip("transformers")
 SHAPE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 3}

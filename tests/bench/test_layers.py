@@ -1,20 +1,20 @@
-"""scripts/bench.py layers: its rows, and that what is counted as saved or swizzled is that."""
+"""python -m benchmarks layers: its rows, and that what is counted as saved or swizzled is that."""
 
 from __future__ import annotations
 
 import json
 
-import bench
 import pytest
 import torch
 from helpers import needs_gpu
 from tensor_helpers import values
 from torch import nn
-from zerofp4_bench import layers
-from zerofp4_bench.rules import KINDS, TARGETS
-from zerofp4_bench.session import Clock
 
+import benchmarks.__main__ as bench
 import zerofp4
+from benchmarks import layers
+from benchmarks.rules import KINDS, TARGETS
+from benchmarks.session import Clock
 from zerofp4.nn import Linear, NVFP4Recipe, autocast
 
 SHAPES = ("64x32x96", "96x64x64", "64x32x32")

@@ -1,4 +1,4 @@
-"""What scripts/bench.py compares with: the reference does our work, and how packages are called."""
+"""What python -m benchmarks compares with: the reference does our work, and how packages are called."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 import torch
 from helpers import assert_bytes_equal
-from zerofp4_bench import peers, rules
-from zerofp4_bench.session import Clock, Session
-from zerofp4_bench.tensors import ACTIVATION, RHT, WEIGHT, make_input
 
 import zerofp4
+from benchmarks import peers, rules
+from benchmarks.session import Clock, Session
+from benchmarks.tensors import ACTIVATION, RHT, WEIGHT, make_input
 
 CPU = torch.device("cpu")
 

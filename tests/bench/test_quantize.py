@@ -1,19 +1,19 @@
-"""The subcommands of scripts/bench.py on single tensors: their rows, and how bytes are counted."""
+"""The subcommands of python -m benchmarks on single tensors: their rows, and how bytes are counted."""
 
 from __future__ import annotations
 
 import json
 import sys
 
-import bench
 import pytest
 import torch
 from helpers import needs_gpu
-from zerofp4_bench.operations import OPERATIONS
-from zerofp4_bench.rules import KINDS, TARGETS
-from zerofp4_bench.session import Clock, Session
 
+import benchmarks.__main__ as bench
 import zerofp4
+from benchmarks.operations import OPERATIONS
+from benchmarks.rules import KINDS, TARGETS
+from benchmarks.session import Clock, Session
 
 CPU = torch.device("cpu")
 PACKAGES = ("torchao", "gemlite", "fouroversix")

@@ -1,4 +1,4 @@
-"""scripts/bench.py small_batches: its rows, and what it compiles. Never how fast anything is."""
+"""python -m benchmarks small_batches: its rows, and what it compiles. Never how fast anything is."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import argparse
 import json
 from pathlib import Path
 
-import bench
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from zerofp4_bench import small_batches
-from zerofp4_bench.rules import KINDS, TARGETS
-from zerofp4_bench.session import Clock
-from zerofp4_bench.small_batches import LENGTH, MODES, SEQUENCES, WAYS
+
+import benchmarks.__main__ as bench
+from benchmarks import small_batches
+from benchmarks.rules import KINDS, TARGETS
+from benchmarks.session import Clock
+from benchmarks.small_batches import LENGTH, MODES, SEQUENCES, WAYS
 
 pytest.importorskip("transformers")
 SMALL = argparse.Namespace(scale=64, layers=3)

@@ -1,4 +1,4 @@
-"""scripts/bench.py step: a step of one rank and of two. Never how fast anything is."""
+"""python -m benchmarks step: a step of one rank and of two. Never how fast anything is."""
 
 import contextlib
 import io
@@ -6,19 +6,20 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import bench
-import fidelity
 import pytest
 import torch
 from cases.bench import copy_little, two_ranks
 from early import waits_for
-from zerofp4_bench import ranks, states
-from zerofp4_bench.ranks import Timer
-from zerofp4_bench.rules import KINDS
-from zerofp4_bench.session import Clock
-from zerofp4_bench.step import Ours
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import Interval
 
+import benchmarks.__main__ as bench
 import zerofp4
+from benchmarks import fidelity, ranks, states
+from benchmarks.ranks import Timer
+from benchmarks.rules import KINDS
+from benchmarks.session import Clock
+from benchmarks.step import Ours
 from zerofp4.distributed import PREFIX
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
@@ -133,21 +134,18 @@ def test_states_are_of_one_rank():
 
 
 def test_a_part_of_a_step_lasts_from_its_first_work_to_its_last():
-    """On a GPU on whatever stream, and however late; on the CPU as long as the host is in it."""
+    """On a GPU on whatever stream; on the CPU as long as the host is in it."""
 
-    def phase(name: str, begin: float, end: float) -> dict:
-        return {"cat": "user_annotation", "name": PREFIX + name, "ts": begin, "dur": end - begin, "tid": 1}
+    def event(phase: str, begin: float, end: float, kind: DeviceType) -> SimpleNamespace:
+        return SimpleNamespace(name=PREFIX + phase, time_range=Interval(begin, end), device_type=kind)
 
-    def work(number: int, launch: float, begin: float, took: float) -> list[dict]:
-        start = {"cat": "cuda_runtime", "ts": launch, "args": {"correlation": number}}
-        return [start, {"cat": "kernel", "ts": begin, "dur": took, "args": {"correlation": number}}]
-
-    events = [phase("amaxes", 0, 1000), phase("update", 1000, 2000), phase("cast", 2000, 4000)]
-    for number, times in enumerate([(500, 5e3, 1e3), (1500, 1e3, 9e4), (2500, 7e3, 500), (3000, 8e3, 3e3)]):
-        events += work(number, *times)
-    assert ranks.span(events, {"amaxes", "cast"}, on_gpu=True) == 6.0
-    assert ranks.span(events, {"amaxes", "cast"}, on_gpu=False) == 3.0
-    assert ranks.span(events, {"weights"}, on_gpu=True) == 0.0
+    host = [("amaxes", 0, 1000), ("update", 1000, 2000), ("cast", 2000, 4000)]
+    gpu = [("amaxes", 5e3, 6e3), ("update", 1e3, 9e4), ("cast", 7e3, 7.5e3), ("cast", 8e3, 11e3)]
+    events = [event(*one, DeviceType.CPU) for one in host] + [event(*one, DeviceType.CUDA) for one in gpu]
+    names = {PREFIX + "amaxes", PREFIX + "cast"}
+    assert ranks.span(events, names, on_gpu=True) == 6.0
+    assert ranks.span(events, names, on_gpu=False) == 3.0
+    assert ranks.span(events, {PREFIX + "weights"}, on_gpu=True) == 0.0
 
 
 def test_what_is_done_before_a_call_is_done_before_every_call(monkeypatch):

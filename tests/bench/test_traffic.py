@@ -1,15 +1,16 @@
-"""What a step's phases move, what they take at least, and how that grows: counted by hand for small steps."""
+"""What a step's phases move, and what they take at least: counted by hand for small steps."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from zerofp4_bench import output, session, step, traffic
-from zerofp4_bench.ranks import Timer
-from zerofp4_bench.rules import KINDS
-from zerofp4_bench.traffic import Speeds, Step, Traffic, parts, phases, step_of
-from zerofp4_bench.workloads import weight_shapes
+
+from benchmarks import session, step, traffic
+from benchmarks.ranks import Timer
+from benchmarks.rules import KINDS
+from benchmarks.traffic import Speeds, Step, Traffic, parts, phases, sent_of, step_of
+from benchmarks.workloads import weight_shapes
 
 SENT = {"gradients": 2048, "amaxes": 24, "weights": 512}
 SHAPES = [(32, 32), (32, 32)]
@@ -132,158 +133,25 @@ def test_what_has_no_room_is_left_out(monkeypatch):
     assert step.measure_bf16(timer, SHAPES) is None and not timer.session.rows
 
 
-# How a step grows
+# What ranks send
 
 
-def test_a_planned_step_sends_what_describe_says_of_a_real_one():
+def test_a_step_of_one_host_sends_what_describe_says():
     result = json.loads((session.RESULTS / "step_2_ranks_cuda.json").read_text())
     said = {row["name"]: row.get("megabytes") for row in result["rows"]}
-    for transport in ("collective", "peer"):
-        planned = traffic.planned(weight_shapes(1), 2, transport)
-        for phase in ("gradients", "amaxes", "weights"):  # of amaxes each bucket has a header
-            assert planned.sent[phase] / 1e6 == pytest.approx(said[f"sent_{phase}/2xcuda"], rel=1e-4)
-        assert (planned.transport, planned.in_buckets) == (transport, True)
-
-
-def test_a_world_of_one_sends_nothing():
-    for way in traffic.WAYS:
-        found = [t for part in traffic.phases_of(way, SHAPES, 1).values() for t in part]
-        assert {t.link for t in found} == {0}
-    assert traffic.planned(SHAPES, 1, "peer").transport == "none"
-
-
-def test_bytes_of_a_bf16_step():
-    found = traffic.bf16_phases(2048, 2, 2)
-    assert {name: (t.memory, t.link) for name, t in found.items()} == {
-        "scatter": (2 * 2048 + 4 * 1024 + 2 * 1024, 2048),
-        "widen": (6 * 1024, 0),
-        "clip": (12 * 1024, 0),
-        "adamw": (28 * 1024, 0),
-        "cast": (6 * 1024, 0),
-        "gather": (4 * 1024, 2048),
-    }
-    assert traffic.bf16_parts(2)["step_clipped"] == tuple(found)
-    assert traffic.bf16_parts(1)["publish"] == ("cast",)
-
-
-def test_what_rows_are_called():
-    assert traffic.row_of("peer", "step_clipped", 4) == "peer_step_clipped/4xcuda"
-    assert traffic.row_of("peer", "step", 1) == "step/1xcuda"
-    assert traffic.row_of("bf16", "step_clipped", 2) == "step_bf16_clipped/2xcuda"
-
-
-def result_of(ranks: int, scale: int = 64, device: str = "D", longer: float = 2.0, link=200.0) -> dict:
-    """As a run would write it that takes `longer` than its floors. Without the peer transport."""
-    speeds, shapes = Speeds(1e9, 1e9 * link), weight_shapes(scale)
-    rows = [row_of_kind(f"link/{ranks}xcuda", "gigabytes_per_second", link)]
-    for way in ("collective", "bf16"):
-        for part, of_part in traffic.phases_of(way, shapes, ranks).items():
-            took = longer * sum(speeds.floor(each) for each in of_part)
-            rows.append(row_of_kind(traffic.row_of(way, part, ranks), "milliseconds", took))
-    found = {"benchmark": f"step_{ranks}_ranks", "device": device, "threads": None, "copy_gbps": 1.0}
-    return found | {"settings": {"scale": scale}, "rows": rows}
-
-
-def row_of_kind(name: str, kind: str, value: float) -> dict:
-    return {"name": name, "kind": kind, kind: value, "target": None, "rule": "r"}
-
-
-def test_the_smallest_number_of_gpus_above_one_says_how_much_longer_parts_take():
-    found = traffic.growth_of([result_of(4, longer=3.0), result_of(1, longer=4.0), result_of(2)])
-    assert found.base.ranks == 2 and found.ranks == [1, 2, 4, 8]
-    for way in ("collective", "bf16"):
-        for part in traffic.PARTS:
-            ratios = [found.cell(way, part, ranks).ratio for ranks in (1, 2, 4)]
-            alone = None if (way, part) == ("collective", "reduce") else 2.0  # gradients of one are means
-            assert ratios == pytest.approx([alone, 1.0, 1.5])
-            assert (found.cell(way, part, 1).predicted is None) == (alone is None)
-            eight = found.cell(way, part, 8)
-            assert eight == (None, pytest.approx(2 * found.floor(way, part, 8)))
-    assert found.cell("peer", "step", 2) == traffic.Cell(None, None)
-
-
-def test_the_link_is_that_of_the_file():
-    slower, faster = (traffic.growth_of([result_of(2, link=link)]) for link in (0.1, 1e3))
-    assert slower.speeds == Speeds(1e9, 1e8)
-    assert slower.floor("bf16", "step", 8) > faster.floor("bf16", "step", 8)
-
-
-def test_a_file_of_another_device_or_scale_or_of_the_cpu_is_not_compared():
-    cpu, others = result_of(2) | {"threads": 2}, [result_of(4, device="E"), result_of(1, scale=128)]
-    found = traffic.growth_of([result_of(2), *others, cpu])
-    assert list(found.measured) == [2] and found.left_out == others
-    expected = "Not compared, being of another device or scale: step_4_ranks on E; step_1_ranks on D."
-    assert expected in output.growth_words(found)
-    assert traffic.growth_of([cpu]) is None and traffic.growth_of([result_of(1)]) is None
-    assert traffic.growth_of([result_of(2) | {"benchmark": "fsdp2_2_ranks"}]) is None
-
-
-def test_the_tables_of_the_page(tmp_path, monkeypatch):
-    folder = tmp_path / "results"
-    folder.mkdir()
-    for ranks in (1, 2, 4):
-        (folder / f"step_{ranks}_ranks_cuda.json").write_text(json.dumps(result_of(ranks)))
-    monkeypatch.setattr(output, "ROOT", tmp_path)
-    monkeypatch.setattr(output, "RESULTS", folder)
-    lines = output.docs_section().splitlines()
-    place = lines.index("|  | 1 GPU | 2 GPUs | 4 GPUs | 8 GPUs |")
-    assert place > max(i for i, line in enumerate(lines) if "step_4_ranks_cuda.json" in line)
-    assert "200 GB/s to other GPUs of the host (measured)" in lines[place - 2]
-    row = next(line for line in lines if line.startswith("| collective: step |"))
-    measured, predicted = row.split("|")[3].split("=")[0].split("/")
-    assert float(measured) == float(predicted)
-    end = place + 2 + len(traffic.PARTS) * len(traffic.WAYS)
-    assert "no step of several hosts was measured" in lines[end + 1]
-    assert "collective 2.00, bf16 2.00." in lines[end + 1], "the peer transport was not measured"
-    assert lines[end + 3] == "|  | 8 GPUs | 64 GPUs | 512 GPUs | 4,096 GPUs |"
-    assert len(lines) == end + 5 + len(traffic.HOST_WAYS) * (1 + len(traffic.HOST_GBPS))
-    row = next(line for line in lines if line.startswith("| default: step at 50 GB/s |"))
-    assert row.split("|")[2] == " - " and row.split("|")[3].endswith((", met ", ", missed "))
-
-
-# Steps of several hosts
-
-
-def sent_by(way: str) -> dict[str, tuple[float, float]]:
-    """By what it is, bytes that a rank of 2 x 2 sends in all and to the other host. It owns 512 elements."""
-    step = traffic.planned(SHAPES, 4, way, of_host=2)
-    return {kind: (step.sent[kind], step.across[kind]) for kind in ("gradients", "amaxes", "weights")}
+    for phase, (here, across) in sent_of(weight_shapes(1), 2, "collective", of_host=2).items():
+        # Of amaxes each bucket has a header.
+        assert here / 1e6 == pytest.approx(said[f"sent_{phase}/2xcuda"], rel=1e-4) and across == 0
 
 
 def test_bytes_that_ranks_send_to_other_hosts():
-    rings = {"amaxes": (32 * 3 / 4, 32 * 3 / 4 / 2), "weights": (1024 * 3 / 4, 1024 * 3 / 4 / 2)}
-    assert sent_by("collective") == rings | {"gradients": (3 * 1024, 2 * 1024)}
-    # To the other rank of the host what it averages for both hosts, and an FP32 mean to the other host.
-    assert sent_by("default") == rings | {"gradients": (2 * 1024 + 4 * 512, 4 * 512)}
-    assert sent_by("reduce_scatter") == rings | {"gradients": (4096 * 3 / 4, 4096 * 3 / 4 / 2)}
-
-
-def test_a_phase_of_several_hosts_waits_for_the_network_too():
-    step = traffic.planned(SHAPES, 4, "default", of_host=2)
-    reduce = phases(step)["reduce"]
-    # By owned element 2W of gradients and 16H - 8 of means.
-    assert reduce == ("4n + (2W+16H-8)n", (4 + 8 + 24) * 512, 2 * 1024, 4 * 512)
-    assert Speeds(1e9, 1e9, 1e3).floor(reduce) == 1e3 * reduce.network / 1e3
-    found = traffic.bf16_phases(2048, 4, 2)
-    assert {(t.link, t.network) for t in (found["scatter"], found["gather"])} == {(1536, 1536)}
-    found = traffic.fsdp2_phases(2048, 4, 2)
-    assert [(t.link, t.network) for t in found.values()] == [(1536, 1536), (1536, 1536), (3072, 3072)]
-
-
-@pytest.mark.parametrize("way", traffic.HOST_WAYS)
-def test_one_host_sends_nothing_to_others(way):
-    found = [traffic.phases_of(way, SHAPES, 8, of_host)["step"] for of_host in (8, 16, None)]
-    assert found[0] == found[1] == found[2]
-    assert {t.network for t in found[0]} == {0}
-
-
-def test_hosts_take_the_measured_factor_of_a_way_of_one_host():
-    growth = traffic.growth_of([result_of(2, longer=3.0)])
-    for way, factor in (("default", 3), ("reduce_scatter", 3), ("collective", 3), ("bf16", 3), ("fsdp2", 1)):
-        ms, sent = growth.on_hosts(way, 64, 0.001)
-        slow, _ = growth.on_hosts(way, 64, 0.0005)
-        across = sum(t.network for t in traffic.phases_of(way, growth.shapes, 64, 8)["step"])
-        assert sent == across / 1e9
-        assert slow - ms == pytest.approx(factor * 1e3 * across / 1e6), "the network is the slowest"
-    assert growth.on_hosts("default", 8, 50)[0] is None, "the peer transport of one host was not measured"
-    assert growth.on_hosts("collective", 8, 50)[0] == growth.cell("collective", "step", 8).predicted
+    """Of 2 x 2 ranks, which own 512 elements each: to the other rank of the host, and to the other host."""
+    rings = {"amaxes": (32 * 3 / 8, 32 * 3 / 8), "weights": (1024 * 3 / 8, 1024 * 3 / 8)}
+    expected = {
+        "collective": (1024, 2 * 1024),
+        # What a rank averages for both hosts, and an FP32 mean to the other host.
+        "default": (2 * 1024, 4 * 512),
+        "reduce_scatter": (4096 * 3 / 8, 4096 * 3 / 8),
+    }
+    for way, gradients in expected.items():
+        assert sent_of(SHAPES, 4, way, of_host=2) == rings | {"gradients": gradients}

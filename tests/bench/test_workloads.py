@@ -1,4 +1,4 @@
-"""What scripts/bench.py measures and how it counts bytes: pure arithmetic, held against brute force."""
+"""What python -m benchmarks measures and how it counts bytes: pure arithmetic, held against brute force."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import re
 import pytest
 import torch
 from helpers import assert_bytes_equal
-from zerofp4_bench import rules
-from zerofp4_bench.rules import KINDS, TARGETS, target_of
-from zerofp4_bench.session import RESULTS
-from zerofp4_bench.workloads import (
+
+import zerofp4
+from benchmarks import rules
+from benchmarks.rules import KINDS, TARGETS, target_of
+from benchmarks.session import RESULTS
+from benchmarks.workloads import (
     Piece,
     Tensors,
     Workload,
@@ -21,8 +23,6 @@ from zerofp4_bench.workloads import (
     small,
     square,
 )
-
-import zerofp4
 from zerofp4.shard import Shard
 
 CPU = torch.device("cpu")

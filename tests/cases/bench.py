@@ -1,4 +1,4 @@
-"""scripts/bench.py on two ranks of the CPU, as tests of it start it."""
+"""`python -m benchmarks` on two ranks of the CPU, as tests of it start it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from zerofp4_bench import session
-from zerofp4_bench.session import ROOT
+
+from benchmarks import session
+from benchmarks.workloads import ROOT
 
 STEP = ["step", "--scale", "256", "--repeats", "1", "--bucket-mb", "0.01"]
 FSDP2 = ["fsdp2", "--scale", "64", "--repeats", "1", "--layers", "2", "--tokens", "4"]
 SMALL_COPY = 1 << 20  # bytes
 PROGRAM = f"""
-import sys, bench
-from zerofp4_bench import session
+import sys
+from benchmarks import __main__ as bench, session
 session.COPY_BYTES["cpu"] = session.CPU_FLUSH_BYTES = {SMALL_COPY}
 for arguments in ({STEP}, {FSDP2}):
     bench.main([*arguments, "--output", sys.argv[1]])

@@ -301,6 +301,6 @@ def commands(page: Path) -> list[str]:
     """The command lines of a page's shell blocks, and those of its prose that run a program of ours."""
     lines = "".join(block.code for block in blocks(page, "shell")).splitlines()
     prose = BLOCK.sub("", page.read_text())
-    ours = r"scripts/\w+\.(?:py|sh)\b|python -m zerofp4\b|zerofp4 "
+    ours = r"scripts/\w+\.sh\b|python -m (?:zerofp4|benchmarks|examples)\b|zerofp4 "
     inline = re.findall(rf"`(?:[A-Z0-9_]+=\S+ )?((?:torchrun [^`]*)?(?:{ours})[^`]*)`", prose)
     return [*lines, *(" ".join(line.split()) for line in inline)]

@@ -1,4 +1,4 @@
-"""Runs of scripts/train.py, by a launcher or inside this process, and what they leave."""
+"""Runs of examples/training, by a launcher or inside this process, and what they leave."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import train
-from distributed.processes import ROOT, Finished, run_script, why_not
+from distributed.processes import Finished, run_script, why_not
+
+from examples.training import train
 
 SMALL = ["--preset", "tiny", "--batch-size", "2", "--sequence-length", "32"]
 SEEDED = ["--steps", "12", "--micro-batches", "2", "--seed", "7"]
@@ -29,7 +30,7 @@ def again(folder: Path) -> tuple[Finished, Path]:
 
 
 def _launch(folder: Path, launcher: str, *options: str) -> tuple[Finished, Path]:
-    command = [str(ROOT / "scripts" / "train.py"), *SMALL, *SEEDED, "--out", str(folder), *options]
+    command = ["-m", "examples.training", *SMALL, *SEEDED, "--out", str(folder), *options]
     return run_script(command, 2, launcher, time_limit=300.0), folder
 
 
@@ -52,7 +53,7 @@ def settings_restored() -> Iterator[None]:
 
 
 def train_here(out: Path, *options: str, world=None) -> Finished:
-    """train.py of the tiny preset: its exit status, and what it printed in this process.
+    """A run of the tiny preset: its exit status, and what it printed in this process.
 
     world: the group whose ranks all call this; without one the run makes its own, alone.
     """
@@ -74,10 +75,3 @@ def read_numbers(out: Path, kind: str = "nvfp4") -> list[tuple]:
     """The metrics that may not depend on how fast the machine is."""
     names = ("step", "loss", "lr", "grad_norm", "validation_loss")
     return [tuple(row.get(name) for name in names) for row in read_rows(out, kind)]
-
-
-def flip(path: Path, place: int) -> None:
-    """Another bit in one byte of a file."""
-    content = bytearray(path.read_bytes())
-    content[place % len(content)] ^= 1 << place % 8
-    path.write_bytes(content)

@@ -12,13 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pages
 import pytest
 from cases.docs import PAGES, ROOT, blocks
 from early import waits_for
-from zerofp4_bench import output
 
 import zerofp4
+from benchmarks import output, pages
 
 DOCS = ROOT / "docs"
 ROOMS = ("launch", "nn", "optim", "serving", "__version__")
@@ -63,7 +62,7 @@ def test_the_tables_are_those_of_the_result_files(page):
     if page == "large-models.md":
         pytest.importorskip("transformers")
     shown = (DOCS / page).read_text().split(output.BEGIN)[1].split(output.END)[0]
-    assert shown == pages.SECTIONS[page](), "run scripts/bench.py docs"
+    assert shown == pages.SECTIONS[page](), "run python -m benchmarks docs"
 
 
 def test_the_page_about_performance_is_short():
@@ -138,7 +137,7 @@ Raises ValueError for none."""
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_explained_names_become_a_list():
-    from documentation.docstrings import with_list
+    from scripts.documentation.docstrings import with_list
 
     assert with_list(DOCSTRING, {"weights", "scales"}) == (
         "- `weights`: one tensor or several.\n"

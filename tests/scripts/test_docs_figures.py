@@ -12,11 +12,11 @@ import re
 import shutil
 from functools import cache
 
-import pages
 import pytest
 from cases.docs import BLOCK, PAGES, ROOT
-from zerofp4_bench import output, ranks, session, traffic
-from zerofp4_bench.workloads import llama
+
+from benchmarks import output, pages, ranks, session
+from benchmarks.workloads import llama
 
 HISTORY = "CHANGELOG.md"
 """Says what was measured when something changed."""
@@ -57,33 +57,42 @@ def speed(run: pages.Run) -> str:
     return f"{run.peak / 1e9:.1f} GB | {run.tokens_per_second:,.0f}"
 
 
+def prediction(way: str, gpus: int) -> list[str]:
+    """Milliseconds and their ratio to bf16, of docs/predictions.md at 50 GB/s between hosts."""
+    lines = [line.split("|")[1:-1] for line in (ROOT / "docs" / "predictions.md").read_text().splitlines()]
+    (names,) = (cells for cells in lines if " 64 GPUs " in cells)
+    (row,) = (cells for cells in lines if cells and cells[0] == f" `{way}`, 50 ")
+    return re.findall(r"[\d.]+", row[names.index(f" {gpus} GPUs ")])
+
+
+def predictions() -> list[str]:
+    """What the model was given."""
+    memory, link = result("step_2_ranks_cuda")["copy_gbps"], of_step("link")
+    return [f"at {memory:,.0f} GB/s (the copy ceiling)", f"at {link:.0f} GB/s (measured)", "At 50 GB/s the"]
+
+
 def readme() -> list[str]:
     assert result("step_1_ranks_cuda")["device"] == result("step_2_ranks_cuda")["device"] == "NVIDIA H200"
     assert result("step_4_ranks_cuda")["device"].startswith("NVIDIA H100")
-    found = traffic.growth_of([each for _, each in output.load(session.RESULTS)])
-    assert found is not None
 
     def predicted(way: str, gpus: int) -> str:
-        ms, ratio = output.over_bf16(found, way, gpus, gbps)
-        return f"{ms:.1f} ms | {ratio:.2f} | |"
+        ms, ratio = prediction(way, gpus)
+        return f"{ms} ms | {ratio} | |"
 
     def measured(prefix: str, gpus: int) -> str:
         ours, bf16 = (of_step(name, gpus) / 1e3 for name in (f"{prefix}memory", "memory_bf16"))
         ms, ratio = of_step(f"{prefix}step", gpus), of_step(f"{prefix}step_over_bf16", gpus)
         return f"{ms:.1f} ms | {ratio:.2f} | {ours:.1f} GB in place of {bf16:.1f} |"
 
-    gbps = traffic.HOST_GBPS[1]
     linear = figure("layers_cuda", "linear_over_bf16/16384x8192x8192")
     gather, tokens, kept = (
         figure("fsdp2_2_ranks_cuda", f"{name}_over_bf16/2xcuda")
         for name in ("reshard/gather", "reshard/tokens", "keep/tokens")
     )
     small, large = pages.runs()
-    four = found.cell("peer", "step", 4)
-    assert four.measured is None  # on H200s
     return [
-        f"for four of them the model says {four.predicted:.1f} ms, and four H100s, whose memory is slower, "
-        f"took {of_step('peer_step', 4):.1f} ms.",
+        f"for four of them the model says {prediction('default', 4)[0]} ms, and four H100s, whose memory is "
+        f"slower, took {of_step('peer_step', 4):.1f} ms.",
         f"| {small.model} within {small.card / 1e9:.0f} GB | {speed(small)} |",
         f"| Llama with {large.parameters / 1e9:.2f} billion parameters | {speed(large)} |",
         f"Both ran {train_options()['steps']} steps of {tokens_of_step():,} tokens and recomputed",
@@ -91,7 +100,7 @@ def readme() -> list[str]:
         f"| 2 H200s, shared memory | {measured('peer_', 2)}",
         f"| 4 H100s, shared memory | {measured('peer_', 4)}",
         f"| 8 of a host, **predicted** | {predicted('default', 8)}",
-        f"| 64, {gbps} GB/s each between hosts, **predicted** | {predicted('default', 64)}",
+        f"| 64, 50 GB/s each between hosts, **predicted** | {predicted('default', 64)}",
         f"| the same with | {predicted('reduce_scatter', 64)}",
         f"it takes {of_step('peer_step_clipped_over_bf16'):.2f} of the time in bf16 on two GPUs",
         f"a linear layer takes {linear:.2f} times as long as in bf16",
@@ -187,7 +196,6 @@ def performance() -> list[str]:
         f"({session.CPU_FLUSH_BYTES >> 20} MiB on a CPU) that much is written elsewhere",
         f"a device-to-device copy of {copies['cuda'] >> 10} GiB ({copies['cpu']} MiB on a CPU)",
         f"is done with {1e3 * ranks.AHEAD / clock:.0f} ms of something else",
-        f"each GPU sends {traffic.HOST_GBPS[1]} GB/s to other hosts",
     ]
 
 
@@ -200,6 +208,7 @@ FIGURES = {
     "layers.md": layers,
     "optimizer.md": optimizer,
     "performance.md": performance,
+    "predictions.md": predictions,
 }
 """Of each page, what it must say."""
 

@@ -1,9 +1,9 @@
 """README.md is short, and what it says is so."""
 
-import draw_memory
-import pages
 import pytest
 from cases.docs import ROOT
+
+from benchmarks import pages, pictures
 
 README = (ROOT / "README.md").read_text()
 MOST_LINES = 120
@@ -14,12 +14,12 @@ def test_it_is_short():
 
 
 def test_the_picture_of_memory_and_the_bytes_beside_it():
-    assert f"]({draw_memory.PICTURE.relative_to(ROOT)})" in README and draw_memory.PICTURE.exists()
+    assert f"]({pictures.MEMORY.relative_to(ROOT)})" in README and pictures.MEMORY.exists()
     pytest.importorskip("transformers")
     said = " ".join(README.replace("(docs/optimizer.md#compact-state)", "").split())
     alone, shared = (
-        [f"{sum(draw_memory.kept(way, ranks).values()):.1f}" for way in draw_memory.NAMES]
-        for ranks in draw_memory.RANKS
+        [f"{sum(pictures.kept(way, ranks).values()):.1f}" for way in pictures.NAMES]
+        for ranks in pictures.RANKS
     )
     plain, full, compact, early = alone
     assert f"{full} bytes a parameter on one GPU in place of {plain}." in said
@@ -31,10 +31,10 @@ def test_the_picture_of_memory_and_the_bytes_beside_it():
 
 def test_the_bars_of_one_gpu_end_at_the_peak_of_the_run():
     pytest.importorskip("transformers")
-    run, bars = pages.runs()[0], draw_memory.bars(1)
+    run, bars = pages.runs()[0], pictures.bars(1)
     early = list(bars.values())[-1]
     assert sum(early.values()) == pytest.approx(run.peak / run.parameters)
-    assert set(early) == set(draw_memory.COLORS) and min(early.values()) > 0
+    assert set(early) == set(pictures.COLORS) and min(early.values()) > 0
     flash = [sum(parts.values()) - pages.beyond(run) for name, parts in bars.items() if "its paper" in name]
     assert flash == pytest.approx(list(pages.FLASH.values()))
 

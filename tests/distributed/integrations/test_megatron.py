@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
 import weakref
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,7 +12,6 @@ from helpers import assert_bytes_equal
 from megatron_wheel import megatron_groups, why_no_megatron
 
 from distributed.cases import shared_folder
-from distributed.processes import ROOT, run_script
 from distributed.run import on_ranks
 from zerofp4.optim import ZeroFP4Optimizer
 
@@ -156,38 +151,6 @@ def test_masters_that_are_not_finite_are_raised_in_the_next_step_on_every_rank(w
         for index in (3, 4):  # it was told once
             gpt.step(trained, index)
             assert gpt.wrong_bytes(trained) == 0
-
-
-@on_ranks(2, time_limit=LIMIT)
-def test_the_script_learns(world):
-    folder = shared_folder(world)
-    with megatron_groups():
-        import train_megatron
-        from text import Text
-
-        sizes = {"layers": 1, "width": 32, "heads": 2, "sequence-length": 32, "batch-size": 2, "steps": 20}
-        arguments = [f"--{name}={value}" for name, value in sizes.items()]
-        options = train_megatron.parse_options([*arguments, "--overlap", "--lr=0.02", f"--out={folder}"])
-        text = Text(b"four bits and two scales, " * 100, b"none")
-        assert train_megatron.train(options, text, world.device) == 0
-        if world.rank == 0:
-            lines = (folder / "megatron-nvfp4.jsonl").read_text().splitlines()
-            losses = [json.loads(line)["loss"] for line in lines]
-            assert len(losses) == 20 and losses[-1] < losses[0] - 1
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_the_script_runs_without_a_gpu_as_a_user_starts_it(tmp_path):
-    found = Path(importlib.util.find_spec("megatron.core").submodule_search_locations[0]).parents[1]
-    sizes = {"layers": 1, "width": 32, "heads": 2, "sequence-length": 32, "batch-size": 2, "steps": 2}
-    arguments = [f"--{name}={value}" for name, value in sizes.items()]
-    script = str(ROOT / "scripts" / "train_megatron.py")
-    env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(found)])}
-    run = run_script([script, *arguments, f"--out={tmp_path}"], 2, time_limit=LIMIT, env=env)
-    assert run.status == 0, run.output
-    assert "no GPU: Megatron runs on the CPU through megatron_on_cpu.py" in run.output
-    assert "0 bytes of codes on all ranks differ from those of the quantized masters" in run.output
 
 
 @on_ranks(4, time_limit=LIMIT)

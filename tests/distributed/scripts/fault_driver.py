@@ -20,12 +20,12 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
-import checkpoints
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zerofp4
+from examples.training import checkpoints
 from zerofp4 import distributed
 from zerofp4.engine import GradientMemory, collective
 from zerofp4.launch import World

@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 
+import megatron_wheel
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ def test_models_are_built_in_bfloat16():
 
 # They assert what they show.
 ALONE = ["fsdp2", "experts", "muon", "ema", "recipe"]
-GRAPH = "cuda_graph_step"
+GRAPH, MEGATRON = "cuda_graph_step", "megatron"
 
 
 @on_ranks(1, 2)
@@ -113,6 +114,14 @@ def test_training_with_other_packages(world, example):
         assert run_in_group(patch, example)["world"] == world
 
 
+@on_ranks(2, time_limit=120.0)
+def test_megatron(world):
+    if (reason := megatron_wheel.why_no_megatron()) is not None:
+        pytest.skip(reason)
+    with pytest.MonkeyPatch.context() as patch, megatron_wheel.groups_forgotten():
+        assert run_in_group(patch, MEGATRON)["world"] == world
+
+
 FINETUNE = "quantization_aware_finetune"
 FEW_STEPS = ["--pretrain-steps", 110, "--steps", 30, "--batch-size", 8]
 TRAININGS = {
@@ -179,7 +188,7 @@ def test_quantization_aware_finetune_refuses(what, tmp_path, monkeypatch, capsys
 
 def test_no_example_is_left_out():
     """And each fits on a screen or two, but for the whole recipe of a fine-tuning."""
-    examples = {path.stem: path for path in (ROOT / "examples").glob("*.py")}
-    assert examples.keys() == {"own_optimizer_step", "resume", FINETUNE, GRAPH, *ALONE, *PACKAGES}
+    examples = {path.stem: path for path in (ROOT / "examples").glob("[!_]*.py")}
+    assert examples.keys() == {"own_optimizer_step", "resume", FINETUNE, GRAPH, MEGATRON, *ALONE, *PACKAGES}
     lines = {name: len(path.read_text().splitlines()) for name, path in examples.items()}
     assert lines.pop(FINETUNE) < 220 and max(lines.values()) < 80

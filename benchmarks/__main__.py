@@ -1,0 +1,271 @@
+"""Measures operations against the copy ceiling and against what others do, and shows the results.
+
+    python -m benchmarks all                        operations on one device, on the GPU if there is one
+    python -m benchmarks local_step --workload square --size 4096 --device cpu --threads 2
+    python -m benchmarks adamw --scale 16           the lists of weights, 16 times smaller
+    python -m benchmarks quantize --no-peers        without what others do, the compiled reference above all
+    torchrun --nproc-per-node 2 -m benchmarks step --transport collective peer
+                                                    and fsdp2, megatron and checkpoint; also without torchrun
+    python -m benchmarks states                     steps with full and compact state, of one rank
+    python -m benchmarks small_batches              training steps of a Llama of 1.2e9 parameters, few tokens
+    python -m benchmarks large --config examples/configs/llama_20b.json --layers 20
+                                                    tokens per second and memory by optimizer, one rank
+    python -m benchmarks export                     a folder for serving engines, the shape of Llama-3-8B
+    python -m benchmarks fidelity                   losses of paired runs, and errors, of compact state
+    python -m benchmarks docs                       the tables and charts of docs/, from the results
+
+Run it from the repository. Each subcommand has a --help of its own.
+
+Workloads: `square` is one bf16 weight of SIZE x SIZE, owned whole, in rows named by its size. `llama3-8b` are
+the 224 weights of Llama-3-8B's layers; the process owns what rank 1 of 4 owns when the flat buffer of the
+whole model is cut into equal slices. `2000-small` are 2,000 weights of 768x768, 256x2880 and 256x2872,
+each owned from an odd element. `268mb-scales` is a matrix whose scales of 1x16 blocks are 268 MB, `64-groups`
+64 matrices of 4096x2048.
+
+Times are medians after a warm-up; percentages are of a device-to-device copy measured in the same process
+before and after (the higher of both), bytes read plus bytes written over time. Each row says how its bytes
+were counted. An operation writes OUTPUT/<operation>_<device>.json.
+
+Others are torch's own ways, and torchao, gemlite and fouroversix if they can be imported: installed, or
+below a folder on PYTHONPATH. One that is absent or fails is said to be, and left out.
+"""
+
+import argparse
+import gc
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import output, pages, pictures
+from benchmarks.checkpoints import checkpoint
+from benchmarks.export import export
+from benchmarks.fidelity import SEEDS, fidelity
+from benchmarks.fsdp2 import CASES, fsdp2
+from benchmarks.large import WAYS, large
+from benchmarks.megatron import megatron
+from benchmarks.operations import OPERATIONS, SHOWN
+from benchmarks.ranks import only_rank_0_speaks
+from benchmarks.session import RESULTS, Session, keep_freed_memory, save
+from benchmarks.small_batches import MODES, small_batches
+from benchmarks.states import states
+from benchmarks.step import step
+from benchmarks.workloads import NAMES
+from examples.training.model import PRESETS
+from zerofp4.launch import destroy_process_group, init_process_group
+
+SIZES = {"cuda": 16384, "cpu": 4096}
+SCALES = {"cuda": 1, "cpu": 16}
+CPU_SCALE_OF_RANKS = 64
+
+
+def at_least(smallest: int):
+    """A type for argparse: integers from `smallest` on."""
+
+    def convert(value: str) -> int:
+        if int(value) < smallest:
+            raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {value}")
+        return int(value)
+
+    convert.__name__ = "int"  # argparse names it if the value is no number
+    return convert
+
+
+def count(least: int, default: int | None, words: str) -> dict[str, Any]:
+    return {"type": at_least(least), "default": default, "help": words}
+
+
+def some_of(names) -> dict[str, Any]:
+    return {"nargs": "+", "choices": names, "default": list(names), "help": "some of these (default: all)"}
+
+
+class OfRanks(NamedTuple):
+    """A benchmark of ranks: what runs, its default scale on GPUs and repeats (None: it has no such options),
+    what repeats count, and its own options.
+    """
+
+    run: Callable
+    scale: int | None
+    repeats: int | None
+    repeated: str
+    options: dict[str, dict[str, Any]]
+
+
+TRANSPORTS = {"nargs": "+", "choices": ("collective", "peer"), "default": ["collective"]}
+STORAGE = {"choices": ("disk", "tmpfs"), "default": "disk"}
+STORAGE["help"] = "where temporary folders are made: in TMPDIR, or in memory, in /dev/shm (default: disk)"
+STEP = {
+    "bucket_mb": {"type": float, "help": "of ZeroFP4Optimizer (default: its own)"},
+    "transport": TRANSPORTS | {"help": "of ZeroFP4Optimizer, one or both (default: collective)"},
+}
+FSDP2 = {
+    "cases": some_of(CASES),
+    "layers": count(1, None, "of each model (default: 8 of Llama-3-8B's, 28 of the other)"),
+    "tokens": count(1, 1024, "in a rank's batch (default: 1024)"),
+}
+SMALL = {"modes": some_of(MODES), "layers": count(1, None, "of the model (default: 16)")}
+LARGE = {
+    "config": {"required": True, "help": "config.json of transformers, or its folder"},
+    "layers": count(1, None, "instead of the number that it has"),
+    "ways": some_of(WAYS),
+    "sequences": count(1, 2, "of a step (default: 2)"),
+    "tokens": count(2, 2048, "of a sequence (default: 2048)"),
+    "repeats": count(1, 4, "steps per median (default: 4)"),
+}
+FIDELITY = {
+    "seeds": {"type": int, "choices": SEEDS, "default": 5, "help": "pairs of runs (default: 5)"},
+    "preset": {"choices": PRESETS, "default": "1m", "help": "of examples.training, in pairs (default: 1m)"},
+    "steps": count(1, 400, "of each run of a pair (default: 400)"),
+    "error_preset": {"choices": PRESETS, "default": "124m", "help": "of errors (default: 124m)"},
+    "error_steps": count(1, 200, "of the run for errors (default: 200)"),
+}
+OF_RANKS = {
+    "step": OfRanks(step, 1, 20, "steps", STEP),
+    "states": OfRanks(states, 1, 20, "steps", {}),
+    "checkpoint": OfRanks(checkpoint, 2, 3, "saves and loads", {"storage": STORAGE}),
+    "export": OfRanks(export, 1, 1, "exports", {"storage": STORAGE}),
+    "fsdp2": OfRanks(fsdp2, 1, 10, "groups of 4 steps", FSDP2),
+    "megatron": OfRanks(megatron, 2, 20, "updates", {}),
+    "small_batches": OfRanks(small_batches, 1, 10, "groups of 5 steps", SMALL),
+    "large": OfRanks(large, None, None, "", LARGE),
+    "fidelity": OfRanks(fidelity, None, None, "", FIDELITY),
+}
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=kind, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="SUBCOMMAND")
+    every = f"{', '.join(SHOWN[:-1])} and {SHOWN[-1]}, a result file each"
+    for name, (run, workloads) in OPERATIONS.items():
+        add_options(add_command(commands, name, run.__doc__), workloads)
+    add_options(add_command(commands, "all", every), NAMES)
+    for name, benchmark in OF_RANKS.items():
+        add_options_of_ranks(add_command(commands, name, benchmark.run.__doc__), benchmark)
+    add_command(commands, "docs", "write the tables and charts of docs/ from the results")
+    options = parser.parse_args(arguments)
+    if options.command in (*OPERATIONS, "all"):
+        complete(options, parser)
+    return options
+
+
+def add_command(commands, name: str, description: str) -> argparse.ArgumentParser:
+    text = inspect.cleandoc(description)
+    kind = argparse.RawDescriptionHelpFormatter
+    return commands.add_parser(
+        name, help=text.splitlines()[0], description=text, allow_abbrev=False, formatter_class=kind
+    )
+
+
+def add_options(parser: argparse.ArgumentParser, workloads: tuple[str, ...]) -> None:
+    add = parser.add_argument
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", choices=["cuda", "cpu"], default=default, help=f"default here: {default}")
+    names = f"may be repeated (default: {', '.join(workloads)})"
+    add("--workload", action="append", choices=workloads, help=names)
+    parser.set_defaults(size=None)
+    if "square" in workloads:
+        add("--size", type=at_least(2), help="rows and columns of `square`, even (default: 16384, CPU 4096)")
+    help_of_scale = "divides the length of 2000-small and the dimensions of other lists (default: 1, CPU 16)"
+    add("--scale", type=at_least(1), help=help_of_scale)
+    add("--repeats", type=at_least(1), default=50, help="runs per median, fewer of long ones (default: 50)")
+    add("--threads", type=at_least(1), help="threads on the CPU (default: torch's)")
+    add("--no-peers", dest="peers", action="store_false", help="leave out what others do")
+    add_output(parser)
+
+
+def add_options_of_ranks(parser: argparse.ArgumentParser, benchmark: OfRanks) -> None:
+    add = parser.add_argument
+    if benchmark.scale is not None:
+        words = f"divides dimensions of the weights (default: {benchmark.scale}, CPU {CPU_SCALE_OF_RANKS})"
+        add("--scale", type=at_least(1), help=words)
+        words = f"{benchmark.repeated} per median (default: {benchmark.repeats})"
+        add("--repeats", type=at_least(1), default=benchmark.repeats, help=words)
+    for name, settings in benchmark.options.items():
+        add(f"--{name.replace('_', '-')}", **settings)
+    add_output(parser)
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    where = "default: benchmarks/results"
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help=where)
+
+
+def complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Fill in what depends on the device, and refuse what does not go together."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: cuda, but torch sees no GPU")
+    options.size = options.size or SIZES[options.device]
+    options.scale = options.scale or SCALES[options.device]
+    if options.size % 2:
+        parser.error(f"argument --size: must be even, got {options.size}")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+
+
+def measure(name: str, options: argparse.Namespace) -> None:
+    """Run one operation and write its result file."""
+    run, workloads = OPERATIONS[name]
+    settings = {"workload": [one for one in options.workload or workloads if one in workloads]}
+    settings |= {key: getattr(options, key) for key in ("size", "scale", "repeats")}
+    session = Session(name, torch.device(options.device), options.repeats)
+    run(session, argparse.Namespace(**{**vars(options), **settings}))
+    gc.collect()  # plans and weights hold one another, and the copy needs room
+    write(session.result(settings), options.output)
+
+
+def measure_on_ranks(options: argparse.Namespace) -> None:
+    """All ranks measure, rank 0 writes."""
+    benchmark = OF_RANKS[options.command]
+    world, copies, own = init_process_group(), 5, list(benchmark.options)
+    try:
+        if benchmark.scale is not None:
+            scale = benchmark.scale if world.device.type == "cuda" else CPU_SCALE_OF_RANKS
+            options.scale = options.scale or scale
+            own, copies = ["scale", "repeats", *own], options.repeats
+        with only_rank_0_speaks(world):
+            name = f"{options.command}_{world.world_size}_ranks"
+            session = Session(name, world.device, copies)
+            benchmark.run(session, options, world)
+            settings = {key: getattr(options, key) for key in own}
+            result = session.result(settings)
+            if world.rank == 0:
+                write(result, options.output)
+    finally:
+        destroy_process_group()
+
+
+def write(result: dict, folder: Path) -> None:
+    path = save(result, folder)
+    output.print_tables(result)
+    print(f"wrote {path}", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_options(arguments)
+    if options.command == "docs":
+        paths = pages.write_docs()
+        if importlib.util.find_spec("matplotlib") is None:
+            print("no charts: matplotlib is not installed (the extra `train` has it)")
+        else:
+            paths += [pictures.draw_summary(), pictures.draw_memory(), pictures.draw_links()]
+        for path in paths:
+            print(f"wrote {path}")
+    elif options.command in OF_RANKS:
+        measure_on_ranks(options)
+    else:
+        for name in SHOWN if options.command == "all" else [options.command]:
+            measure(name, options)
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] not in (["checkpoint"], ["export"]):  # which measure memory
+        keep_freed_memory()
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""A checkpoint of several ranks, beside one of plain FP32 DTensors of the same bytes."""
+
+import argparse
+import collections
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import zerofp4
+from benchmarks.ranks import Timer
+from benchmarks.session import Session
+from benchmarks.step import with_gradients
+from benchmarks.workloads import parameters_of, weight_shapes
+from zerofp4.launch import World
+
+TMPFS = "/dev/shm"
+WHAT = {
+    "zerofp4": "masters, moments and steps, by pieces",
+    "dtensors": "FP32 DTensors of the same shapes, Shard(0)",
+}
+
+
+def checkpoint(session: Session, options: argparse.Namespace, world: World) -> None:
+    """dcp.save and dcp.load of ZeroFP4Optimizer's masters and moments, beside DTensors of the same bytes.
+
+    Under torchrun on several ranks, or as one process. Both states are there at once, 12 bytes for each
+    element of the weights, and are saved and loaded by turns, each into a folder of its own on the same kind
+    of storage; what is read was written just before, so that the system's cache has it. The first round is
+    not counted. A time is that of the slowest rank, and the median of all rounds.
+
+    Memory is what a rank peaked at above what it held before, in percent of its part of the state, the most
+    of any rank and round: on the host resident memory, on the GPU torch's count.
+
+    With --scale 2, a model of 1.7 billion elements, a state is 21 GB: 55 GB of memory on all GPUs, 42 GB of
+    the storage, and 21 GB on the host while torch saves from a GPU. It is written and read 2 (1 + REPEATS)
+    times: at 1 GB/s, 21 seconds each, --repeats 3 takes 6 minutes. --scale 4 takes a quarter of all that.
+    """
+    shapes, timer = weight_shapes(options.scale), Timer(session, world, options.repeats)
+    states = {"zerofp4": optimizer_state(shapes, world), "dtensors": plain_state(shapes, world)}
+    sizes = {name: bytes_here(state) for name, state in states.items()}
+    for name, size in sizes.items():
+        timer.count(f"{name}_state", "megabytes", size / 1e6, "the state on rank 0")
+    folder = shared_folder(options.storage, sum(sizes.values()), world)
+    found = collections.defaultdict(list)
+    try:
+        for number in range(1 + options.repeats):
+            for name, state in states.items():
+                for part, figures in save_and_load(state, folder / name, world).items():
+                    words = f"round {number} of {options.repeats}: {name} {part} {figures[0]:,.0f} ms"
+                    session.say(f"    {words}")
+                    found[name, part] += [figures] if number else []
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(folder)
+    medians = {key: report(timer, *key, rounds, sizes[key[0]]) for key, rounds in found.items()}
+    for part in ("save", "load"):
+        ratio = medians["zerofp4", part] / medians["dtensors", part]
+        timer.count(f"{part}_over_dtensors", "ratio", ratio, f"{part} of ours over that of DTensors")
+
+
+def shared_folder(storage: str, size: int, world: World) -> Path:
+    """A new folder, the same on every rank. size: bytes that a rank writes there. Raises OSError, on every
+    rank, where there is less space.
+    """
+    found: list = [None, None]
+    if world.rank == 0:
+        try:
+            found[0] = tempfile.mkdtemp(prefix="zerofp4-bench-", dir=TMPFS if storage == "tmpfs" else None)
+            free, needed = shutil.disk_usage(found[0]).free, size * world.world_size
+            if free < needed:
+                Path(found[0]).rmdir()
+                found[1] = f"{found[0]}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are written"
+        except OSError as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise OSError(f"{found[1]}: set another TMPDIR, or a larger --scale")
+    return Path(found[0])
+
+
+# The states
+
+
+def optimizer_state(shapes: list[tuple[int, int]], world: World) -> dict:
+    named = [(f"layers.{i}.weight", p) for i, p in enumerate(parameters_of(shapes, world.device))]
+    optimizer = zerofp4.optim.ZeroFP4Optimizer(named, zerofp4.optim.FusedAdamW, lr=1e-4)
+    with_gradients([parameter for _, parameter in named])
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"optimizer": optimizer}
+
+
+def plain_state(shapes: list[tuple[int, int]], world: World) -> dict:
+    """Masters and two moments, as FSDP2 holds them."""
+    mesh = init_device_mesh(world.device.type, (world.world_size,))
+    return {
+        f"layers.{i}.weight.{name}": distribute_tensor(
+            torch.randn(shape, device=world.device), mesh, [Shard(0)]
+        )
+        for i, shape in enumerate(shapes)
+        for name in ("master", "exp_avg", "exp_avg_sq")
+    }
+
+
+def bytes_here(state: dict) -> int:
+    """Of this rank's part."""
+    if "optimizer" not in state:
+        return sum(tensor.to_local().nbytes for tensor in state.values())
+    entries = state["optimizer"].state_dict()["state"].values()
+    return sum(piece.values.nbytes for entry in entries for piece in entry.values())
+
+
+# A round
+
+
+def save_and_load(state: dict, folder: Path, world: World) -> dict[str, list[float]]:
+    """By "save" and "load": milliseconds, and bytes above what was held, on the host and on the GPU."""
+    if world.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def load() -> None:
+        if "optimizer" in state:  # it is loaded into one that has taken no step, as after a restart
+            inner = state["optimizer"].inner
+            inner.load_state_dict({**inner.state_dict(), "state": {}})
+        dcp.load(state, checkpoint_id=folder)
+
+    return {"save": once(lambda: dcp.save(state, checkpoint_id=folder), world), "load": once(load, world)}
+
+
+def once(run: Callable[[], object], world: World) -> list[float]:
+    on_gpu = world.device.type == "cuda"
+    if world.rank == 0:
+        os.sync()  # what the one before left to be written is not this one's
+    dist.barrier()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel counts the peak from here on
+    before, begin = resident("VmRSS"), time.perf_counter()
+    run()
+    if on_gpu:
+        torch.cuda.synchronize()
+    milliseconds = (time.perf_counter() - begin) * 1e3
+    above = torch.cuda.max_memory_allocated() - held if on_gpu else 0
+    return [milliseconds, resident("VmHWM") - before, above]
+
+
+def resident(name: str) -> int:
+    """Bytes: VmRSS are those now, VmHWM the most there were."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
+
+
+def report(timer: Timer, name: str, part: str, rounds: list[list[float]], size: int) -> float:
+    """Rows of what was found, each of the worst rank. Returns the median of the milliseconds."""
+    worst = torch.tensor(rounds, dtype=torch.float64, device=timer.device)
+    worst[:, 1:] *= 100 / size
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    median = worst[:, 0].median().item()
+    timer.count(f"{name}_{part}", "milliseconds", median, WHAT[name])
+    for i, place in enumerate(("host", "gpu") if timer.device.type == "cuda" else ("host",), 1):
+        rule = f"{place} memory at the peak, above what was held"
+        timer.count(f"{name}_{part}_{place}", "percent_of_state", worst[:, i].max().item(), rule)
+    return median

@@ -1,0 +1,208 @@
+"""The generated tables of docs/: those of output.py, and those of large models and compact state.
+
+`python -m benchmarks docs` writes them; test_docs.py compares them, and test_docs_figures.py the prose.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
+
+from benchmarks import large, output
+from benchmarks.output import BEGIN, END, Table, markdown_table
+from benchmarks.session import RESULTS
+from benchmarks.workloads import CONFIGS, ROOT
+from zerofp4.inspect.memory import WAYS, memory_kept, model_of
+
+FLASH = {"FlashAdamW": 7, "FlashAdamW, gradient release": 5}
+"""Bytes a parameter that the paper of FlashOptim states (arXiv 2602.23349), with gradients in bfloat16,
+masters of 24 bits and moments of 8.
+"""
+EARLY = 'NVFP4, state="compact", overlap="update"'
+CARDS = {"llama_3_8b": ("Llama-3-8B", 80e9), "llama_20b": ("Llama, 20B", 141e9)}
+"""By the name of a configuration and of its run, the model and the memory of a card that suits it: the limit
+of the first run, and what an H200 is sold with.
+"""
+
+
+WAY_OF = {
+    ("bf16", "fused_adamw", None): "bf16 weights",
+    ("nvfp4", "fused_adamw", None): "NVFP4",
+    ("nvfp4", "compact_adamw", None): 'NVFP4, state="compact"',
+    ("nvfp4", "compact_adamw", "update"): EARLY,
+}
+"""One of WAYS, by the weights, the optimizer and the overlap that the run was told."""
+
+
+class Run(NamedTuple):
+    """A training run in benchmarks/results/train, of a configuration in examples/configs.
+
+    layers: in place of those of the configuration; None for these.
+    """
+
+    config: str
+    layers: int | None
+    way: str
+    model: str
+    card: float
+    parameters: int
+    vocabulary: int
+    loss: float
+    peak: float
+    tokens_per_second: float
+
+
+def runs() -> list[Run]:
+    """With early updates, on one H200."""
+    return [read(RESULTS / "train" / f"{name}.json") for name in CARDS]
+
+
+def other_runs() -> list[Run]:
+    """With other numbers of layers, or trained in another way."""
+    return [read(path) for path in sorted((RESULTS / "train").glob("*.json")) if path.stem not in CARDS]
+
+
+def read(path: Path) -> Run:
+    result = json.loads(path.read_text())
+    ((kind, trained),) = result["runs"].items()
+    options = result["options"]
+    config, layers = Path(options["config"]).stem, options.get("layers")
+    model, card = named(config, layers), CARDS[config][1]
+    way = WAY_OF[kind, options["optimizer"], options["overlap"]]
+    vocabulary = json.loads((CONFIGS / f"{config}.json").read_text())["vocab_size"]
+    peak = 1e6 * max(trained["peak_memory_mb"]["device"])
+    figures = (trained["validation_loss"], peak, trained["tokens_per_second"])
+    return Run(config, layers, way, model, card, trained["parameters"], vocabulary, *figures)
+
+
+def named(config: str, layers: int | None) -> str:
+    model = CARDS[config][0]
+    return model if layers is None else f"{model}, with {layers} layers"
+
+
+@functools.cache
+def shapes(config: str, layers: int | None) -> nn.Module:
+    return model_of(CONFIGS / f"{config}.json", layers)
+
+
+def kept(run: Run, way: str) -> dict[str, float]:
+    """Bytes a parameter that one of the WAYS keeps of a run's model."""
+    sizes = memory_kept(shapes(run.config, run.layers), **WAYS[way])
+    return {part: size / run.parameters for part, size in sizes.items()}
+
+
+def beyond(run: Run) -> float:
+    """Bytes a parameter of the run's peak that are not kept: activations, logits and buffers."""
+    return run.peak / run.parameters - sum(kept(run, run.way).values())
+
+
+def largest(run: Run, size: float) -> float:
+    """Parameters of the largest model that fits, of the run's proportions, activations and all."""
+    return run.card / (size + beyond(run))
+
+
+def large_models_section() -> str:
+    """The tables of docs/large-models.md."""
+    measured = [
+        (
+            run.model,
+            ways(run.way),
+            f"{run.parameters / 1e9:.2f}e9",
+            f"{run.peak / 1e9:.1f} GB",
+            f"{run.peak / run.parameters:.2f}",
+            f"{beyond(run):.2f}",
+            f"{run.tokens_per_second:,.0f}",
+        )
+        for run in (*runs(), *other_runs())
+    ]
+    sizes = ("peak", "bytes a parameter", "activations and buffers")
+    header = ("model", "trained with", "parameters", *sizes, "tokens a second")
+    kept_by = [(ways(way), [sum(kept(run, way).values()) for run in runs()]) for way in WAYS]
+    kept_by += [(f"{name}, by its paper", [size] * len(runs())) for name, size in FLASH.items()]
+    predicted = [
+        (way, *(text for run, size in zip(runs(), each, strict=True) for text in prediction(run, size)))
+        for way, each in kept_by
+    ]
+    columns = [("kept by " + run.model, f"largest on {run.card / 1e9:.0f} GB") for run in runs()]
+    tables = [
+        Table(header, "<<" + ">" * (len(header) - 2), measured),
+        Table(("", *(name for pair in columns for name in pair)), "<>>>>", predicted),
+    ]
+    compared, predicted = "One after another in one process:", "Predicted, in bytes and in parameters:"
+    runs_of_train, sizes_kept = map(markdown_table, tables)
+    return "\n\n".join([runs_of_train, compared, markdown_table(side_by_side()), predicted, sizes_kept])
+
+
+def side_by_side() -> Table:
+    """Results of `python -m benchmarks large` in results/large, with tokens per second over those of bf16."""
+    rows = []
+    for path in sorted((RESULTS / "large").glob("*.json")):
+        result = json.loads(path.read_text())
+        settings, found = result["settings"], {row["name"]: row for row in result["rows"]}
+        model = named(Path(settings["config"]).stem, settings["layers"])
+        for way, description in large.WAYS.items():
+            if f"{way}/tokens/1xcuda" not in found:
+                continue
+            tokens, peak, size = (
+                found[f"{way}/{name}/1xcuda"][kind]
+                for name, kind in (
+                    ("tokens", "tokens_per_second"),
+                    ("memory", "megabytes"),
+                    ("peak", "bytes_per_parameter"),
+                )
+            )
+            bf16 = found.get("bf16/tokens/1xcuda")
+            over = f"{tokens / bf16['tokens_per_second']:.2f}" if bf16 else ""
+            rows.append((model, description, f"{peak / 1e3:.1f} GB", f"{size:.2f}", f"{tokens:,.0f}", over))
+    header = ("model", "trained with", "peak", "bytes a parameter", "tokens a second", "over bf16")
+    return Table(header, "<<>>>>", rows)
+
+
+def ways(name: str) -> str:
+    """The name of a way with its options in code."""
+    first, *options = name.split(", ")
+    return ", ".join([first, *(f"`{option}`" for option in options)])
+
+
+def prediction(run: Run, size: float) -> tuple[str, str]:
+    return f"{size:.2f}", f"{largest(run, size) / 1e9:.1f}e9"
+
+
+def fidelity_section() -> str:
+    """What compact state changes, for docs/optimizer.md."""
+    result = json.loads((RESULTS / "fidelity_1_ranks_cuda.json").read_text())
+    rows, settings = {row["name"].split("/")[0]: row for row in result["rows"]}, result["settings"]
+    loss = rows["loss_difference"]
+    low, high = loss["interval"]
+    what = f"final validation loss over that with full state, mean of {settings['seeds']} pairs of runs"
+    shown = [
+        (f"{what}, and its 95% interval", f"{loss['mean']:+.3f}% ({low:+.3f}% to {high:+.3f}%)"),
+        ("standard deviation of that loss over seeds", f"{rows['loss_spread']['percent']:.2f}%"),
+    ]
+    shown = [(*row, "") for row in shown]
+    words = {"m": "first moments", "v": "second moments", "masters": "masters", "update": "an update"}
+    # The same errors and FlashAdamW's, in a run whose losses are of two steps.
+    errors = json.loads((RESULTS / "errors" / "fidelity_1_ranks_cuda.json").read_text())["rows"]
+    rows = {row["name"].split("/")[0]: f"{row['percent']:.2f}%" for row in errors if "percent" in row}
+    shown += [
+        (f"error of {word}", rows[f"error_{key}"], rows[f"flash_error_{key}"]) for key, word in words.items()
+    ]
+    return markdown_table(Table(("figure", "compact state", "FlashAdamW 0.1.4"), "<>>", shown))
+
+
+SECTIONS = {
+    **output.SECTIONS,
+    "optimizer.md": fidelity_section,
+    "large-models.md": large_models_section,
+}
+"""By page of docs/, what stands between its markers."""
+
+
+def write_docs() -> list[Path]:
+    paths = [ROOT / "docs" / name for name in SECTIONS]
+    for path in paths:
+        head, rest = path.read_text().split(BEGIN)
+        path.write_text(head + BEGIN + SECTIONS[path.name]() + END + rest.split(END)[1])
+    return paths

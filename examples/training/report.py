@@ -1,0 +1,202 @@
+"""What a run shows and leaves behind: progress, metrics as JSON lines, a picture of the losses, a summary."""
+
+import contextlib
+import json
+import sys
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from zerofp4.distributed import PHASES, PREFIX
+from zerofp4.inspect.table import print_table
+from zerofp4.launch import World
+
+KINDS = {"nvfp4": "NVFP4 weights", "bf16": "BF16 weights", "fp32": "FP32 weights"}
+WARM_UP = 3
+"""Steps of a process that load kernels, open connections and let memory grow."""
+
+
+# While it runs
+
+
+def progress_bar():
+    """A rich progress bar if standard output is a terminal and rich is installed, else None."""
+    if not sys.stdout.isatty():
+        return None
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+    except ImportError:
+        return None
+    status = "{task.fields[status]}"
+    return Progress("{task.description}", BarColumn(), MofNCompleteColumn(), status, TimeRemainingColumn())
+
+
+class Recorder:
+    """Writes <out>/metrics-<kind>.jsonl, one line per step, and shows how far the run is.
+
+    A context manager. On other ranks than 0 (`active` False) it only keeps the last rows. done: steps of an
+    earlier process, whose rows stay.
+    """
+
+    def __init__(self, out: Path, kind: str, steps: int, active: bool, done: int = 0):
+        self.kind, self.steps, self.active = kind, steps, active
+        path = metrics_file(out, kind)
+        earlier = [row for row in read_metrics(path) if row["step"] <= done] if active and done else []
+        self.rows = deque(earlier, max(1, steps // 20))
+        self._validation, self._bar = "", None
+        self._exit_stack = contextlib.ExitStack()
+        if active:
+            path.write_text("".join(json.dumps(row) + "\n" for row in earlier))
+            self._file = self._exit_stack.enter_context(path.open("a"))
+            self._bar = progress_bar()
+        if self._bar is not None:
+            self._exit_stack.enter_context(self._bar)
+            self._task = self._bar.add_task(KINDS[kind], total=steps, status="")
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._exit_stack.close()
+
+    def record(self, row: dict) -> None:
+        self.rows.append(row)
+        if not self.active:
+            return
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if "validation_loss" in row:
+            self._validation = f"  validation {row['validation_loss']:.3f}"
+        status = f"loss {row['loss']:.3f}{self._validation}  {row['tokens_per_second']:,.0f} bytes/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row["step"], status=status)
+        elif row["step"] % max(1, self.steps // 10) == 0 or row["step"] in (1, self.steps):
+            print(f"{self.kind:>5}  step {row['step']:>5}/{self.steps}  {status}", flush=True)
+
+
+def metrics_file(out: Path, kind: str) -> Path:
+    return out / f"metrics-{kind}.jsonl"
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The rows of a metrics file, without a last line that a killed run left incomplete."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def profile_steps(device: torch.device, count: int) -> profile:
+    """A profiler of `count` steps after the first ones; its step() is called after each step."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    when = schedule(wait=WARM_UP - 1, warmup=1, active=count, repeat=1)
+    return profile(activities=activities, schedule=when, acc_events=True)
+
+
+def phases_of(profiler: profile, count: int, sent: dict[str, int], device: torch.device) -> dict[str, dict]:
+    """By phase the milliseconds of a step, on a GPU of what was launched in the phase and else of the host,
+    and the bytes that this rank sends, of which `sent` is describe()'s account.
+    """
+    busy, on_gpu = {}, device.type == "cuda"
+    for row in profiler.key_averages():
+        if row.key.startswith(PREFIX) and (row.device_type == DeviceType.CUDA) == on_gpu:
+            microseconds = row.device_time_total if on_gpu else row.cpu_time_total
+            busy[row.key.removeprefix(PREFIX)] = microseconds / 1e3 / count
+    return {p: {"milliseconds": busy[p], "sent_bytes": sent.get(p, 0)} for p in PHASES if p in busy}
+
+
+def show_phases(phases: dict[str, dict]) -> None:
+    print("  phases of a step of rank 0, under a profiler:")
+    rows = [("phase", "ms", "bytes sent")]
+    for phase, row in phases.items():
+        rows.append((PHASES[phase], f"{row['milliseconds']:,.3f}", f"{row['sent_bytes']:,}"))
+    print_table(rows, "<>>", sys.stdout)
+
+
+# Afterwards
+
+
+def running_mean(values: list[float], window: int) -> np.ndarray:
+    """The mean of the values around each place; [len(values) - window + 1]."""
+    return np.convolve(values, np.full(window, 1 / window), "valid")
+
+
+def draw(out: Path, title: str) -> Path | None:
+    """Draw <out>/loss.png from every metrics file in `out`; None if matplotlib is not installed.
+
+    The curves of both kinds of weights nearly coincide, so a second panel shows their difference.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = {kind: read_metrics(metrics_file(out, kind)) for kind in reversed(KINDS)}
+    found = {kind: rows for kind, rows in found.items() if rows}  # NVFP4 last: its thin line is on top
+    both = len(found) == 2 and "nvfp4" in found
+    heights = [3, 1][: 1 + both]
+    size = {"figsize": (9, 7 if both else 5.5), "dpi": 120, "height_ratios": heights}
+    figure, axes = pyplot.subplots(1 + both, sharex=True, squeeze=False, layout="constrained", **size)
+    panel, means = axes[0, 0], {}
+    for kind, rows in found.items():
+        color, width = ("tab:blue", 1.5) if kind == "nvfp4" else ("tab:orange", 3.5)
+        half = len(rows) // 50
+        losses = [row["loss"] for row in rows]
+        panel.plot([row["step"] for row in rows], losses, color=color, alpha=0.25, linewidth=0.8)
+        steps = [row["step"] for row in rows[half : len(rows) - half]]
+        means[kind] = dict(zip(steps, running_mean(losses, 2 * half + 1), strict=True))
+        label = f"{KINDS[kind]}, training (mean of {2 * half + 1} steps)"
+        panel.plot(*zip(*means[kind].items(), strict=True), color=color, linewidth=width, label=label)
+        held_out = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
+        if held_out:
+            style = {"marker": "o", "markersize": 2 + 2 * width, "linestyle": "", "markeredgecolor": "black"}
+            label = f"{KINDS[kind]}, validation ({held_out[-1][1]:.3f} at the end)"
+            panel.plot(*zip(*held_out, strict=True), color=color, label=label, **style)
+    panel.set(title=title, ylabel="loss (nats per byte)")
+    panel.legend()
+    if both:
+        other = next(iter(found))
+        steps = [step for step in means["nvfp4"] if step in means[other]]
+        axes[1, 0].axhline(0, color="black", linewidth=0.8)
+        axes[1, 0].plot(steps, [means["nvfp4"][step] - means[other][step] for step in steps])
+        axes[1, 0].set(ylabel=f"NVFP4 - {other.upper()},\ntraining (mean)")
+    for each in axes.flat:
+        each.grid(alpha=0.3)
+    axes[-1, 0].set(xlabel="step")
+    path = out / "loss.png"
+    figure.savefig(path)
+    pyplot.close(figure)
+    return path
+
+
+def ranks(world: World) -> str:
+    return "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
+
+
+def describe(kind: str, result: dict, world: World) -> str:
+    """What the summary says about one kind of weights, for people."""
+    weights, gathered = result["verified"], result["gathered_bytes_per_step"]
+    total, plain, name = gathered["nvfp4"] + gathered["high_precision"], gathered["bf16_equivalent"], "bf16"
+    if result["dtype"] == "float32":
+        plain, name = 2 * plain, "fp32"
+    traffic = f"{total:,} bytes" if total else "nothing, there is one rank"
+    if total and gathered["nvfp4"]:
+        traffic += f", {gathered['nvfp4']:,} of them NVFP4 codes; with {name} weights {plain:,}"
+        traffic += f", {plain / total:.2f} times as many"
+    nvfp4, others = weights["nvfp4_weights"], weights["other_weights"]
+    return (
+        f"{KINDS[kind]}: loss {result['loss']:.4f}, validation {result['validation_loss']:.4f} after "
+        f"{result['steps']} steps in {result['seconds']:.1f} s, {result['tokens_per_second']:,.0f} bytes/s\n"
+        f"  verified: the same bytes on {ranks(world)}; {nvfp4} NVFP4 weights equal the quantized and "
+        f"{others} others the rounded FP32 masters\n"
+        f"  all-gathered per step: {traffic}"
+    )

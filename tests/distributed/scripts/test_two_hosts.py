@@ -1,0 +1,74 @@
+"""two_hosts.py: the bytes that cross the link between two hosts made of namespaces."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distributed import two_hosts
+
+SCRIPT = Path(two_hosts.__file__)
+
+
+@pytest.fixture
+def needs_namespaces():
+    try:
+        with two_hosts.two_hosts(megabits=400):
+            pass
+    except two_hosts.NoNamespaces as error:
+        pytest.skip(f"no network namespaces: {error}")
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def test_payload_is_what_frames_hold_behind_their_headers():
+    before = two_hosts.Counters(received=1000, frames_received=10, sent=2000, frames_sent=20)
+    after = two_hosts.Counters(received=1000 + 66 + 500, frames_received=11, sent=2132, frames_sent=22)
+    assert after.payload_since(before) == (0, 500), "two acknowledgements, and one frame of 500 bytes"
+
+
+def test_what_the_model_has_cross_the_link():
+    """Of 64 x 64 elements in 16 tiles, four ranks on two hosts own 1,024 each."""
+    rings = {"amaxes": 2 * 2 * 16 * 3 / 4, "weights": 2048 * 3 / 4}
+    model = {way: two_hosts.model_bytes(way, [(64, 64)], 2) for way in two_hosts.WAYS}
+    assert model == {
+        "collective": rings | {"gradients": 2 * 2 * 2 * 1024},  # bf16 rows of two ranks for two owners
+        "default": rings | {"gradients": 2 * 4 * 1024},  # FP32 means of two ranks, for an owner each
+        "reduce_scatter": rings | {"gradients": 2 * 8192 * 3 / 4},  # as gloo's all-reduce
+    }
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", ["--way collective", "--way default --ranks 3", "--way reduce_scatter"])
+def test_the_bytes_that_cross_are_the_models(needs_namespaces, options):
+    """With 3 ranks a host, since "default" sends as much as "collective" with 2."""
+    command = [sys.executable, SCRIPT, *options.split()]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "sent by the first host" in run.stdout and "\nwithin 5% of the model" in run.stdout
+    assert "zerofp4-" not in namespaces()
+
+
+@pytest.mark.nightly
+def test_a_run_that_is_ended_leaves_no_namespace(needs_namespaces):
+    process = subprocess.Popen([sys.executable, SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    name = f"zerofp4-{process.pid}-1"
+    try:
+        deadline = time.monotonic() + 60
+        while name not in namespaces() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert name in namespaces()
+        time.sleep(2)  # until ranks run in both
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert f"zerofp4-{process.pid}" not in namespaces()

@@ -1,0 +1,258 @@
+"""Counts the bytes that a step sends between two hosts, and compares them with those of the model.
+
+From tests/, with the repository on PYTHONPATH:
+
+    python -m distributed.two_hosts                            two hosts of two ranks, all with all others
+    python -m distributed.two_hosts --way default --ranks 3    gradients averaged on each host first
+    python -m distributed.two_hosts --rate 100                 a link of 100 Mbit/s each way
+
+The hosts are network namespaces of this machine, joined by a pair of veth devices whose rate `tc` limits.
+Each runs `torchrun --nnodes 2` on the CPU with gloo. The script needs Linux, root, and the commands `ip`,
+`tc` and `unshare`, and removes the namespaces however it ends.
+
+Ranks take steps of ZeroFP4Optimizer with FusedAdamW over NVFP4 weights, and read what the device of their
+host has sent and received. The difference between many steps and a few has no set-up in it. What counts is
+the payload of TCP: 66 bytes of each frame are headers (14 of Ethernet, 20 of IPv4, 32 of TCP with
+timestamps), and an acknowledgement is nothing else. Votes are counted too; the model has gradients, amaxes
+and codes.
+
+The model is benchmarks/traffic.py, with one rule of gloo: its reduce-scatter is an all-reduce,
+so gradients go around the ring twice. With two ranks a host, "default" sends as many bytes as "collective":
+one FP32 mean in place of two bfloat16 gradients. Three ranks and more tell them apart.
+
+The status is 0 where the bytes are within 5% of the model's, and 2 where no namespaces can be made.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTS, DEVICE, ADDRESS, PORT = 2, "veth0", "10.77.0.{}", 29500
+WAYS = {
+    "collective": {"transport": "collective"},
+    "default": {},
+    "reduce_scatter": {"reduction": "reduce_scatter"},
+}
+"""Arguments of Communication, by what the model calls the way."""
+AROUND_TWICE = ("reduce_scatter",)
+"""Ways whose gradients gloo all-reduces in place of a reduce-scatter."""
+HEADERS = 66
+TOLERANCE = 0.05
+WEIGHTS, FEW_STEPS = 4, 2
+
+
+# The hosts
+
+
+class NoNamespaces(Exception):
+    """No namespaces, or no link between them, can be made here; the message has the command and its error."""
+
+
+def run(*command: str) -> str:
+    """Its output. Raises NoNamespaces where it fails, or there is no such command."""
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except FileNotFoundError as error:
+        raise NoNamespaces(str(error)) from error
+    except subprocess.CalledProcessError as error:
+        raise NoNamespaces(f"{' '.join(command)}: {error.stderr.strip()}") from error
+
+
+@contextlib.contextmanager
+def two_hosts(megabits: float) -> Iterator[list[str]]:
+    """The names of two namespaces, joined by a link of this rate each way. Raises NoNamespaces."""
+    names = [f"zerofp4-{os.getpid()}-{host}" for host in range(HOSTS)]
+    made = []
+    try:
+        for name in names:
+            run("ip", "netns", "add", name)
+            made.append(name)
+        link = ("ip", "link", "add", DEVICE, "netns", names[0], "type", "veth")
+        run(*link, "peer", "name", DEVICE, "netns", names[1])
+        for host, name in enumerate(names):
+            run("ip", "-n", name, "address", "add", f"{ADDRESS.format(host + 1)}/24", "dev", DEVICE)
+            for device in ("lo", DEVICE):
+                run("ip", "-n", name, "link", "set", device, "up")
+            limit = ("rate", f"{megabits}mbit", "burst", "256kb", "latency", "400ms")
+            run("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", "tbf", *limit)
+        yield names
+    finally:
+        for name in made:
+            for pid in run("ip", "netns", "pids", name).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            run("ip", "netns", "delete", name)
+
+
+def launch(options: argparse.Namespace, names: list[str]) -> int:
+    """Run the ranks of both hosts; the status of the first host that fails, or 0."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": DEVICE,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses of a namespace have no names
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(HOSTS)]
+    torchrun += ["--nproc-per-node", str(options.ranks), "--master-addr", ADDRESS.format(1)]
+    torchrun += ["--master-port", str(PORT)]
+    arguments = [f"--{name}={getattr(options, name)}" for name in ("way", "ranks", "rate", "steps", "size")]
+    started = []
+    try:
+        for host, name in enumerate(names):
+            # A host name of its own, by which ranks tell hosts apart.
+            named = ["unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$@"', "sh"]
+            command = ["ip", "netns", "exec", name, *named, *torchrun, "--node-rank", str(host)]
+            started.append(subprocess.Popen([*command, __file__, "--worker", *arguments], env=environment))
+        while any(process.poll() is None for process in started):
+            failed = [process.returncode for process in started if process.returncode]
+            if failed:
+                return failed[0]
+            time.sleep(0.1)
+        return next((process.returncode for process in started if process.returncode), 0)
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+
+
+# A rank
+
+
+class Counters(NamedTuple):
+    """Bytes and frames of the device that joins the hosts, since it was made."""
+
+    received: int
+    frames_received: int
+    sent: int
+    frames_sent: int
+
+    def payload_since(self, before: "Counters") -> tuple[int, int]:
+        """Bytes of TCP without headers that were sent and received."""
+        received, frames_received, sent, frames_sent = (
+            now - then for now, then in zip(self, before, strict=True)
+        )
+        return sent - HEADERS * frames_sent, received - HEADERS * frames_received
+
+
+def counters() -> Counters:
+    """Of this process's namespace: /sys may be that of another one."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, found = line.partition(":")
+        if name.strip() == DEVICE:
+            numbers = [int(word) for word in found.split()]
+            return Counters(*numbers[0:2], *numbers[8:10])
+    raise RuntimeError(f"/proc/net/dev has no {DEVICE}")
+
+
+def model_bytes(way: str, shapes: list[tuple[int, int]], ranks: int) -> dict[str, float]:
+    """What one host sends to the other in a step, by what it is. ranks: of a host."""
+    from benchmarks.traffic import sent_of  # torch is for ranks
+
+    sent = sent_of(shapes, HOSTS * ranks, way, of_host=ranks)
+    times = {"gradients": 2 if way in AROUND_TWICE else 1}
+    return {kind: ranks * times.get(kind, 1) * across for kind, (_, across) in sent.items()}
+
+
+def work(options: argparse.Namespace) -> int:
+    """A rank of one host. The first rank compares and reports; the status is its verdict."""
+    import torch
+    import torch.distributed as dist
+
+    import zerofp4
+    from zerofp4.launch import destroy_process_group, init_process_group
+    from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
+
+    world = init_process_group()
+    shapes = [(options.size, options.size)] * WEIGHTS
+    torch.manual_seed(0)
+    weights = (torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)
+    parameters = [torch.nn.Parameter(zerofp4.quantize(weight)) for weight in weights]
+    communication = Communication(**WAYS[options.way])
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, lr=1e-4, communication=communication)
+    for parameter in parameters:
+        torch.autograd.backward(parameter, torch.randn(parameter.shape, dtype=torch.bfloat16))
+
+    def take(steps: int) -> tuple[tuple[int, int], float]:
+        """Payload sent and received by this host meanwhile, and seconds."""
+        dist.barrier()
+        time.sleep(0.2)  # for the last acknowledgements
+        before, begin = counters(), time.perf_counter()
+        for _ in range(steps):
+            optimizer.step()
+        seconds = time.perf_counter() - begin
+        dist.barrier()
+        time.sleep(0.2)
+        return counters().payload_since(before), seconds
+
+    take(1)
+    (few, few_seconds), (many, seconds) = take(FEW_STEPS), take(FEW_STEPS + options.steps)
+    status = 0
+    if world.rank == 0:
+        described = optimizer.describe()
+        how = {name: described[name] for name in ("transport", "hosts", "bytes_sent")}
+        print(f"describe() of the first rank: {how}")
+        found = [(more - less) / options.steps for more, less in zip(many, few, strict=True)]
+        status = report(options, shapes, found, (seconds - few_seconds) / options.steps)
+    destroy_process_group()
+    return status
+
+
+def report(
+    options: argparse.Namespace, shapes: list[tuple[int, int]], found: list[float], seconds: float
+) -> int:
+    model = model_bytes(options.way, shapes, options.ranks)
+    total = sum(model.values())
+    parts = ", ".join(f"{kind} {nbytes / 1e6:.3f}" for kind, nbytes in model.items())
+    print(f"{options.way}: {HOSTS} hosts of {options.ranks} ranks, {WEIGHTS} weights {shapes[0]}, per step")
+    print(f"model: {total / 1e6:.3f} MB from each host to the other ({parts})")
+    for what, nbytes in zip(("sent", "received"), found, strict=True):
+        print(f"{what} by the first host: {nbytes / 1e6:.3f} MB, {nbytes / total:.4f} of the model")
+    floor = total / (options.rate * 1e6 / 8)
+    print(f"time: {1e3 * seconds:.0f} ms; the model's bytes take the link {1e3 * floor:.0f} ms")
+    within = all(abs(nbytes / total - 1) <= TOLERANCE for nbytes in found)
+    print(f"{'within' if within else 'NOT within'} {TOLERANCE:.0%} of the model", flush=True)
+    return 0 if within else 1
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--way", choices=WAYS, default="collective", help="how gradients travel (default: collective)")
+    add("--ranks", type=int, default=2, help="of each host (default: 2)")
+    add("--rate", type=float, default=400, help="megabits a second of the link, each way (default: 400)")
+    add("--steps", type=int, default=10, help="that are counted (default: 10)")
+    add("--size", type=int, default=1024, help=f"rows and columns of {WEIGHTS} weights (default: 1024)")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = parse_options()
+    if options.worker:
+        return work(options)
+    for name in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, lambda number, _: sys.exit(128 + number))
+    try:
+        with two_hosts(options.rate) as names:
+            return launch(options, names)
+    except NoNamespaces as error:
+        print(f"no namespaces can be made here: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
