@@ -1,7 +1,6 @@
 """The subcommand `memory`: what one GPU keeps to train a model, predicted from its shapes."""
 
 import argparse
-import functools
 import math
 import sys
 from pathlib import Path
@@ -24,7 +23,6 @@ step, are not in it: what is left on the card is for them. Nothing is allocated.
 The largest model that the card can train has more or fewer layers of the same shape. Give --activations what
 a run of the configuration has beyond what it keeps: a larger model has as many bytes a parameter of these, a
 smaller one as many in all, since those of one layer, and logits, stay.
-FlashAdamW (FlashOptim, arXiv 2602.23349) keeps what its paper states.
 """
 WAYS = {
     "bf16 weights": {"nvfp4": False},
@@ -33,10 +31,6 @@ WAYS = {
     'NVFP4, state="compact", overlap="update"': {"state": "compact", "overlap": "update"},
 }
 """By name, options of memory_kept()."""
-FLASH = {"FlashAdamW": 7, "FlashAdamW, gradient release": 5}
-"""Bytes a parameter that the paper of FlashOptim states (arXiv 2602.23349), with gradients in bfloat16,
-masters of 24 bits and moments of 8.
-"""
 
 
 def memory_kept(
@@ -70,16 +64,6 @@ def memory_kept(
 
 def elements(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-def as_stated(model: nn.Module, size: float) -> dict[str, float]:
-    """Bytes of a paper, which does not say here what they are. size: those of a parameter."""
-    return {"": size * elements(model)}
-
-
-SIZES = {name: functools.partial(memory_kept, **way) for name, way in WAYS.items()}
-SIZES |= {f"{name}, by its paper": functools.partial(as_stated, size=size) for name, size in FLASH.items()}
-"""By way, a function of a model: its bytes by what they are."""
 
 
 def model_of(config: Path, layers: int | None = None) -> nn.Module:
@@ -120,14 +104,14 @@ def run(options: argparse.Namespace) -> int:
     count = elements(model)
     rows = [["", "bytes a parameter", *memory_kept(model), "GB"]]
     rows[0] += [] if larger is None else ["left", "largest"]
-    for name, kept in SIZES.items():
-        parts = kept(model)
+    for name, way in WAYS.items():
+        parts = memory_kept(model, **way)
         total = sum(parts.values())
-        each = [f"{size / 1e9:.1f}" for size in parts.values()] if len(parts) > 1 else [""] * 4
+        each = [f"{size / 1e9:.1f}" for size in parts.values()]
         row = [name, f"{total / count:.2f}", *each, f"{total / 1e9:.1f}"]
         if larger is not None:
             left = card - total - beyond
-            a_layer = sum(kept(larger).values()) - total
+            a_layer = sum(memory_kept(larger, **way).values()) - total
             a_layer += beyond * (elements(larger) / count - 1) if left > 0 else 0
             more = math.floor(left / a_layer)
             layers, size = model.config.num_hidden_layers + more, count + more * (elements(larger) - count)
