@@ -1,6 +1,6 @@
 """Counts the bytes that a step sends between two hosts, and compares them with those of the model.
 
-From tests/, with the repository on PYTHONPATH:
+From tests/:
 
     python -m distributed.two_hosts                            two hosts of two ranks, all with all others
     python -m distributed.two_hosts --way default --ranks 3    gradients averaged on each host first
@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+MODULE = ("-m", "distributed.two_hosts")  # beside this file lie folders that are called as modules of Python
 HOSTS, DEVICE, ADDRESS, PORT = 2, "veth0", "10.77.0.{}", 29500
 WAYS = {
     "collective": {"transport": "collective"},
@@ -94,7 +95,7 @@ def two_hosts(megabits: float) -> Iterator[list[str]]:
 
 def launch(options: argparse.Namespace, names: list[str]) -> int:
     """Run the ranks of both hosts; the status of the first host that fails, or 0."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": DEVICE,
         "OMP_NUM_THREADS": "1",
@@ -112,7 +113,7 @@ def launch(options: argparse.Namespace, names: list[str]) -> int:
             # A host name of its own, by which ranks tell hosts apart.
             named = ["unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$@"', "sh"]
             command = ["ip", "netns", "exec", name, *named, *torchrun, "--node-rank", str(host)]
-            started.append(subprocess.Popen([*command, __file__, "--worker", *arguments], env=environment))
+            started.append(subprocess.Popen([*command, *MODULE, "--worker", *arguments], env=environment))
         while any(process.poll() is None for process in started):
             failed = [process.returncode for process in started if process.returncode]
             if failed:

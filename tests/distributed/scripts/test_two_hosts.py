@@ -12,7 +12,8 @@ import pytest
 
 from distributed import two_hosts
 
-SCRIPT = Path(two_hosts.__file__)
+COMMAND = [sys.executable, *two_hosts.MODULE]
+TESTS = Path(two_hosts.__file__).parents[1]
 
 
 @pytest.fixture
@@ -49,8 +50,8 @@ def test_what_the_model_has_cross_the_link():
 @pytest.mark.parametrize("options", ["--way collective", "--way default --ranks 3", "--way reduce_scatter"])
 def test_the_bytes_that_cross_are_the_models(needs_namespaces, options):
     """With 3 ranks a host, since "default" sends as much as "collective" with 2."""
-    command = [sys.executable, SCRIPT, *options.split()]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [*COMMAND, *options.split()]
+    run = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "sent by the first host" in run.stdout and "\nwithin 5% of the model" in run.stdout
     assert "zerofp4-" not in namespaces()
@@ -58,7 +59,7 @@ def test_the_bytes_that_cross_are_the_models(needs_namespaces, options):
 
 @pytest.mark.nightly
 def test_a_run_that_is_ended_leaves_no_namespace(needs_namespaces):
-    process = subprocess.Popen([sys.executable, SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(COMMAND, cwd=TESTS, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     name = f"zerofp4-{process.pid}-1"
     try:
         deadline = time.monotonic() + 60
