@@ -16,7 +16,6 @@ from zerofp4.storage import (
     called,
     check_buffer,
     check_plain,
-    check_signs,
     dispatches,
     record_of,
     weight_record,
@@ -179,7 +178,6 @@ def check_master(i: int, record: NVFP4Storage, master: torch.Tensor | None, star
         return Shard(0, 0)
     if isinstance(master, torch.Tensor):
         check_plain(what, master)
-        check_signs(what, master)
     if not isinstance(master, torch.Tensor) or master.dtype not in MASTER_DTYPES:
         raise TypeError(
             f"{what} must be a float32 or bfloat16 tensor, "

@@ -25,7 +25,7 @@ from zerofp4.engine.buckets import Bucket, GradientMemory, Gradients, is_sendabl
 from zerofp4.engine.late_gather import LateGathers, Waitable
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import RankGradients, increment_versions
-from zerofp4.storage import find_freed
+from zerofp4.storage import is_freed
 
 
 class Arrived(NamedTuple):
@@ -150,7 +150,7 @@ def _check_gradient(name: str, gradient: torch.Tensor, shape: torch.Size, bucket
         problem = f"of layout {gradient.layout}: gradients must be dense"
     elif gradient.device != bucket.device:
         problem = f"on {gradient.device}, and its master is on {bucket.device}"
-    elif find_freed([gradient]) is not None:
+    elif is_freed(gradient) and not gradient._is_zerotensor():
         problem = "whose storage was freed in place (resize_)"
     elif gradient.shape != shape:
         problem = f"of shape {tuple(gradient.shape)}, and has shape {tuple(shape)}"

@@ -8,7 +8,7 @@ from zerofp4 import ops
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.gemm import exact, native
 from zerofp4.gemm.operand import Operand, as_operand, check_pair
-from zerofp4.storage import check_memory, check_plain, check_signs
+from zerofp4.storage import check_memory, check_plain
 
 BACKENDS = ("auto", "native", "exact")
 
@@ -139,7 +139,6 @@ def _check_addressed(bias: torch.Tensor | None, target: torch.Tensor | None) -> 
         check_plain("bias", bias)
     if target is not None:
         check_plain("accumulate_into", target)
-        check_signs("accumulate_into", target)
 
 
 def _check_target(target: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> None:

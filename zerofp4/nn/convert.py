@@ -25,7 +25,6 @@ from zerofp4.tensors import (
     INIT_VAL,
     NVFP4Tensor,
     QuantizedTensor,
-    check_not_held,
     quantize,
     reads_columns,
     weight_columns,
@@ -114,9 +113,9 @@ def convert_model(
 
     Raises ValueError for other blocks, for columnwise=True in blocks of 1x16, where that copy does not follow
     from the rows, and for amax groups of other weights; RuntimeError when a weight to convert is on the meta
-    device, or held by an optimizer or DistributedDataParallel, which would go on with the parameter that is
-    replaced: convert the model first. All before anything is changed. Warns where parameters were sharded
-    before, as none of those is converted.
+    device. All before anything is changed. Warns where parameters were sharded before, as none of those is
+    converted. Convert the model before an optimizer or DistributedDataParallel is built of it: those would go
+    on with the parameters that are replaced.
     """
     weight_columns(block, columnwise)  # raises for a copy that a cast cannot write
     options = {"block": block, "four_over_six": four_over_six}
@@ -125,7 +124,6 @@ def convert_model(
         if choice.parameter.is_meta:
             what = f"the weight of {choice.name!r}"
             raise RuntimeError(f"model: {what} is on the meta device: give it values first")
-    check_not_held([(f"model: the weight of {choice.name!r}", choice.parameter) for choice in chosen])
     amaxes = _shared_amaxes(chosen, amax_groups, options)
     asked = layers and filter_fn is not None
     fusions = [find(model, filter_fn, report, chosen) for find in FUSIONS] if asked else []

@@ -15,7 +15,7 @@ from zerofp4.ops.device import DTYPE_CODES, Filled, is_capturing, target_of
 from zerofp4.ops.lists import run_list, run_stack, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale, fake, is_plain_call
 from zerofp4.ops.tensor_lists import addresses_of
-from zerofp4.storage import address_of, check_buffer, check_memory, may_be_freed
+from zerofp4.storage import address_of, check_buffer
 
 E4M3_MAXIMA = (448, 256)
 _COMPACT = SCALE_LAYOUTS.index("compact")
@@ -118,11 +118,7 @@ def _words(item: DequantizeItem, out: torch.Tensor, layout: int) -> tuple[int, .
 
 
 def _addresses(data, scale, amax, out) -> tuple[int, ...]:
-    addresses = data.data_ptr(), scale.data_ptr(), amax.data_ptr(), out.data_ptr()
-    if may_be_freed(addresses):
-        for name, tensor in (("data", data), ("scale", scale), ("amax", amax), ("out", out)):
-            address_of(name, tensor)
-    return addresses
+    return tuple(map(address_of, ("data", "scale", "amax", "out"), (data, scale, amax, out)))
 
 
 def _run(items: Sequence[DequantizeItem], dtype: torch.dtype, layout: str) -> list[torch.Tensor]:
@@ -171,8 +167,6 @@ def values_of(data, scale, amax, block_rows, e4m3_max, columnwise, dtype) -> tor
     if not is_plain_call(data):
         options = {"e4m3_max": e4m3_max, "columnwise": columnwise}
         return torch.ops.zerofp4.dequantize(data, scale, amax, block_rows, dtype, **options)
-    if data.untyped_storage().nbytes() < data.storage_offset() + data.nbytes:
-        check_memory("data", data)  # codes that shrank have an address, too
     *stack, rows, half = data.shape
     matrix = (2 * half, rows) if columnwise else (rows, 2 * half)
     out = data.new_empty((*stack, *matrix), dtype=dtype)  # what costs the host least

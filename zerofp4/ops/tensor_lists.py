@@ -11,7 +11,7 @@ import torch
 
 import zerofp4._C as _C
 from zerofp4.ops.autograd import native_extension
-from zerofp4.storage import any_dispatches, check_freed, may_be_freed
+from zerofp4.storage import address_of, any_dispatches
 
 _native: Any = native_extension()
 """zerofp4._autograd; None where it is not used, or not built yet: what it returns is compared with what it
@@ -81,9 +81,9 @@ def pointers_of(name: str, tensors: Sequence[torch.Tensor]) -> bytes:
     one whose storage was freed in place; errors call it name[i].
     """
     addresses = pointers(list(tensors))
-    if may_be_freed(numbers(addresses)):
-        for i, (tensor, address) in enumerate(zip(tensors, numbers(addresses), strict=True)):
-            check_freed(f"{name}[{i}]", tensor, address)
+    if 0 in numbers(addresses):
+        for i, tensor in enumerate(tensors):
+            address_of(f"{name}[{i}]", tensor)
     return addresses
 
 
@@ -124,8 +124,7 @@ def tensor_facts(tensors: list[torch.Tensor | None]) -> TensorFacts:
 
 
 def plain_facts(tensors: list[torch.Tensor | None]) -> TensorFacts | None:
-    """tensor_facts(), if each tensor is plain and dense, lies where no freed storage can, and has no lazy
-    sign; else None.
+    """tensor_facts(), if each tensor is plain and dense, has memory and no lazy sign; else None.
 
     Who checked tensors need not check others of equal kinds.
     """
@@ -139,7 +138,7 @@ def plain_facts(tensors: list[torch.Tensor | None]) -> TensorFacts | None:
         facts = tensor_facts(tensors)
     except (RuntimeError, BufferError):  # a layout without addresses
         return None
-    if may_be_freed(address for address in numbers(facts.addresses) if address >= 0):
+    if 0 in numbers(facts.addresses):
         return None
     return None if any(map(torch.Tensor.is_neg, present)) else facts
 

@@ -10,7 +10,7 @@ from zerofp4.optim.averages import AveragedMasters
 from zerofp4.optim.initial import initial_values
 from zerofp4.optim.piece import Piece
 from zerofp4.optim.zero import ZeroFP4Optimizer
-from zerofp4.tensors import QuantizedTensor, check_not_held
+from zerofp4.tensors import QuantizedTensor, is_held
 
 
 def master_state_dict(
@@ -106,7 +106,7 @@ def unconvert_model(
     of its model, adapters for instance. They are trained beside the codes, so merge them into "codes".
 
     Returns the names of the parameters. Raises ValueError for other `values`, and RuntimeError, before
-    anything is changed, for a weight that another optimizer or DistributedDataParallel holds.
+    anything is changed, for a weight that another ZeroFP4Optimizer trains.
     """
     if values not in ("initial", "codes"):
         raise ValueError(f'values must be "initial" or "codes", got {values!r}')
@@ -119,8 +119,10 @@ def unconvert_model(
         for name, parameter in module._parameters.items()
         if isinstance(parameter, QuantizedTensor)
     ]
-    others = [(full_name, module._parameters[name]) for module, name, full_name in found]
-    check_not_held(others, apart_from=() if optimizer is None else (optimizer, optimizer._shards.holder))
+    own = None if optimizer is None else optimizer._shards.holder
+    for module, name, full_name in found:
+        if is_held(module._parameters[name], apart_from=own):
+            raise RuntimeError(f"{full_name} is held by a ZeroFP4Optimizer: pass it, or delete it first")
     made: dict[int, nn.Parameter] = {}
     with torch.no_grad():
         for module, name, _ in found:

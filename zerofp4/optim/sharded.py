@@ -181,12 +181,12 @@ class ShardedParameters:
         """Raise RuntimeError for parameters that others exchanged, moved, wrote to or unfroze."""
         self.check_groups(param_groups)
         OwnError(self.find_moved()).raise_if_any()
-        replaced = self.holder.find_replaced() if self.holder.replaced else None
+        replaced = self.holder.find_replaced()
         if replaced is not None:
             name = dict(zip(self.parameters, self.names, strict=True))[replaced]
             raise RuntimeError(
                 f"{name} was replaced in its module since the optimizer was built (by an assignment, or "
-                "load_state_dict(assign=True)), and would be trained in vain: build a new optimizer"
+                "load_state_dict(assign=True)), and the new one would not be trained: build a new optimizer"
             )
         self.check_written()
         with torch._C.DisableTorchFunctionSubclass():

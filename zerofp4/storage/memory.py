@@ -1,32 +1,24 @@
-"""What a kernel may be handed: whether a tensor's memory is what its shape claims, and was not exchanged.
+"""Whether a tensor has memory that a kernel may be handed, and whether it was exchanged.
 
-Kernels take addresses. A tensor that has none of its own, or less memory than its sizes say, would have them
-read and write what belongs to others.
+Kernels take addresses. At the address of a tensor without memory they would read and write what belongs to
+others.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Raises unless the memory of a tensor on a CPU or GPU holds its elements.
-
-    TypeError, which says what to pass instead: a subclass with a dispatch of its own (DTensor, FakeTensor and
-    other tensors over tensors), a layout that is not dense, a functionalized tensor, an efficient zero
-    tensor. ValueError, RuntimeError: as check_memory.
+    """Raises TypeError, which says what to pass instead, for a subclass with a dispatch of its own (DTensor,
+    FakeTensor and other tensors over tensors) and for a layout that is not dense. ValueError, RuntimeError:
+    as check_memory.
     """
     if dispatches(tensor):
         kind = type(tensor).__name__
         raise TypeError(f"{name} is a {kind}, which has no memory of its own: pass {_inside(tensor)}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}: pass its to_dense()")
-    if torch._is_functional_tensor(tensor):
-        raise TypeError(
-            f"{name} is a functionalized tensor, which has no memory of its own: pass the tensor inside"
-        )
-    if tensor._is_zerotensor():
-        raise TypeError(f"{name} is an efficient zero tensor, which has no memory: pass its clone()")
     check_memory(name, tensor)
 
 
@@ -45,7 +37,7 @@ def any_dispatches(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _inside(tensor: torch.Tensor) -> str:
-    """What a caller has to pass in the place of a tensor that dispatches."""
+    """What a caller has to pass instead of a tensor that dispatches."""
     if hasattr(tensor, "to_local"):
         return "its to_local()"
     if hasattr(tensor, "fake_mode"):
@@ -56,105 +48,64 @@ def _inside(tensor: torch.Tensor) -> str:
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raises RuntimeError where a storage does not reach to the tensor's last element, ValueError where a GPU
-    could not load its elements: at an address that is no multiple of their size, as other libraries may hand
-    over. (A CPU loads from any; kernels take vectors only where they find them aligned.) What is traced or
-    transformed has no bytes to ask for.
+    """Raises RuntimeError if a storage was freed or shrunk in place, as FSDP frees what it has gathered;
+    ValueError if a GPU could not load the elements, at an address that is no multiple of their size, as other
+    libraries may hand over. (A CPU loads from any; kernels take vectors only where they find them aligned.)
     """
-    if torch.compiler.is_compiling() or dispatches(tensor):
+    if torch.compiler.is_compiling() or dispatches(tensor) or holds(tensor):
         return
-    try:
-        if holds(tensor):
-            return
-        held = tensor.untyped_storage().nbytes()
-        address = tensor.data_ptr()
-    except NotImplementedError:  # a tensor inside vmap or grad
-        return
-    needed = _end(tensor)
+    needed, held = _end(tensor), tensor.untyped_storage().nbytes()
     if held < needed:
         raise RuntimeError(
             f"{name} needs {needed} bytes of its storage, which has {held}: it was freed or shrunk in place "
-            "(resize_), or never was as large"
+            "(resize_)"
         )
     raise ValueError(
-        f"{name} is at address {address:#x} of a GPU, which is no multiple of the {tensor.itemsize} "
-        "bytes of its elements: pass a copy of its bytes"
+        f"{name} is at address {tensor.data_ptr():#x} of a GPU, which is no multiple of the "
+        f"{tensor.itemsize} bytes of its elements: pass a copy of its bytes"
     )
 
 
-def address_of(name: str, tensor: torch.Tensor | None) -> int:
-    """The address of a tensor's elements, for a kernel; 0 for None, and where it has none.
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a storage that was freed or shrunk in place does not reach to the tensor's last element."""
+    return tensor.untyped_storage().nbytes() < _end(tensor)
 
-    Raises RuntimeError, as check_memory, where the storage was freed in place. Every launch asks, by one
-    comparison: check_memory passed when the tensor was handed over, and FSDP frees what it has gathered.
-    """
-    if tensor is None:
+
+def _end(tensor: torch.Tensor) -> int:
+    """Bytes from the beginning of the storage to the end of the tensor's last element."""
+    if not tensor.numel():
         return 0
-    address = tensor.data_ptr()
-    if address < _LARGEST_STORAGE:
-        check_freed(name, tensor, address)
-    return address
-
-
-def find_freed(tensors: Sequence[torch.Tensor]) -> int | None:
-    """The first of dense tensors whose storage was freed in place; None where none was."""
-    addresses = list(map(torch.Tensor.data_ptr, tensors))
-    if not may_be_freed(addresses):
-        return None
-    for i, (tensor, address) in enumerate(zip(tensors, addresses, strict=True)):
-        if address < _LARGEST_STORAGE and not dispatches(tensor):
-            if not (tensor._is_zerotensor() or holds(tensor)):
-                return i
-    return None
-
-
-def may_be_freed(addresses: Iterable[int]) -> bool:
-    """Whether the storage behind one of these addresses may have been freed in place; False if none was."""
-    return min(addresses, default=_LARGEST_STORAGE) < _LARGEST_STORAGE
-
-
-_LARGEST_STORAGE = 2**40
-"""A freed storage is at address 0, so the address of a tensor in it is the tensor's offset in bytes. Most
-memory lies above the largest offset that there can be. Some allocators of GPUs use addresses below it, where
-each tensor is looked at more closely.
-"""
-
-
-def check_freed(name: str, tensor: torch.Tensor, address: int) -> None:
-    """check_memory() of a tensor at an address where may_be_freed() holds, if it lies in a freed storage."""
-    if address == tensor.storage_offset() * tensor.itemsize:
-        check_memory(name, tensor)
+    last = tensor.numel() - 1
+    if not tensor.is_contiguous():
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + last + 1) * tensor.itemsize
 
 
 def holds(tensor: torch.Tensor) -> bool:
     """Whether check_memory passes a plain tensor."""
-    if tensor.untyped_storage().nbytes() < _end(tensor):
-        return False
-    return not (tensor.is_cuda and tensor.data_ptr() % tensor.itemsize)
+    return not (is_freed(tensor) or (tensor.is_cuda and tensor.data_ptr() % tensor.itemsize))
 
 
-def check_signs(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError where the signs of a tensor's bytes are not those of its values."""
-    if not torch.compiler.is_compiling() and tensor.is_neg():
-        raise ValueError(f"{name} has its negative bit set, which kernels do not see: pass its resolve_neg()")
+def address_of(name: str, tensor: torch.Tensor | None) -> int:
+    """The address of a tensor's elements, for a kernel; 0 for None and an empty tensor.
 
-
-def _end(tensor: torch.Tensor) -> int:
-    """Bytes from the beginning of the storage to behind the tensor's last element."""
-    if tensor.is_contiguous():
-        held = tensor.nbytes
-        return held and tensor.storage_offset() * tensor.itemsize + held
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    elements = tensor.numel() and 1 + sum((size - 1) * stride for size, stride in steps)
-    return (tensor.storage_offset() + elements) * tensor.itemsize if elements else 0
+    Raises RuntimeError, as check_memory, for a whole storage that was freed in place: FSDP frees what it has
+    gathered after it was handed over and checked.
+    """
+    if tensor is None:
+        return 0
+    address = tensor.data_ptr()
+    if not address:
+        check_memory(name, tensor)
+    return address
 
 
 _rebindings = 0
 
 
 def rebindings() -> int:
-    """How often a record was copied or rebound, or a tensor given another record: who saw this number
-    knows that no record has got other buffers since.
+    """The number of times that a record was copied or rebound, or a tensor given another record. While it is
+    unchanged, no record has changed buffers.
     """
     return _rebindings
 

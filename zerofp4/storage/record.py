@@ -11,7 +11,7 @@ import torch
 
 from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.layout import as_matrix
-from zerofp4.storage.memory import check_memory, check_signs, note_rebinding
+from zerofp4.storage.memory import check_memory, note_rebinding
 from zerofp4.storage.sides import SIDES, Side, Sides, scale_name, sides_of
 
 
@@ -117,8 +117,8 @@ class Storage(Sides):
 
     def check(self) -> None:
         """Raises TypeError or ValueError for a buffer that kernels could not trust: not of its shape or
-        dtype, not contiguous, or not on the device of the first; RuntimeError for one whose storage does not
-        hold all of it. Asked wherever a record gets buffers, and again when a plan is built over it.
+        dtype, not contiguous, or not on the device of the first; RuntimeError for one whose storage was
+        freed. Asked wherever a record gets buffers, and again when a plan is built over it.
         """
         for name, side in self.sides():
             if side.data is not None:
@@ -130,8 +130,9 @@ class Storage(Sides):
                 self._check_buffer(amax_name, side.amax, self.amax_shape)
 
     def check_memory(self, name: str) -> None:
-        """Raises RuntimeError for the first buffer whose storage does not hold all of it. name: what errors
-        call the tensor, apart from its own name.
+        """Raises RuntimeError for the first buffer whose storage was freed.
+
+        name: what errors call the tensor, apart from its own name.
         """
         for buffer_name, buffer in self.places():
             check_memory(f"{called(name, self)}: {buffer_name}", buffer)
@@ -235,7 +236,7 @@ def check_buffer(
     name: str, buffer: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raises TypeError or ValueError unless `buffer` is a contiguous tensor of that shape, dtype and device,
-    RuntimeError unless its storage holds all of it.
+    RuntimeError if its storage was freed.
     """
     if not isinstance(buffer, torch.Tensor) or buffer.dtype != dtype:
         raise TypeError(
@@ -247,7 +248,8 @@ def check_buffer(
         raise ValueError(f"{name} must be on {device}, got {buffer.device}")
     if not buffer.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {buffer.stride()}")
-    check_signs(name, buffer)
+    if not torch.compiler.is_compiling() and buffer.is_neg():  # of gradients of complex numbers, for instance
+        raise ValueError(f"{name} has its negative bit set, which kernels do not see: pass its resolve_neg()")
     check_memory(name, buffer)
 
 

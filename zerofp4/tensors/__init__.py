@@ -4,7 +4,7 @@ from zerofp4.tensors.arguments import reads_columns, weight_columns
 from zerofp4.tensors.dispatch import register_handler
 from zerofp4.tensors.gradient_places import GradientPlace, gradient_place
 from zerofp4.tensors.grouped import GroupedNVFP4Tensor, quantize_grouped, sizes_on
-from zerofp4.tensors.held import Holder, check_not_averaged, check_not_held
+from zerofp4.tensors.held import Holder, check_not_averaged, is_held
 from zerofp4.tensors.initial_value import INIT_VAL, had_master, note_master
 from zerofp4.tensors.lists import dequantize_many, swizzle_scales, unswizzle_scales
 from zerofp4.tensors.mxfp8 import MXFP8Tensor, quantize_mxfp8
@@ -26,12 +26,12 @@ __all__ = [
     "Quantizer",
     "StraightThrough",
     "check_not_averaged",
-    "check_not_held",
     "dequantize_many",
     "derived_side",
     "empty",
     "gradient_place",
     "had_master",
+    "is_held",
     "multiply",
     "note_master",
     "quantize",

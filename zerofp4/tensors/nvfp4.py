@@ -13,7 +13,6 @@ from zerofp4.tensors import nvfp4_values, products
 from zerofp4.tensors.arguments import check_generator, check_values, detached, weight_columns
 from zerofp4.tensors.initial_value import INIT_VAL, initial_value
 from zerofp4.tensors.quantized_tensor import QuantizedTensor, buffer_property
-from zerofp4.tensors.straight_through import with_tangent
 
 
 class NVFP4Tensor(QuantizedTensor):
@@ -94,7 +93,7 @@ def quantize_dequantize(
     The arguments are those of quantize, also of a stack [E, N, K]. The result is a plain tensor of x's shape
     and dtype. Its gradient is passed straight through to x, also where x is larger than a given amax: as if
     quantization were the identity, which is what training against it needs; detach x where that is not
-    wanted. A tangent of forward-mode differentiation is passed through likewise.
+    wanted.
 
     TypeError for a wrong dtype, ValueError for a wrong shape, option or combination of options.
     """
@@ -108,12 +107,8 @@ def quantize_dequantize(
         *ops.choice_arguments(four_over_six),
     )
     shape = as_matrix(x.shape) if experts is None else x.shape
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        matrix = x.contiguous().view(shape)
-        return torch.ops.zerofp4.quantize_dequantize(matrix, *options).view(x.shape)
-
-    return with_tangent(run, x)
+    values = torch.ops.zerofp4.quantize_dequantize(x.contiguous().view(shape), *options)
+    return values.view(x.shape)
 
 
 def _rng_state(

@@ -46,9 +46,9 @@ class QuantizedTensor(torch.Tensor):
       stay, attributes that others have set do not.
     - copy_ from a tensor of the same format, shape and block copies bytes; any other copy_, fill_ and zero_
       quantize into the existing buffers, whose addresses stay. Any other operation that writes raises.
-    - torch.distributed's broadcast sends the buffers, once the ranks have agreed that their formats are the
-      same. Other collectives read the values; one that would write to the tensor raises. FSDP and DTensor,
-      which would make plain parameters of the values, raise NotImplementedError.
+    - torch.distributed's broadcast sends the buffers: all ranks must have the same formats. Other collectives
+      read the values; one that would write to the tensor raises. FSDP and DTensor, which would make plain
+      parameters of the values, raise NotImplementedError.
 
     torch does not let a subclass refuse `plain.data = t`, which breaks the plain tensor: give the module a
     new nn.Parameter(t) instead.
@@ -73,8 +73,6 @@ class QuantizedTensor(torch.Tensor):
         """record: or (shape, context, names of buffers), with these buffers (see `wrap`)."""
         if buffers:
             shape, context, names = record
-            if not torch.compiler.is_compiling():  # else a file, which may set_ its tensors to another size
-                buffers = [buffer.detach() for buffer in buffers]
             named = dict(zip(names, buffers, strict=True))
             record = cls._record_type.from_buffers(torch.Size(shape), context, named)
         if not isinstance(record, cls._record_type):
@@ -167,11 +165,6 @@ class QuantizedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol):
         return transfer.reduce_tensor(self)
-
-    def __setstate__(self, state) -> None:
-        raise TypeError(
-            f"an {type(self).__name__} has no state to set: it was given, and checked, when it was made"
-        )
 
     @classmethod
     def __tensor_unflatten__(cls, buffers: dict, context: tuple, outer_size, outer_stride):

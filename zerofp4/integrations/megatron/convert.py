@@ -7,7 +7,7 @@ from torch import nn
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.integrations.megatron.hook import is_installed
 from zerofp4.nn import ALREADY, ConversionReport, FilterFn, primary_parameter
-from zerofp4.tensors import NVFP4Tensor, check_not_held
+from zerofp4.tensors import NVFP4Tensor
 
 
 def convert_model(
@@ -24,8 +24,7 @@ def convert_model(
     columnwise: keep the transposed copy too. Megatron's own layers dequantize the weight and do not read it.
 
     Call it after install(), on every rank alike, before DistributedDataParallel lays the parameters out:
-    RuntimeError else, also for a weight on the meta device or held by an optimizer, before anything is
-    changed.
+    RuntimeError else, also for a weight on the meta device, before anything is changed.
     """
     if not is_installed():
         raise RuntimeError("call zerofp4.integrations.megatron.install() first: Megatron would not cast them")
@@ -44,7 +43,6 @@ def convert_model(
                 continue
             _check_free(full, parameter)
             chosen.append((module_name, module, parameter))
-    check_not_held([(f"model: the weight of {name!r}", parameter) for name, _, parameter in chosen])
     for module_name, module, parameter in chosen:
         module.weight = primary_parameter(parameter, module_name, columnwise)
         report.converted.append(module_name)
