@@ -28,9 +28,9 @@ def save_safetensors(
     """Write what master_state_dict gives as safetensors, in the form that transformers reads: files of 5 GB
     at most, as they are gathered, and an index where there are several.
 
-    Collective; rank 0 of the optimizer's group writes. An older export in the folder stays whole until the
-    new one is, and its files are gone afterwards; shards that would have their names are called model-1-...
-    What rank 0 raises (OSError where the disk has not the space, for one) the others raise as a RuntimeError.
+    Collective; rank 0 of the optimizer's group writes, and holds one file's tensors. An older export in the
+    folder stays until the new one is written, and is gone afterwards. What rank 0 raises (OSError where the
+    disk has not the space, ImportError without the extra `serving`) the others raise as a RuntimeError.
     Raises ValueError where ranks train different parameters.
     """
     tensors, error = master_state_dict(model, optimizer, dtype), OwnError()

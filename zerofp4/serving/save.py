@@ -49,9 +49,9 @@ def save_pretrained(
     """Write a model of transformers as a folder that vLLM, SGLang and transformers load, with the codes and
     scales that were trained.
 
-    Collective over the optimizer's process group, or else the default one. Rank 0 writes, tensor by tensor:
-    no rank holds more than one whole tensor beside its model. An older export in the folder stays whole until
-    the new one is, and is gone afterwards; other files stay.
+    Collective over the optimizer's process group, or else the default one. Rank 0 writes, and holds
+    one file's tensors beside its model, 5 GB at most; the others hold one whole tensor. An older export in
+    the folder stays until the new one is written, and is gone afterwards; other files stay.
 
     model: with NVFP4 weights of convert_model, or prepared and attached by integrations.fsdp2.
     optimizer: that of the weights; with AveragedMasters in its place codes are made of the averages.
@@ -66,8 +66,8 @@ def save_pretrained(
 
     Raises, before anything is written, ValueError for fused weights with unequal amaxes (amax_groups), a
     number of columns that is not a multiple of 16, a name that exists twice, ranks with other models;
-    TypeError for a model that is not of transformers, OSError where the disk has not the space. What rank 0
-    raises while it writes the others raise as a RuntimeError.
+    TypeError for a model that is not of transformers, ImportError without the extra `serving`, OSError where
+    the disk has not the space. What rank 0 raises while it writes the others raise as a RuntimeError.
     """
     group = resolve_group(None) if optimizer is None else _group_of(optimizer)
     plan, error = attempt(_make_plan, model, optimizer, format, dtype, input_amaxes)

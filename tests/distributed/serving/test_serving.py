@@ -120,7 +120,7 @@ def test_what_keeps_an_export_from_being_written_all_ranks_raise(world):
     serving.save_pretrained(model, folder)
     before = read(folder)
     with pytest.raises((OSError, RuntimeError), match="No space left"):
-        with mock.patch.object(files.Shard, "write", no_space if world.rank == 0 else None):
+        with mock.patch.object(files.Export, "add", no_space if world.rank == 0 else None):
             serving.save_pretrained(model, folder)
     found = read(folder)
     assert found.keys() == before.keys() and all(found[key].equal(before[key]) for key in before)

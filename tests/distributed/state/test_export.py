@@ -58,7 +58,7 @@ def test_safetensors_are_written_in_shards(world):
                 assert_bytes_equal(found[key], value.cpu(), key)
     run(model, optimizer, range(2, 3))
     with pytest.raises((OSError, RuntimeError), match="No space left"):  # of the rank that writes, on all
-        with mock.patch.object(files.Shard, "write", no_space if world.rank == 0 else None):
+        with mock.patch.object(files.Export, "add", no_space if world.rank == 0 else None):
             zerofp4.save_safetensors(model, optimizer, path, torch.bfloat16)
     if world.rank == 0:
         assert set(path.iterdir()) == {*names, index}
