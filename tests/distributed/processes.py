@@ -15,9 +15,8 @@ import time
 import uuid
 from pathlib import Path
 
+import torch
 from helpers import why_no_cuda
-
-from zerofp4.launch.place import has_gpu_for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -86,7 +85,7 @@ def why_not(launcher: str) -> str | None:
 
 def device_for(world_size: int) -> str:
     """The kind of device that ranks get: "cuda" when there is a GPU for each, else "cpu"."""
-    return "cuda" if why_no_cuda() is None and has_gpu_for_each(world_size) else "cpu"
+    return "cuda" if why_no_cuda() is None and torch.cuda.device_count() >= world_size else "cpu"
 
 
 class RankProcesses:

@@ -161,12 +161,14 @@ def test_variables_set_by_hand_and_wrong(monkeypatch):
 
 
 def test_mpirun_of_one_rank_needs_no_mpi4py(monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "1")
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     assert launch.init_process_group("gloo").world_size == 1
 
 
 def test_mpirun_without_mpi4py(monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)

@@ -3,36 +3,47 @@
 import pytest
 import torch
 
-from zerofp4.launch.place import Place, choose_device, mpirun_size, place_from_environment, ranks_started
-
-
-def test_place_under_torchrun():
-    env = {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
-    assert place_from_environment(env) == Place(6, 8, 2, 4)
-    del env["LOCAL_WORLD_SIZE"]
-    assert place_from_environment(env) == Place(6, 8, 2, 3)
+from zerofp4.launch.place import Place, choose_device, find_place, ranks_started
 
 
 @pytest.mark.parametrize(
-    ("environment", "size"),
+    "env",
+    [
+        {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"},
+        {"PMI_RANK": "6", "PMI_SIZE": "8", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"},
+        {
+            "OMPI_COMM_WORLD_RANK": "6",
+            "OMPI_COMM_WORLD_SIZE": "8",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+        },
+    ],
+)
+def test_a_place_by_the_variables_of_each_launcher(env):
+    assert ranks_started(env) == 8 and find_place(env) == Place(6, 8, 2, 4)
+    del env[list(env)[-1]]
+    assert find_place(env) == Place(6, 8, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("environment", "started"),
     [
         ({}, 1),
-        ({"PMI_RANK": "1", "PMI_SIZE": "3"}, 3),
+        ({"WORLD_SIZE": "8"}, 1),  # as a cluster may set it in a shell
+        ({"RANK": "0", "WORLD_SIZE": "2"}, 2),
         ({"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, 2),
         ({"PMIX_RANK": "0"}, None),
         ({"PMI_RANK": "0"}, None),
         ({"PMI_RANK": "0", "PMI_SIZE": "1"}, 1),
     ],
 )
-def test_mpirun_is_recognized(environment, size):
-    assert mpirun_size(environment) == size
-    assert ranks_started(environment) == (size or 1)
+def test_ranks_started(environment, started):
+    assert ranks_started(environment) == started
 
 
-def test_ranks_started_by_torchrun():
-    assert ranks_started({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}) == 8
-    assert ranks_started({"RANK": "0", "WORLD_SIZE": "2"}) == 2
-    assert ranks_started({"WORLD_SIZE": "8"}) == 8
+def test_a_variable_that_is_no_number():
+    with pytest.raises(ValueError, match="PMI_SIZE: must be a whole number, got 'two'"):
+        ranks_started({"PMI_RANK": "0", "PMI_SIZE": "two"})
 
 
 def test_each_local_rank_has_a_gpu_of_its_own(two_gpus):

@@ -29,11 +29,11 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         if group is not None:
             raise ValueError("group was given, but torch.distributed is not initialized")
         started = ranks_started(os.environ)
-        if started > 1:
+        if started is not None and started > 1:
             raise RuntimeError(
-                f"a launcher started {started} ranks (WORLD_SIZE, OMPI_COMM_WORLD_SIZE or PMI_SIZE), and "
+                f"a launcher started {started} ranks (RANK and WORLD_SIZE, or those of MPI), and "
                 "torch.distributed is not initialized, so each would train a model of its own: call "
-                "zerofp4.launch.init_process_group() first, or unset the variable where each is to be alone"
+                "zerofp4.launch.init_process_group() first, or unset the variables where each is to be alone"
             )
         return None
     group = dist.group.WORLD if group is None else group

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import time
 import weakref
 from datetime import timedelta
 
@@ -16,10 +17,10 @@ import torch.distributed as dist
 # is torn down.
 import torch.distributed.nn.functional
 
-from zerofp4.launch import mpi
-from zerofp4.launch.place import Place, choose_device, mpirun_size, place_from_environment
+from zerofp4.launch.place import Place, ask_mpi, choose_device, find_place, ranks_started, read_variable
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+_LEAVE_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +37,19 @@ class World:
 # A strong reference would keep the group's connections open after it is destroyed.
 _joined: tuple[weakref.ref[dist.ProcessGroup], World] | None = None
 _groups = 0  # made so far: each has keys of its own in the store, or gloo would find the last one's addresses
+# Of ranks that mpirun started. The store is in rank 0's process and outlives the groups: other ranks may join
+# the next one while rank 0 leaves the last. MPI cannot be initialized a second time.
+_mpi_job: tuple[Place, dist.Store] | None = None
 
 
 def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> World:
     """Joins the default process group of torch.distributed, making it where there is none.
 
-    Under torchrun (RANK and WORLD_SIZE are set) this is torch's `env://`. Under mpirun of MPICH or Open MPI,
-    mpi4py says who is who; a program that uses MPI itself imports mpi4py.MPI first, or we finalize MPI here.
-    Otherwise the process is alone: a world of one over a store inside the process, with every collective.
-    When a group exists already, its record is returned.
+    Under torchrun (RANK and WORLD_SIZE are set) this is torch's `env://`. Under mpirun it is, too, by the
+    variables of Open MPI and MPICH, if MASTER_ADDR and MASTER_PORT are set; else mpi4py says where the ranks
+    meet. (A program that uses MPI itself imports mpi4py.MPI first, or we finalize MPI here.) Otherwise the
+    process is alone: a world of one over a store inside the process, with every collective. When a group
+    exists already, its record is returned.
 
     backend: None for "nccl" where torch sees a GPU and "gloo" where not, or any backend string of torch.
     timeout: how long a collective may wait for another rank before it raises.
@@ -53,25 +58,16 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
     of those that were queued before it has begun.
 
     Raises ValueError when the existing group has another backend than the one asked for. Raises RuntimeError
-    when a host has more ranks than GPUs (NCCL needs one each), when mpi4py is missing or is not of mpirun's
-    MPI, and when the ranks choose different backends; under mpirun every rank raises the same.
+    when a host has more ranks than GPUs (NCCL needs one each), and when mpi4py is missing or is not of
+    mpirun's MPI.
     """
     global _joined, _groups
     if not dist.is_available():
         raise RuntimeError("this torch was built without torch.distributed")
     if dist.is_initialized():
         return _existing_world(backend)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        place = place_from_environment(os.environ)
-        backend, device = choose_device(backend, place)
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        store.set_timeout(timeout)
-    elif mpirun_size(os.environ) != 1:
-        place, backend, device, store = mpi.join_job(backend, timeout)
-    else:
-        place, store = Place(0, 1, 0, 1), dist.HashStore()
-        backend, device = choose_device(backend, place)
-
+    place, store = _meet(backend, timeout)
+    backend, device = choose_device(backend, place)
     if place.local_size == place.world_size:
         _use_loopback()
     if device.type == "cuda":
@@ -98,6 +94,27 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
     return world
 
 
+def _meet(backend: str | None, timeout: timedelta) -> tuple[Place, dist.Store]:
+    """This rank's place, and the store by which ranks find each other."""
+    global _mpi_job
+    if _mpi_job is not None:
+        return _mpi_job
+    is_mpi = not {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    started = ranks_started(os.environ)
+    if is_mpi and started == 1:
+        return Place(0, 1, 0, 1), dist.HashStore()
+    if is_mpi and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        _mpi_job = ask_mpi(started, timeout)
+        return _mpi_job
+    place = find_place(os.environ)
+    choose_device(backend, place)  # raises before this rank waits for others
+    store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    if is_mpi:
+        _mpi_job = place, store
+    return place, store
+
+
 def _nccl_options(timeout: timedelta) -> dist.ProcessGroup.Options:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # torch warns where the two differ
@@ -115,9 +132,20 @@ def destroy_process_group() -> None:
         raise RuntimeError("destroy_process_group: there is no process group")
     ours = _own_world() is not None
     dist.destroy_process_group()
-    if ours:
-        mpi.leave_job(_groups)
+    if ours and _mpi_job is not None:
+        _leave(*_mpi_job)
     _joined = None
+
+
+def _leave(place: Place, store: dist.Store) -> None:
+    key, deadline = f"zerofp4/{_groups}/left", time.monotonic() + _LEAVE_SECONDS
+    try:
+        left = store.add(key, 1)
+        while place.rank == 0 and left < place.world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+            left = store.add(key, 0)
+    except RuntimeError:
+        return  # rank 0 failed, and the store ended with its process: nobody is waiting
 
 
 def _own_world() -> World | None:
@@ -149,16 +177,13 @@ def _existing_world(backend: str | None) -> World:
         raise ValueError(f"backend: {backend!r} asked for, but the existing process group uses {found!r}")
     if world is not None:
         return world
-    # A group that somebody else made. LOCAL_RANK is torchrun's name; the others are MPICH's and Open MPI's.
-    names = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
-    local_rank = next((os.environ[name] for name in names if name in os.environ), None)
-    world_size = dist.get_world_size()
+    local_rank, world_size = read_variable(os.environ, "LOCAL_RANK"), dist.get_world_size()
     if local_rank is None and world_size > 1:
         raise RuntimeError(
-            f"the existing process group has {world_size} ranks, and none of {', '.join(names)} is set: "
-            "this rank's place on its host is unknown"
+            f"the existing process group has {world_size} ranks, and LOCAL_RANK is not set: this rank's "
+            "place on its host is unknown"
         )
-    return World(dist.get_rank(), world_size, int(local_rank or 0), device, found)
+    return World(dist.get_rank(), world_size, local_rank or 0, device, found)
 
 
 def _use_loopback() -> None:
