@@ -250,7 +250,6 @@ _BY_KIND: dict[str, dict[str, float]] = {
         "host_layer_linear_both": 120,
         "host_quantizer_update": 20,
         "host_quantize_rht_swizzled": 40,
-        "host_swizzle_scales/448": 100,
     },
     "host_us_per_weight": {f"host_function/{count}": 0.6 for count in HOST_COUNTS},
 }

@@ -125,45 +125,6 @@ def test_swizzle_scales_of_tensors(device):
     assert_bytes_equal(compact[0], tensors[2].columnwise_scale, "back")
 
 
-@pytest.mark.parametrize("count", [1, 3, 40])  # 40: more than travel in a kernel's arguments
-def test_swizzled_again_where_they_are(device, count):
-    """Tensors, stacks of them, and one that has such scales; and pairs."""
-    shapes = [(48, 80), (130, 48), (3, 32, 48)]
-    tensors = [zerofp4.quantize(torch.randn(shapes[i % 3]).to(device)) for i in range(count)]
-    tensors.append(zerofp4.quantize(torch.randn(32, 32).to(device), scale_layouts=("compact", "swizzled")))
-    out = zerofp4.swizzle_scales(tensors)
-    places = [scale.data_ptr() for scale in out]
-    for factor in (3.0, 0.5):
-        for tensor in tensors:
-            tensor.copy_(torch.randn(tensor.shape).to(device) * factor)
-        for scale in out[:-1]:
-            scale.view(torch.uint8).fill_(0xFF)
-        assert zerofp4.swizzle_scales(tensors, out=out) is out
-        assert [scale.data_ptr() for scale in out] == places
-        for mine, other in zip(out, zerofp4.swizzle_scales(tensors), strict=True):
-            assert_bytes_equal(mine.view(torch.uint8), other.view(torch.uint8), "scales")
-    pairs = [(tensor.rowwise_scale, tuple(tensor.shape)) for tensor in tensors if tensor.dim() == 2]
-    again = zerofp4.swizzle_scales(pairs)
-    again[0].view(torch.uint8).fill_(0xFF)
-    zerofp4.swizzle_scales(pairs, out=again)
-    assert_bytes_equal(again[0].view(torch.uint8), out[0].view(torch.uint8), "a pair")
-
-
-def test_out_is_of_the_same_scales(device):
-    tensors = [zerofp4.quantize(torch.randn(32, 48).to(device), columnwise=True) for _ in range(2)]
-    out = zerofp4.swizzle_scales(tensors)
-    for others, columnwise in ((tensors[:1], False), (tensors[::-1], False), (tensors, True)):
-        with pytest.raises(ValueError, match="must be what swizzle_scales returned for the same scales"):
-            zerofp4.swizzle_scales(others, columnwise=columnwise, out=out)
-    with pytest.raises(TypeError, match="out must be what swizzle_scales returned, got list"):
-        zerofp4.swizzle_scales(tensors, out=list(out))
-    zerofp4.swizzle_scales(tensors, out=out)
-    tensors[1].rowwise_scale.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="scales have moved since it was made"):
-        zerofp4.swizzle_scales(tensors, out=out)
-    assert zerofp4.swizzle_scales([], out=zerofp4.swizzle_scales([])) == []
-
-
 @pytest.mark.parametrize("block_rows", [1, 16])
 def test_swizzle_scales_of_pairs(device, block_rows):
     compact = {shape: compact_scale(shape, block_rows).to(device) for shape in SHAPES}

@@ -59,26 +59,6 @@ def test_the_first_product_on_another_stream(monkeypatch):
     assert_bytes_equal(first, expected, "on the stream that made it")
 
 
-@needs_gpu
-def test_scales_that_are_swizzled_again_on_another_stream():
-    """The table of a list is uploaded by the first call that writes to what another returned."""
-    side = torch.cuda.Stream()
-    tensors, others = quantized(MANY, 0), quantized(MANY, 1)
-    out = zerofp4.swizzle_scales(tensors)
-    expected = [scale.view(torch.uint8).clone() for scale in out]
-    # Plain scales: the table, in whose memory the next one is uploaded, goes.
-    kept = on(side, lambda: list(zerofp4.swizzle_scales(others, out=zerofp4.swizzle_scales(others))))
-    for scale in out:
-        scale.view(torch.uint8).fill_(0xFF)
-    with asleep(side):
-        on(side, lambda: zerofp4.swizzle_scales(tensors, out=out))
-        zerofp4.swizzle_scales(tensors, out=out)
-        found = [scale.view(torch.uint8).clone() for scale in out]
-    for i, (mine, wanted) in enumerate(zip(found, expected, strict=True)):
-        assert_bytes_equal(mine, wanted, f"scales {i}")
-    assert len(kept) == MANY
-
-
 def updated(side: torch.cuda.Stream | None, seed: int) -> list[torch.Tensor]:
     """Masters after an update by a stage that was built on `side`, behind a sleep, or where it is used."""
     generator = torch.Generator().manual_seed(seed)

@@ -48,7 +48,7 @@ from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.grouped_values import grouped_values
 from zerofp4.ops.hardware import SLOW_ON_CPU, check_capability, code_for
 from zerofp4.ops.layer import implement_layer, layer_scheme, use_native_layer
-from zerofp4.ops.layouts import ScaleChange, change_scales
+from zerofp4.ops.layouts import change_scales
 from zerofp4.ops.multi_tensor import MultiTensor, add_squares, find_nonfinite
 from zerofp4.ops.operator import backend, fake, is_plain_call
 from zerofp4.ops.padded import padded_scale
@@ -122,7 +122,6 @@ __all__ = [
     "PostStage",
     "Quantization",
     "RankGradients",
-    "ScaleChange",
     "TransposeStage",
     "adamw_options",
     "add_scaled_product",

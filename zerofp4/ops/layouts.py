@@ -11,9 +11,9 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import BLOCK, SCALE_DTYPE, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div, scale_shape
-from zerofp4.ops.lists import KeptList, run_list, run_stack, zip_lists
+from zerofp4.ops.lists import run_list, run_stack, zip_lists
 from zerofp4.ops.operator import backend, check_block_rows, check_scale, fake, is_plain_call
-from zerofp4.ops.tensor_lists import addresses_of, pointers
+from zerofp4.ops.tensor_lists import addresses_of
 from zerofp4.storage import check_memory
 
 FIELDS = 6
@@ -136,26 +136,6 @@ def padded_scale_list(
     """
     words = [word for c, p, matrix, layout in scales for word in _words([c], [p], [matrix], layout)]
     return (_native(words, True, device), len(words) // FIELDS) if words else None
-
-
-class ScaleChange:
-    """What change_scales made of a list of scales, made again where it is: all that the host does is to ask
-    whether storage has moved.
-    """
-
-    def __init__(self, scales, made, rows, cols, block_rows, layout: str, pad: bool):
-        matrices = list(zip(rows, cols, block_rows, strict=True))
-        words, device = _words(scales, made, matrices, layout), scales[0].device
-        self._kept = KeptList(_native(words, pad, device), len(words) // FIELDS, device) if words else None
-        self._tensors = [*scales, *made]
-        self._pointers = pointers(self._tensors)
-
-    def run(self) -> None:
-        """Raises RuntimeError where storage has moved."""
-        if pointers(self._tensors) != self._pointers:
-            raise RuntimeError("out: scales have moved since it was made: call without out, for new ones")
-        if self._kept is not None:
-            self._kept.run()
 
 
 def _are_as_usual(scales: Sequence[torch.Tensor], shapes: Sequence[tuple[int, int]]) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import zerofp4._C as _C
-from zerofp4.ops.device import StreamUse, is_capturing, target_of
+from zerofp4.ops.device import is_capturing, target_of
 
 NativeList = _C.DequantizeList | _C.Mxfp8DequantizeList | _C.ScaleLayoutList
 
@@ -35,23 +35,6 @@ def run_stack(make: Callable[[Sequence[int]], NativeList], words: Sequence[int],
         run_list(make(part), len(part) // fields, device)
 
 
-class KeptList:
-    """A native list that is run more than once, with its table on a GPU, if it needs one."""
-
-    def __init__(self, native: NativeList, count: int, device: torch.device):
-        self._native, self._count, self._device = native, count, device
-        self._table: torch.Tensor | None = None
-        self._use = StreamUse(device)
-
-    def run(self) -> None:
-        """As run_list; also while a CUDA graph is captured, where it ran before."""
-        if self._table is None:
-            self._table = _table_of(self._native, self._count, self._device)
-            if self._table.numel():
-                self._use.filled.note()
-        self._native.run(self._use.target([self._table] if self._table.numel() else []))
-
-
 def run_list(native: NativeList, count: int, device: torch.device) -> None:
     """Run a native list of `count` items, at least one.
 
@@ -59,23 +42,15 @@ def run_list(native: NativeList, count: int, device: torch.device) -> None:
     is copied there first; nothing waits for the copy. Raises RuntimeError for a long list while a CUDA graph
     is captured.
     """
-    # Kept until the launch is queued; after that torch reuses its memory in stream order.
-    table = _table_of(native, count, device)
+    if device.type == "cuda" and count > _C.ARGUMENT_ITEMS:
+        if is_capturing(device):
+            # A replay would read staging memory that has long gone back to the allocator.
+            raise RuntimeError(
+                f"while a CUDA graph is captured a list of tensors may have {_C.ARGUMENT_ITEMS} at most, "
+                f"got {count}: call for parts of the list"
+            )
+        contents = torch.frombuffer(bytearray(native.descriptor_bytes()), dtype=torch.uint8)
+        # Alive until the launch is queued; after that torch reuses its memory in stream order.
+        table = contents.pin_memory().to(device, non_blocking=True)
+        native.set_device_descriptors(table.data_ptr())
     native.run(target_of(device))
-    del table
-
-
-def _table_of(native: NativeList, count: int, device: torch.device) -> torch.Tensor:
-    """What a list has in a GPU's memory; nothing where it travels in a kernel's arguments."""
-    if device.type != "cuda" or count <= _C.ARGUMENT_ITEMS:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    if is_capturing(device):
-        # A replay would read staging memory that has long gone back to the allocator.
-        raise RuntimeError(
-            f"while a CUDA graph is captured a list of tensors may have {_C.ARGUMENT_ITEMS} at most, "
-            f"got {count}: call for parts of the list"
-        )
-    contents = torch.frombuffer(bytearray(native.descriptor_bytes()), dtype=torch.uint8)
-    table = contents.pin_memory().to(device, non_blocking=True)
-    native.set_device_descriptors(table.data_ptr())
-    return table

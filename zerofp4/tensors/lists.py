@@ -1,6 +1,5 @@
 """Functions of lists of tensors, one launch for all of a list."""
 
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -72,33 +71,8 @@ def _mxfp8_values(tensors: Sequence[MXFP8Tensor], dtype: torch.dtype) -> list[to
     return torch.ops.zerofp4.dequantize_mxfp8_many(data, scale, columnwise, "compact", dtype)
 
 
-class SwizzledScales(list[torch.Tensor]):
-    """What swizzle_scales returns: a list, which a later call for the same scales takes as `out`."""
-
-    def __init__(self, made: Sequence[torch.Tensor], scales: Sequence, side: str):
-        super().__init__(made)
-        self._scales, self._side = list(scales), side
-        self._change: ops.ScaleChange | None = None
-
-    def write_again(self, scales: Sequence, side: str) -> None:
-        """Raises ValueError for other scales, RuntimeError where some have moved."""
-        same = len(scales) == len(self._scales) == len(self) and side == self._side
-        if not same or not all(map(operator.is_, scales, self._scales)):
-            raise ValueError(
-                "out must be what swizzle_scales returned for the same scales, each the same object"
-            )
-        if self._change is None:
-            _, arguments = _arguments(scales, side, None, compact=True)
-            if not arguments:
-                return
-            sources, *matrices = map(list, zip(*arguments.values(), strict=True))
-            made = [self[i] for i in arguments]
-            self._change = ops.ScaleChange(sources, made, *matrices, "swizzled", True)
-        self._change.run()
-
-
 def swizzle_scales(
-    scales: Sequence[NVFP4Tensor | ScaleOf], *, columnwise: bool = False, out: SwizzledScales | None = None
+    scales: Sequence[NVFP4Tensor | ScaleOf], *, columnwise: bool = False
 ) -> list[torch.Tensor]:
     """Compact scales in the order in which cuBLASLt and torch.nn.functional.scaled_mm read them.
 
@@ -110,20 +84,10 @@ def swizzle_scales(
     tensor [E, N, K] with E before that; of a tensor that has persistent swizzled scales those. The others of
     one shape share a storage.
 
-    out: what a call for the same objects returned. It is written again, and returned: a list that is swizzled
-    in every step takes the host a fraction of a call without it, and no memory.
-
-    Raises TypeError or ValueError for an item that is neither, a tensor without the copy, or another out;
-    RuntimeError where scales of `out` have moved, or were freed.
+    Raises TypeError or ValueError for an item that is neither, or a tensor without the copy; RuntimeError for
+    scales that were freed.
     """
-    side = side_of(columnwise)
-    if out is not None:
-        if not isinstance(out, SwizzledScales):
-            raise TypeError(f"out must be what swizzle_scales returned, got {type(out).__name__}")
-        out.write_again(scales, side)
-        return out
-    made = _change(scales, side, None, compact=True)
-    return made if torch.compiler.is_compiling() else SwizzledScales(made, scales, side)
+    return _change(scales, side_of(columnwise), None, compact=True)
 
 
 def unswizzle_scales(
@@ -144,23 +108,12 @@ def unswizzle_scales(
 
 
 def _change(scales, side: str, block_rows: int | None, *, compact: bool) -> list[torch.Tensor]:
-    """From compact scales, or back."""
-    done, arguments = _arguments(scales, side, block_rows, compact=compact)
-    if arguments:
-        columns = map(list, zip(*arguments.values(), strict=True))
-        made = ops.change_scales(*columns, "swizzled", compact)
-        done |= dict(zip(arguments, made, strict=True))
-    return [done[i] for i in range(len(scales))]
-
-
-def _arguments(
-    scales, side: str, block_rows: int | None, *, compact: bool
-) -> tuple[dict[int, torch.Tensor], dict[int, tuple]]:
-    """What is there already, and of the others (scale, rows, cols, block_rows), by index. block_rows is that
-    of pairs; None where their shape tells it, as it does for compact scales.
+    """From compact scales, or back. block_rows is that of pairs; None where their shape tells it, as it does
+    for compact scales.
     """
     done: dict[int, torch.Tensor] = {}
     arguments: dict[int, tuple] = {}
+    """(scale, rows, cols, block_rows) by index."""
     for i, item in enumerate(scales):
         if not isinstance(item, NVFP4Tensor):
             arguments[i] = _pair(f"scales[{i}]", item, block_rows)
@@ -176,7 +129,10 @@ def _arguments(
         else:
             scale = copy.scales["compact"] if compact else swizzled
             arguments[i] = (scale, *record.side_matrix(side), record.block[0])
-    return done, arguments
+    if arguments:
+        columns = map(list, zip(*arguments.values(), strict=True))
+        done |= zip(arguments, ops.change_scales(*columns, "swizzled", compact), strict=True)
+    return [done[i] for i in range(len(scales))]
 
 
 def _pair(name: str, item, block_rows: int | None) -> tuple[torch.Tensor, int, int, int]:
