@@ -27,6 +27,7 @@ def megatron(session: Session, options: argparse.Namespace, world: World) -> Non
     timer, shapes = Timer(session, world, options.repeats), weight_shapes(options.scale)
     hook.install()
     ours, theirs = (measure(timer, shapes, nvfp4=nvfp4) for nvfp4 in (True, False))
+    hook.uninstall()
     for part, more in (("publish", ""), ("step", "; AdamW, which both do, is most of it")):
         rule = f"{part} of ours over that of bf16{more}"
         timer.count(f"{part}_over_bf16", "ratio", ours[part] / theirs[part], rule)

@@ -52,6 +52,15 @@ def _is_known(version: str | None) -> bool:
 
 
 @contextlib.contextmanager
+def installed() -> Iterator[None]:
+    megatron.install()
+    try:
+        yield
+    finally:
+        megatron.uninstall()
+
+
+@contextlib.contextmanager
 def megatron_groups(tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[ModuleType]:
     """The hook is installed, and the ranks form Megatron's groups. Yields the module megatron_gpt."""
     with groups_forgotten():

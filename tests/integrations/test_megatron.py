@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 from megatron_on_cpu import megatron_here
-from megatron_wheel import why_no_megatron
+from megatron_wheel import installed, why_no_megatron
 from torch import nn
 
 import zerofp4
@@ -61,20 +61,11 @@ def test_asking_what_a_weight_is_makes_no_tensor(core):
 
     weight = nn.Parameter(zerofp4.quantize(torch.ones(16, 16)), requires_grad=False)
     other = nn.Parameter(torch.ones(2))
-    with megatron.install():
+    with installed():
         assert fp8_utils._unwrap_parameter_data(weight) is weight
         assert not fp8_utils.is_grouped_tensor_with_quantized_storage(weight)
         assert fp8_utils._unwrap_parameter_data(other) is not other
     assert fp8_utils._unwrap_parameter_data(weight) is not weight
-
-
-@needs_megatron
-def test_only_the_call_that_installed_uninstalls(core):
-    with megatron.install():
-        with megatron.install():
-            pass
-        assert hook.is_installed()
-    assert not hook.is_installed()
 
 
 @needs_megatron
@@ -113,7 +104,7 @@ def test_buckets_have_whole_bytes_on_every_rank(core, ranks, high_bandwidth):
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, pad_buckets_for_high_nccl_busbw=high_bandwidth
     )
-    with megatron.install():
+    with installed():
         model = nn.Sequential(nn.Linear(18, 34, bias=False), nn.Linear(34, 18, bias=False)).bfloat16()
         plain = DistributedOptimizer._compute_per_buffer_param_layout(
             list(model.parameters()), 600, ranks, config
@@ -130,7 +121,7 @@ def test_buckets_have_whole_bytes_on_every_rank(core, ranks, high_bandwidth):
 
 @needs_megatron
 def test_the_packed_layout_is_the_layout_halved(core):
-    with megatron.install():
+    with installed():
         weights = [nn.Linear(18, 34, bias=False).bfloat16() for _ in range(3)]
         for weight in weights:
             megatron.convert_model(weight)
@@ -169,7 +160,7 @@ def options(**changed) -> types.SimpleNamespace:
     "changed", [{"use_distributed_optimizer": False}, {"fp4_param_gather": False}, {"fp8_param_gather": True}]
 )
 def test_options_that_would_leave_weights_stale_are_refused(core, changed):
-    with megatron.install():
+    with installed():
         layer = nn.Linear(16, 16, bias=False).bfloat16()
         megatron.convert_model(layer)
     buffer = types.SimpleNamespace(ddp_config=options(**changed))
@@ -190,7 +181,7 @@ def test_options_that_would_leave_weights_stale_are_refused(core, changed):
 @needs_megatron
 @pytest.mark.parametrize("option", ["use_precision_aware_optimizer", "optimizer_cpu_offload"])
 def test_masters_that_would_not_be_cast_are_refused(core, option):
-    with megatron.install():
+    with installed():
         layer = nn.Linear(16, 16).bfloat16()
         megatron.convert_model(layer)
     made = []
@@ -214,7 +205,7 @@ def test_masters_that_would_not_be_cast_are_refused(core, option):
 def test_megatron_fsdp_is_refused(core):
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-    with megatron.install():
+    with installed():
         layer = nn.Linear(16, 16, bias=False).bfloat16()
         megatron.convert_model(layer)
         with pytest.raises(NotImplementedError, match="Megatron-FSDP cannot shard weight"):
@@ -281,7 +272,7 @@ def test_convert_model_says_why_it_leaves_a_parameter(core):
     model["fc"].weight.allreduce = False
     model["head"].weight.is_embedding_or_output_parameter = True
     value = model["fc"].weight.detach().clone()
-    with megatron.install():
+    with installed():
         report = megatron.convert_model(model)
         assert report.converted == ["fc"] and isinstance(model["fc"].weight, NVFP4Tensor)
         weight = model["fc"].weight

@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 from zerofp4.integrations.megatron import casting, checkpoints, layout
@@ -15,23 +14,7 @@ _replaced: list[tuple[Any, str, Any]] = []
 """What install() has replaced: (module or class, name, what its __dict__ had there)."""
 
 
-class Installed:
-    """Of a call of install(): as a context manager it uninstalls at the end, if that call installed."""
-
-    def __init__(self, is_first: bool):
-        self._is_first = is_first
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._is_first:
-            uninstall()
-
-
-def install() -> Installed:
+def install() -> None:
     """From now on Megatron-Core's DistributedDataParallel and DistributedOptimizer train the NVFP4 weights
     that convert_model makes.
 
@@ -39,18 +22,17 @@ def install() -> Installed:
     are, save and load values, and let weights follow the masters that are loaded. TransformerEngine is not
     needed; its own tensors are handled as before. Call it before the model is given to
     DistributedDataParallel, with use_distributed_optimizer and fp4_param_gather set there. A second call
-    changes nothing; `with install():` undoes it at the end.
+    changes nothing, and uninstall() undoes it.
 
     Raises ImportError where Megatron-Core is not there, RuntimeError for a version other than
     KNOWN_VERSIONS, or one without something that is to be replaced; nothing is changed then.
     """
     if _replaced:
-        return Installed(is_first=False)
+        return
     found = list(_replacements(_Megatron()))
     for owner, name, value in found:
         _replaced.append((owner, name, vars(owner)[name]))
         setattr(owner, name, value)
-    return Installed(is_first=True)
 
 
 def uninstall() -> None:
