@@ -143,6 +143,19 @@ def test_what_fsdp2_asks_before_each_gather_has_its_signature():
     assert signatures[0] is signatures[1]
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: nn.ModuleDict({"gate_weight": nn.Linear(32, 32)}), "gate_weight.weight"),
+        (lambda: nn.Linear(32, 32), "weight"),
+    ],
+)
+def test_names_are_those_of_the_parameters(make, name):
+    model = make()
+    fsdp2.prepare(model)
+    assert [weight.name for *_, weight in fsdp2.prepared_weights(model)] == [name]
+
+
 def test_copies_of_a_model_are_prepared_on_their_own():
     model = prepared()
     other = copy.deepcopy(model)

@@ -60,12 +60,12 @@ def prepare(
         )
     _check_model(model)
     report, chosen = choose_weights(model, filter_fn, tensor_parallel=True)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     weights = {}
-    for name, module, parameter_name in chosen:
+    for _, module, parameter_name in chosen:
         parameter = module._parameters[parameter_name]
         takes_codes = getattr(module, "takes_nvfp4_weight", False)
-        full_name = name if name.endswith(parameter_name) else f"{name}.{parameter_name}"
-        kind = full_name, parameter.dtype, takes_codes, takes_codes and columns
+        kind = names[id(parameter)], parameter.dtype, takes_codes, takes_codes and columns
         weights[id(parameter)] = Weight(*kind, tuple(block), four_over_six)
     _set_amax_groups(weights, amax_groups)
     for name, module, parameter_name in chosen:
