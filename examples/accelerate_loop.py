@@ -23,7 +23,7 @@ folder = told[0]
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(world.device)
 zerofp4.convert_model(net)
-zerofp4.plain_state_dict(net)  # safetensors holds values, not quantized tensors
+zerofp4.register_plain_state_dict(net)  # safetensors holds values, not quantized tensors
 optimizer = zerofp4.optim.ZeroFP4Optimizer(net.named_parameters(), zerofp4.optim.FusedAdamW, lr=3e-3)
 # accelerate saves the optimizer on rank 0 alone: gather its state there before.
 accelerator.register_save_state_pre_hook(lambda *_: optimizer.consolidate_state_dict())

@@ -38,7 +38,7 @@ for _ in range(20):
     losses.append(loss.item())
     expected = DECAY * expected + (1 - DECAY) * optimizer.gathered_masters()[0]
 
-# The averages are FP32 and were never quantized. save_safetensors(model, averages, folder) exports them.
+# The averages are FP32 and were never quantized. save_safetensors(model, folder, averages) exports them.
 averaged = make_model()
 averaged.load_state_dict(dict(zerofp4.master_state_dict(model, averages)))
 assert torch.equal(averaged[0].weight, expected)

@@ -39,7 +39,7 @@ def make_trainer(max_steps):
     # dtype= and not .to(), which would round rotary frequencies, too.
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(world.device)
     zerofp4.convert_model(model)
-    zerofp4.plain_state_dict(model)  # safetensors holds values, not quantized tensors
+    zerofp4.register_plain_state_dict(model)  # safetensors holds values, not quantized tensors
     optimizer = zerofp4.optim.ZeroFP4Optimizer(
         model.named_parameters(), zerofp4.optim.FusedAdamW, lr=3e-3
     )

@@ -199,7 +199,7 @@ train("NVFP4", model, optimizer, options.steps, original if options.teacher else
 losses["fine-tuned"] = validation_loss(model)
 say("export")
 zero = None if options.fsdp else optimizer
-zerofp4.serving.save_pretrained(model, options.folder, zero, options.format, dtype=torch.bfloat16)
+zerofp4.serving.save_pretrained(model, options.folder, zero, format=options.format, dtype=torch.bfloat16)
 if options.control:
     train("control", original, zero_optimizer(original, options.lr), options.steps)
     losses["bfloat16, as long"] = validation_loss(original)

@@ -48,6 +48,7 @@ NOT_FOR_USERS = {
         "check_one_rank_has_all",
         "gather_masters",
         "named_tensors",
+        "own_values",
         "scales_shape",
         "suits_compact",
     },

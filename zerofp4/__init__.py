@@ -1,16 +1,18 @@
 """NVFP4 model weights over sharded FP32 master weights."""
 
+import importlib
+
 from zerofp4 import launch, nn, optim, serving
 from zerofp4.cast import CastPlan, all_gather_nvfp4, cast_master_weights_to_nvfp4, post_all_gather_processing
 from zerofp4.format import FourOverSix
 from zerofp4.gemm import Operand, gemm
 from zerofp4.inspect import quantization_error
-from zerofp4.nn import convert_model, plain_state_dict
+from zerofp4.nn import convert_model, register_plain_state_dict
 from zerofp4.ops import build_info
-from zerofp4.optim import master_state_dict, unconvert_model
+from zerofp4.optim import ZeroFP4Optimizer, master_state_dict, unconvert_model
 from zerofp4.serving import save_safetensors
 from zerofp4.tensors import (
-    GroupedNVFP4Tensor,
+    GroupedNVFP4,
     MXFP8Tensor,
     NVFP4Tensor,
     Quantizer,
@@ -28,11 +30,12 @@ from zerofp4.version import VERSION as __version__
 __all__ = [
     "CastPlan",
     "FourOverSix",
-    "GroupedNVFP4Tensor",
+    "GroupedNVFP4",
     "MXFP8Tensor",
     "NVFP4Tensor",
     "Operand",
     "Quantizer",
+    "ZeroFP4Optimizer",
     "__version__",
     "all_gather_nvfp4",
     "build_info",
@@ -45,16 +48,23 @@ __all__ = [
     "master_state_dict",
     "nn",
     "optim",
-    "plain_state_dict",
     "post_all_gather_processing",
     "quantization_error",
     "quantize",
     "quantize_dequantize",
     "quantize_grouped",
     "quantize_mxfp8",
+    "register_plain_state_dict",
     "save_safetensors",
     "serving",
     "swizzle_scales",
     "unconvert_model",
     "unswizzle_scales",
 ]
+
+
+def __getattr__(name: str):
+    """zerofp4.integrations and zerofp4.testing are imported when somebody asks for them."""
+    if name in ("integrations", "testing"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

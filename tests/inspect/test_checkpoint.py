@@ -96,7 +96,8 @@ def test_a_file_of_torch_save(trained, tmp_path, capsys):
 @pytest.mark.parametrize("place", [".", "model.safetensors"])
 def test_safetensors(trained, tmp_path, capsys, place):
     pytest.importorskip("safetensors")
-    zerofp4.save_safetensors(*trained, tmp_path, torch.bfloat16)
+    model, optimizer = trained
+    zerofp4.save_safetensors(model, tmp_path, optimizer, torch.bfloat16)
     found = inspected(capsys, tmp_path / place)
     expected = trained[1].gathered_masters()[0].bfloat16()
     row = found["tensors"]["0.weight"]

@@ -129,6 +129,11 @@ def test_ranks_without_a_group_do_not_each_go_on_alone(monkeypatch, started, ask
     ask(weight, master)
 
 
+def test_a_variable_of_a_clusters_shell_starts_no_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    build_an_optimizer(zerofp4.empty((16, 32)), None)
+
+
 # Devices
 
 

@@ -176,7 +176,7 @@ def test_state_dicts_have_the_names_of_the_layers():
         RuntimeError, match=r'(?s)Missing key.*"0.0.norm.weight".*Unexpected key.*"0.0.weight"'
     ):
         fused.load_state_dict(plain.state_dict())
-    zerofp4.plain_state_dict(fused)
+    zerofp4.register_plain_state_dict(fused)
     assert all(type(value) is torch.Tensor for value in fused.state_dict().values())
     other.load_state_dict(fused.state_dict())
 

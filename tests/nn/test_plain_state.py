@@ -34,8 +34,8 @@ def make(device, seed=0, convert=True):
 
 def test_plain_state_dict_holds_values_and_loads_them(device):
     net = make(device)
-    zerofp4.plain_state_dict(net)
-    zerofp4.plain_state_dict(net)
+    zerofp4.register_plain_state_dict(net)
+    zerofp4.register_plain_state_dict(net)
     for state in (net.state_dict(), {f"body.{k}": v for k, v in net.body.state_dict().items()}):
         for name, value in state.items():
             assert type(value) is torch.Tensor and value.dtype == net.get_parameter(name).dtype
@@ -134,7 +134,7 @@ def test_safetensors_names_the_quantized_weight(device, tmp_path):
         safetensors.save_file(net.state_dict(), tmp_path / "a")
     with pytest.raises(TypeError, match="cannot hold the NVFP4Tensor"):
         safetensors.save_model(net, tmp_path / "a")
-    zerofp4.plain_state_dict(net)
+    zerofp4.register_plain_state_dict(net)
     safetensors.save_file(net.state_dict(), tmp_path / "a")
     assert_bytes_equal(
         safetensors.load_file(tmp_path / "a")["first.weight"],

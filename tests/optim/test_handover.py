@@ -54,7 +54,7 @@ def test_an_optimizer_built_twice_leaves_the_first_of_no_use(device, tmp_path):
             lambda: old.clip_grad_norm_(1.0),
             old.refresh,
             old.check,
-            lambda: zerofp4.save_safetensors(net, old, tmp_path),
+            lambda: zerofp4.save_safetensors(net, tmp_path, old),
             lambda: zerofp4.unconvert_model(net, old),
             lambda: old.load_state_dict(old.state_dict()),
         ):

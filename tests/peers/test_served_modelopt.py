@@ -21,7 +21,7 @@ def test_values_are_dequantize_but_for_one_unit(name, tmp_path):
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
     model, optimizer = trained(name)
-    serving.save_pretrained(model, tmp_path, optimizer, "modelopt")
+    serving.save_pretrained(model, tmp_path, optimizer, format="modelopt")
     found, differing, total = read(tmp_path), 0, 0
     for module, (matrix, rows) in served_modules(model).items():
         expected = matrix.dequantize()[rows] + 0  # its zeros have no sign
@@ -40,7 +40,7 @@ def test_the_configuration_is_what_it_makes_of_its_own_file(tmp_path):
     model, optimizer = trained("Qwen3Moe")
     amaxes = dict.fromkeys(served_modules(model), 1.0)
     for inputs in (None, amaxes):
-        serving.save_pretrained(model, tmp_path, optimizer, "modelopt", input_amaxes=inputs)
+        serving.save_pretrained(model, tmp_path, optimizer, format="modelopt", input_amaxes=inputs)
         content = json.loads((tmp_path / "hf_quant_config.json").read_text())
         config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
         assert convert_hf_quant_config_format(content) == config

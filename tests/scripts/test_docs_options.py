@@ -12,7 +12,7 @@ from cases.docs import ROOT
 PAGE = (ROOT / "docs" / "api.md").read_text()
 
 NOT_CALLED_BY_USERS = {
-    "zerofp4.GroupedNVFP4Tensor",
+    "zerofp4.GroupedNVFP4",
     "zerofp4.MXFP8Tensor",
     "zerofp4.NVFP4Tensor",
     "zerofp4.inspect.QuantizationReport",

@@ -39,7 +39,7 @@ formats = pytest.mark.parametrize("format", FIELDS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_fields_of_an_architecture(name, format, tmp_path):
     model, optimizer = trained(name)
-    serving.save_pretrained(model, tmp_path / "served", optimizer, format)
+    serving.save_pretrained(model, tmp_path / "served", optimizer, format=format)
     found = read(tmp_path / "served")
     count = check_quantized(model, found, format)
     quantized = {f"{module}.{field}" for module in served_modules(model) for field in FIELDS[format]}
@@ -59,7 +59,7 @@ def test_fields_of_an_architecture(name, format, tmp_path):
 @formats
 def test_configurations(format, tmp_path):
     model, optimizer = trained("Mixtral")
-    serving.save_pretrained(model, tmp_path, optimizer, format)
+    serving.save_pretrained(model, tmp_path, optimizer, format=format)
     config = json.loads((tmp_path / "config.json").read_text())
     expected = json.loads(model.config.to_json_string(use_diff=True))
     quantization = config.pop("quantization_config")
@@ -130,7 +130,7 @@ def test_a_weight_of_zeros(tmp_path):
 def test_scales_of_inputs_make_engines_quantize_activations(format, tmp_path):
     model, optimizer = trained("Llama")
     amaxes = {name: 1.0 + i for i, name in enumerate(served_modules(model))}
-    serving.save_pretrained(model, tmp_path, optimizer, format, input_amaxes=amaxes)
+    serving.save_pretrained(model, tmp_path, optimizer, format=format, input_amaxes=amaxes)
     found, config = read(tmp_path), json.loads((tmp_path / "config.json").read_text())
     (group,) = config["quantization_config"]["config_groups"].values()
     assert group["input_activations"]["num_bits"] == 4 and group["input_activations"]["group_size"] == 16
@@ -145,7 +145,7 @@ def test_scales_of_inputs_make_engines_quantize_activations(format, tmp_path):
         assert_bytes_equal(found[f"{name}.{field}"], global_scale(format, largest), name)
     del amaxes["model.layers.1.mlp.up_proj"]
     with pytest.raises(ValueError, match=r"input_amaxes lacks model\.layers\.1\.mlp\.up_proj"):
-        serving.save_pretrained(model, tmp_path, optimizer, format, input_amaxes=amaxes)
+        serving.save_pretrained(model, tmp_path, optimizer, format=format, input_amaxes=amaxes)
 
 
 def test_dtype_of_what_is_not_quantized(tmp_path):
@@ -304,7 +304,7 @@ def test_other_models_and_arguments(tmp_path):
     plain = make_plain("Llama", num_hidden_layers=1)
     refused(make_net(torch.device("cpu")), tmp_path, TypeError, "must be a PreTrainedModel of transformers")
     refused(plain, tmp_path, ValueError, "model has no NVFP4 weight")
-    refused(model, tmp_path, ValueError, "format must be one of .*, got 'gguf'", optimizer, "gguf")
+    refused(model, tmp_path, ValueError, "format must be one of .*, got 'gguf'", optimizer, format="gguf")
     refused(model, tmp_path, TypeError, "dtype must be a floating one", optimizer, dtype=torch.int8)
     adam = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     refused(model, tmp_path, TypeError, "optimizer must be a ZeroFP4Optimizer or AveragedMasters", adam)

@@ -39,7 +39,7 @@ class Run:
 
     def save(self, folder: Path, shards: int = 1, format: str = "compressed-tensors") -> None:
         with mock.patch.object(files, "SHARD_BYTES", SIZES[shards]):
-            serving.save_pretrained(self.model, folder, self.optimizer, format)
+            serving.save_pretrained(self.model, folder, self.optimizer, format=format)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ class Run:
 
     def save(self, folder: Path, shards: int) -> None:
         with mock.patch.object(files, "SHARD_BYTES", SIZES[shards]):
-            zerofp4.save_safetensors(self.model, self.optimizer, folder, torch.float32)
+            zerofp4.save_safetensors(self.model, folder, self.optimizer, torch.float32)
 
     def values(self) -> dict[str, torch.Tensor]:
         found = dict(zerofp4.master_state_dict(self.model, self.optimizer))
@@ -72,6 +72,20 @@ def test_the_older_export_is_gone(trained, tmp_path, old, new):
     trained.step()
     trained.save(tmp_path, new)
     check_alone(tmp_path, new, trained.values())
+
+
+def test_without_an_optimizer(device, tmp_path):
+    """The value from before the conversion. The optimizer that trains a weight may not be left out."""
+    model, expected = make_net(device), {}
+    for key, p in model.named_parameters():
+        before = p.get_high_precision_init_val() if isinstance(p, zerofp4.NVFP4Tensor) else None
+        expected[key] = (p.detach() if before is None else before).float().cpu()
+    zerofp4.save_safetensors(model, tmp_path, dtype=torch.float32)
+    check_alone(tmp_path, 1, expected)
+    optimizer = ZeroFP4Optimizer(model.named_parameters(), FusedAdamW)
+    with pytest.raises(RuntimeError, match=r"first\.weight is held by a ZeroFP4Optimizer: pass it"):
+        zerofp4.save_safetensors(model, tmp_path)
+    del optimizer
 
 
 def test_without_the_extra(trained, tmp_path, monkeypatch):

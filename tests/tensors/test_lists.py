@@ -124,7 +124,7 @@ def test_refuses():
     tensors = mixed_tensors("cpu", 2)
     with pytest.raises(TypeError, match=r"tensors\[2\] must be an NVFP4Tensor or an MXFP8Tensor, got Tensor"):
         zerofp4.dequantize_many([*tensors, torch.zeros(16, 16)])
-    with pytest.raises(ValueError, match=r"dtype must be one of .*float64"):
+    with pytest.raises(TypeError, match=r"dtype must be one of .*float64"):
         zerofp4.dequantize_many(tensors, torch.float64)
     with pytest.raises(ValueError, match=r"tensors\[1\] must be on cpu, as the first is, got meta"):
         zerofp4.dequantize_many([tensors[0], tensors[1].to("meta")])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import assert_type
 
 import zerofp4
-from zerofp4 import FourOverSix, GroupedNVFP4Tensor, MXFP8Tensor, NVFP4Tensor
+from zerofp4 import FourOverSix, GroupedNVFP4, MXFP8Tensor, NVFP4Tensor
 from zerofp4.inspect import QuantizationReport
 from zerofp4.launch import World
 from zerofp4.nn import ConversionReport, FilterFn
@@ -98,13 +98,13 @@ def layers() -> None:
 def groups() -> None:
     x = torch.randn(64, 32, dtype=torch.bfloat16)
     grouped = zerofp4.quantize_grouped(x, [40, 0, 24])
-    assert_type(grouped, GroupedNVFP4Tensor)
+    assert_type(grouped, GroupedNVFP4)
     assert_type(len(grouped), int)
     assert_type(grouped[0], NVFP4Tensor)
     assert_type(grouped.tensors(), list[NVFP4Tensor])
     assert_type(grouped.m_splits, tuple[int, ...] | None)
     grouped.check()
-    assert_type(zerofp4.quantize_grouped(x, torch.tensor([40, 24])), GroupedNVFP4Tensor)
+    assert_type(zerofp4.quantize_grouped(x, torch.tensor([40, 24])), GroupedNVFP4)
 
 
 def own_step() -> None:
@@ -182,13 +182,13 @@ def models_out(folder: str) -> None:
     for key, master in zerofp4.master_state_dict(model, optimizer, torch.bfloat16):
         assert_type(key, str)
         assert_type(master, Tensor)
-    zerofp4.save_safetensors(model, optimizer, folder, torch.float32)
+    zerofp4.save_safetensors(model, folder, optimizer, torch.float32)
     averages = zerofp4.optim.AveragedMasters(optimizer, decay=0.99)
     averages.update()
     assert_type(averages.state_dict(), dict[str, Any])
     averages.load_state_dict(averages.state_dict())
     assert_type(dict(zerofp4.master_state_dict(model, averages)), dict[str, Tensor])
-    zerofp4.plain_state_dict(model)
+    zerofp4.register_plain_state_dict(model)
     assert_type(zerofp4.unconvert_model(model, optimizer), list[str])
     assert_type(zerofp4.unconvert_model(model, values="codes"), list[str])
 
@@ -200,7 +200,9 @@ def served(model: nn.Module, folder: str) -> None:
     optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), lr=1e-3, amax_groups=groups)
     zerofp4.serving.FUSED.append(("wq", "wkv"))
     amaxes = {"model.layers.0.mlp.down_proj": 8.0}
-    zerofp4.serving.save_pretrained(model, folder, optimizer, "modelopt", input_amaxes=amaxes, progress=print)
+    zerofp4.serving.save_pretrained(
+        model, folder, optimizer, format="modelopt", input_amaxes=amaxes, progress=print
+    )
     served = zerofp4.serving.weights(model, dtype=torch.bfloat16)
     assert_type(served.served[0].shape, tuple[int, ...])
     assert_type(dict(served.whole()), dict[str, Tensor])

@@ -1,7 +1,7 @@
 """Exact products of groups of rows, each with a matrix of its own, in one launch of torch's grouped_mm: on
 CUDA, where sizes of groups are on the device and nobody reads them back.
 
-Groups are a tensors.GroupedNVFP4Tensor. grouped_mm takes bfloat16, adds in float32 and rounds to bfloat16,
+Groups are a tensors.GroupedNVFP4. grouped_mm takes bfloat16, adds in float32 and rounds to bfloat16,
 and has no factor for a group. So the factor of a group, amax * amax * (1/2688)^2, is in the values of its
 rows, of a gradient of weights in those of the first operand, which are rounded to bfloat16 then: an error of
 2^-9 at most in each product. Multiplied into an output that was rounded to bfloat16 already it would be as

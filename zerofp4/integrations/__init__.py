@@ -1,1 +1,12 @@
-"""What plugs ZeroFP4 into other frameworks, one file or folder each; nothing else here imports them."""
+"""What plugs ZeroFP4 into other frameworks, a folder for each; nothing else here imports them.
+
+Each is imported when somebody asks for it: `zerofp4.integrations.fsdp2`.
+"""
+
+import importlib
+
+
+def __getattr__(name: str):
+    if name in ("fsdp2", "megatron", "transformer_engine"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

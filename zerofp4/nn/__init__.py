@@ -18,7 +18,7 @@ from zerofp4.nn.experts import Experts
 from zerofp4.nn.grouped_linear import GroupedLinear
 from zerofp4.nn.layer_norm import LayerNormLinear, LayerNormMLP
 from zerofp4.nn.linear import Linear
-from zerofp4.nn.plain_state import plain_state_dict
+from zerofp4.nn.plain_state import register_plain_state_dict
 from zerofp4.nn.recipe import MXFP8Recipe, NVFP4Recipe, autocast
 from zerofp4.nn.shared_input import quantize_input
 
@@ -35,6 +35,6 @@ __all__ = [
     "NVFP4Recipe",
     "autocast",
     "convert_model",
-    "plain_state_dict",
     "quantize_input",
+    "register_plain_state_dict",
 ]

@@ -21,7 +21,7 @@ from zerofp4.nn.function import Kept, LinearCall, MainGrad, check_current
 from zerofp4.nn.quantizers import nvfp4_options, rows_are_enough
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe, recipe_of_key
 from zerofp4.storage import Side, Storage, rebindings
-from zerofp4.tensors import GroupedNVFP4Tensor, quantize_grouped
+from zerofp4.tensors import GroupedNVFP4, quantize_grouped
 
 
 def why_one_by_one(x: torch.Tensor, features: Sequence[int], recipe: Recipe) -> str | None:
@@ -152,7 +152,7 @@ def multiply_groups(
     weights: GroupedWeights,
     biases: Sequence[torch.Tensor],
     columnwise: bool,
-) -> tuple[torch.Tensor, GroupedNVFP4Tensor]:
+) -> tuple[torch.Tensor, GroupedNVFP4]:
     """y, and x quantized, with a columnwise copy if that is asked for."""
     q_x = quantize_grouped(x, splits, columnwise=columnwise, **nvfp4_options(recipe, "input", columnwise))
     y = grouped_gemm(q_x, weights.rowwise())
@@ -167,7 +167,7 @@ def gradients_of_groups(
     splits: torch.Tensor,
     recipe: NVFP4Recipe,
     weights: GroupedWeights | None,
-    x: GroupedNVFP4Tensor | None,
+    x: GroupedNVFP4 | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(of x, which needs the weights; of the weights [groups, N, K], which needs x), None without those."""
     if weights is None and x is None:
@@ -189,7 +189,7 @@ def _weights(ctx, saved: Sequence[torch.Tensor]) -> GroupedWeights:
     return GroupedWeights(records)
 
 
-def _columns(groups: GroupedNVFP4Tensor, buffers: Sequence[torch.Tensor]) -> GroupedNVFP4Tensor:
+def _columns(groups: GroupedNVFP4, buffers: Sequence[torch.Tensor]) -> GroupedNVFP4:
     data, scale, amax = buffers
     return dataclasses.replace(groups, columnwise=Side(data, {"compact": scale}, amax))
 

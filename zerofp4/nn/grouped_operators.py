@@ -18,7 +18,7 @@ from zerofp4.nn.operators import kept_side, record_of_buffers
 from zerofp4.nn.quantizers import Quantizers, WeightCache, check_primary, quantizers_of
 from zerofp4.nn.recipe import Recipe, recipe_of_key
 from zerofp4.storage import BUFFERS, NVFP4Storage, Side, Storage
-from zerofp4.tensors import GroupedNVFP4Tensor, NVFP4Tensor, register_handler
+from zerofp4.tensors import GroupedNVFP4, NVFP4Tensor, register_handler
 
 _WEIGHTS = "Tensor[] weights, Tensor?[] primary, int[] e4m3_max, ScalarType dtype, str recipe, int[] caches"
 torch.library.define(
@@ -163,13 +163,13 @@ def _restored(quantizers: Quantizers, dtype: torch.dtype, copy: list[torch.Tenso
     return Kept(type(blank), shape, blank.context(), side, "compact", _COPY).record(tuple(copy))
 
 
-def kept_groups(recipe, grad, splits, offsets, error, x, cols: int) -> GroupedNVFP4Tensor:
+def kept_groups(recipe, grad, splits, offsets, error, x, cols: int) -> GroupedNVFP4:
     """The input as it was kept."""
     data, scale, amax = x
     options = (True, recipe.random_signs) if recipe.hadamard else (False, True)
     shape, columns = torch.Size((grad.shape[0], cols)), Side(data, {"compact": scale}, amax)
     places = (splits, error, *offsets.unbind())
-    return GroupedNVFP4Tensor(shape, grad.dtype, None, *options, *places, columnwise=columns)
+    return GroupedNVFP4(shape, grad.dtype, None, *options, *places, columnwise=columns)
 
 
 @ops.fake("grouped_linear_gradients")

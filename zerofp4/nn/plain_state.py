@@ -7,7 +7,7 @@ from torch import nn
 from zerofp4.tensors import QuantizedTensor
 
 
-def plain_state_dict(model: nn.Module) -> None:
+def register_plain_state_dict(model: nn.Module) -> None:
     """From now on model.state_dict(), and that of each of its modules, holds the values of quantized weights,
     in the weights' dtype, and load_state_dict() quantizes what it is given: for Trainer, accelerate and
     safetensors.

@@ -8,6 +8,7 @@ from zerofp4.optim.export import (
     gather_masters,  # noqa: F401 (for inspect and serving)
     master_state_dict,
     named_tensors,  # noqa: F401 (for serving)
+    own_values,  # noqa: F401 (for serving)
     unconvert_model,
 )
 from zerofp4.optim.moments import scales_shape, suits_compact  # noqa: F401 (for inspect)

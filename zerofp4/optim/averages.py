@@ -22,7 +22,7 @@ class AveragedMasters:
     Call update() after each step. It adds masters, so an average and its exports do not change if somebody
     writes to the weights later. It takes no part in collectives. The average takes 4 bytes for each element
     of this rank's slice, and update() as many once more for the largest bucket while it runs, or with masters
-    of 24 bits twice more. master_state_dict(model, averages), save_safetensors(model, averages, folder) and
+    of 24 bits twice more. master_state_dict(model, averages), save_safetensors(model, folder, averages) and
     unconvert_model(model, averages) give it in the model's own keys; state_dict() and load_state_dict() are
     for torch.distributed.checkpoint, in a world of any size.
     """

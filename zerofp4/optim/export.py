@@ -48,6 +48,19 @@ def _find_masters(source: Any, dtype: torch.dtype = torch.float32) -> tuple[Zero
     return optimizer, optimizer._saved.exported if source is optimizer else source._master
 
 
+def own_values(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """As master_state_dict, of a model that no ZeroFP4Optimizer trains: RuntimeError if one does."""
+    for name, parameter in model.named_parameters():
+        _check_not_held(name, parameter, apart_from=None)
+    return _values(model, lambda parameter: None, dtype)
+
+
+def _check_not_held(name: str, parameter: torch.Tensor, apart_from: ZeroFP4Optimizer | None) -> None:
+    own = None if apart_from is None else apart_from._shards.holder
+    if is_held(parameter, apart_from=own):
+        raise RuntimeError(f"{name} is held by a ZeroFP4Optimizer: pass it, or delete it first")
+
+
 def check_one_rank_has_all(optimizer: ZeroFP4Optimizer, call: str) -> None:
     """As of Agreement, for other rooms."""
     optimizer._agreement.check_one_rank_has_all(call)
@@ -119,10 +132,8 @@ def unconvert_model(
         for name, parameter in module._parameters.items()
         if isinstance(parameter, QuantizedTensor)
     ]
-    own = None if optimizer is None else optimizer._shards.holder
     for module, name, full_name in found:
-        if is_held(module._parameters[name], apart_from=own):
-            raise RuntimeError(f"{full_name} is held by a ZeroFP4Optimizer: pass it, or delete it first")
+        _check_not_held(full_name, module._parameters[name], apart_from=optimizer)
     made: dict[int, nn.Parameter] = {}
     with torch.no_grad():
         for module, name, _ in found:

@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zerofp4.distributed import OwnError, exchange, rank_and_size
+from zerofp4.distributed import OwnError, exchange, rank_and_size, resolve_group
 from zerofp4.optim import (
     AveragedMasters,
     ZeroFP4Optimizer,
     check_one_rank_has_all,
     master_state_dict,
     named_tensors,
+    own_values,
 )
 from zerofp4.serving.files import Export
 from zerofp4.serving.plan import Served
@@ -21,22 +22,30 @@ from zerofp4.serving.plan import Served
 
 def save_safetensors(
     model: nn.Module,
-    optimizer: ZeroFP4Optimizer | AveragedMasters,
     folder: str | os.PathLike,
+    optimizer: ZeroFP4Optimizer | AveragedMasters | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Write what master_state_dict gives as safetensors, in the form that transformers reads: files of 5 GB
     at most, as they are gathered, and an index where there are several.
 
+    optimizer: that of the weights, or AveragedMasters of it. Without one an NVFP4 weight has the value from
+        before the conversion, if it still keeps it, else that of its codes.
+
     Collective; rank 0 of the optimizer's group writes, and holds one file's tensors. An older export in the
     folder stays until the new one is written, and is gone afterwards. What rank 0 raises (OSError where the
     disk has not the space, ImportError without the extra `serving`) the others raise as a RuntimeError.
-    Raises ValueError where ranks train different parameters.
+    Raises ValueError where ranks train different parameters, RuntimeError without the optimizer that trains
+    some of them.
     """
-    tensors, error = master_state_dict(model, optimizer, dtype), OwnError()
-    owner = optimizer.optimizer if isinstance(optimizer, AveragedMasters) else optimizer
-    check_one_rank_has_all(owner, "save_safetensors()")
-    group = owner.process_group()
+    error = OwnError()
+    if optimizer is None:
+        tensors, group = own_values(model, dtype), resolve_group(None)
+    else:
+        tensors = master_state_dict(model, optimizer, dtype)
+        owner = optimizer.optimizer if isinstance(optimizer, AveragedMasters) else optimizer
+        check_one_rank_has_all(owner, "save_safetensors()")
+        group = owner.process_group()
     if rank_and_size(group)[0] == 0:
         with error:
             _write(model, dtype, Path(folder), tensors)

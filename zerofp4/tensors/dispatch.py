@@ -18,7 +18,7 @@ _REFUSED = {
     "({}): they would hold dequantized copies of them",
     "torch.distributed._shard": "torch.distributed.checkpoint cannot read a weight that was saved in pieces "
     "into a quantized one ({}): load the model before convert_model, or call "
-    "zerofp4.plain_state_dict(model) first",
+    "zerofp4.register_plain_state_dict(model) first",
     "transformers.modeling_utils": "resize_token_embeddings would make an ordinary head of a quantized one "
     "({}): call it before convert_model",
 }

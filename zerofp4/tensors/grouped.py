@@ -1,4 +1,4 @@
-"""quantize_grouped and GroupedNVFP4Tensor: groups of consecutive rows in one storage, for products with
+"""quantize_grouped and GroupedNVFP4: groups of consecutive rows in one storage, for products with
 experts.
 """
 
@@ -33,7 +33,7 @@ def _buffer(name: str) -> property:
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class GroupedNVFP4Tensor(Sides):
+class GroupedNVFP4(Sides):
     """Groups of consecutive rows of a [tokens, K] matrix, each quantized as a tensor of its own with blocks
     of 1x16. A buffer that does not exist is None.
 
@@ -93,7 +93,7 @@ class GroupedNVFP4Tensor(Sides):
 
     def __repr__(self) -> str:
         fields = [f"shape={tuple(self.shape)}", f"groups={len(self)}", f"dtype={self.dtype}"]
-        return f"GroupedNVFP4Tensor({', '.join(fields)}, device={self.device})"
+        return f"GroupedNVFP4({', '.join(fields)}, device={self.device})"
 
     def check(self) -> None:
         """Raises ValueError where the splits were not valid. Waits for the device."""
@@ -195,7 +195,7 @@ def quantize_grouped(
     generator: torch.Generator | None = None,
     four_over_six: FourOverSix | None = None,
     scale_layouts: Sequence[str] = ("compact",),
-) -> GroupedNVFP4Tensor:
+) -> GroupedNVFP4:
     """Quantize x [tokens, K] of float32, bfloat16 or float16, K even, in groups of consecutive rows, each
     with an amax of its own: the bytes of every group are those of quantize(its rows, block=(1, 16), ...). One
     launch for all groups, and a pass over x before it for the amaxes that are not given.
@@ -216,7 +216,7 @@ def quantize_grouped(
     """
     check_values(x)
     check_block(block)
-    if tuple(block) != GroupedNVFP4Tensor.block:
+    if tuple(block) != GroupedNVFP4.block:
         raise ValueError(
             f"block must be (1, 16) for groups, got {tuple(block)}: blocks of 16x16 are for weights, which "
             "are tensors of their own"
@@ -241,7 +241,7 @@ def quantize_grouped(
     state = draw_rng_state(x.device, generator, (splits.shape[0], 2)) if stochastic_rounding else None
     inputs = (kernel_input(x), splits, *given, *options, state)
     torch.ops.zerofp4.quantize_grouped(*inputs, *outputs, offsets, error)
-    return GroupedNVFP4Tensor(
+    return GroupedNVFP4(
         x.shape,
         x.dtype,
         sizes,

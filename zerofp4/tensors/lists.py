@@ -26,12 +26,12 @@ def dequantize_many(
     CUDA graph they may be 32 at most.
     dtype: float32, bfloat16 or float16; by default each tensor's own.
 
-    Raises TypeError for what is neither; ValueError for another dtype, for tensors on several devices and for
-    an NVFP4Tensor whose only copy is columnwise with hadamard; RuntimeError where a buffer was freed.
+    Raises TypeError for what is neither and for another dtype; ValueError for tensors on several devices and
+    for an NVFP4Tensor whose only copy is columnwise with hadamard; RuntimeError where a buffer was freed.
     """
     _check_tensors(tensors)
     if dtype is not None and dtype not in WEIGHT_DTYPES:
-        raise ValueError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype}")
+        raise TypeError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype}")
     wanted = [(isinstance(tensor, MXFP8Tensor), dtype or tensor.dtype) for tensor in tensors]
     values: dict[int, torch.Tensor] = {}
     for is_mxfp8, each in dict.fromkeys(wanted):

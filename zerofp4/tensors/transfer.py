@@ -72,7 +72,7 @@ def refuse_safetensors(tensor, frame: types.FrameType) -> None:
     raise TypeError(
         f"safetensors cannot hold the {type(tensor).__name__}{name} of shape {tuple(tensor.shape)}: give it "
         "dict(zerofp4.master_state_dict(model, optimizer)), call zerofp4.save_safetensors, or have "
-        "zerofp4.plain_state_dict(model) make state_dict() hold values"
+        "zerofp4.register_plain_state_dict(model) make state_dict() hold values"
     )
 
 

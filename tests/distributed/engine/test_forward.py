@@ -80,7 +80,7 @@ def compiled(net: nn.Module) -> list[torch.Tensor]:
 
 
 def plain(net: nn.Module) -> list[torch.Tensor]:
-    zerofp4.plain_state_dict(net)
+    zerofp4.register_plain_state_dict(net)
     return list(net.state_dict().values())
 
 

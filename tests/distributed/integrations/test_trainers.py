@@ -35,7 +35,7 @@ def converted(plain):
     model = llama()
     zerofp4.convert_model(model)
     if plain:
-        zerofp4.plain_state_dict(model)
+        zerofp4.register_plain_state_dict(model)
     return model, ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, lr=1e-2)
 
 

@@ -149,7 +149,7 @@ def test_a_weight_in_pieces_is_not_read_into_copies_of_a_quantized_one(world):
     zerofp4.convert_model(layer, lambda *_: True, columnwise=True)
     with pytest.raises(dcp.CheckpointException, match="load the model before convert_model, or call"):
         dcp.load(layer.state_dict(), checkpoint_id=path)
-    zerofp4.plain_state_dict(layer)
+    zerofp4.register_plain_state_dict(layer)
     dcp.load({"weight": (state := layer.state_dict())["weight"]}, checkpoint_id=path)
     layer.load_state_dict(state)
     assert_bytes_equal(layer.weight.get_high_precision_init_val(), values.cpu(), "weight")

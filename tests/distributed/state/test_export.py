@@ -48,7 +48,7 @@ def test_safetensors_are_written_in_shards(world):
     expected = dict(zerofp4.master_state_dict(model, optimizer, torch.bfloat16))
     for shards, size in [(1, files.SHARD_BYTES), (3, 3500)]:
         with mock.patch.object(files, "SHARD_BYTES", size):
-            zerofp4.save_safetensors(model, optimizer, path, torch.bfloat16)
+            zerofp4.save_safetensors(model, path, optimizer, torch.bfloat16)
         if world.rank == 0:
             index, names = path / "model.safetensors.index.json", sorted(path.glob("*.safetensors"))
             assert len(names) == shards and index.exists() == (shards > 1)
@@ -59,7 +59,7 @@ def test_safetensors_are_written_in_shards(world):
     run(model, optimizer, range(2, 3))
     with pytest.raises((OSError, RuntimeError), match="No space left"):  # of the rank that writes, on all
         with mock.patch.object(files.Export, "add", no_space if world.rank == 0 else None):
-            zerofp4.save_safetensors(model, optimizer, path, torch.bfloat16)
+            zerofp4.save_safetensors(model, path, optimizer, torch.bfloat16)
     if world.rank == 0:
         assert set(path.iterdir()) == {*names, index}
 

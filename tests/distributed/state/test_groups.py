@@ -107,4 +107,4 @@ def test_masters_of_what_a_rank_has(world):
     assert [key for key, _ in found] == list(model.state_dict())
     assert_all_equal([value for _, value in found], optimizer.gathered_masters(), "master")
     with pytest.raises(ValueError, match=r"save_safetensors\(\) needs .* other ranks train other"):
-        zerofp4.save_safetensors(model, optimizer, shared_folder(world))
+        zerofp4.save_safetensors(model, shared_folder(world), optimizer)

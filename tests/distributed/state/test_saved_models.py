@@ -33,7 +33,7 @@ def tiny_llama(world, kind):
     if kind != "plain":
         zerofp4.convert_model(model)
     if kind in ("values", "tied"):
-        zerofp4.plain_state_dict(model)
+        zerofp4.register_plain_state_dict(model)
     return model
 
 
@@ -78,7 +78,7 @@ def buffers(tensor):
 
 
 REFUSALS = {
-    "converted": (TypeError, r"cannot hold the NVFP4Tensor .*zerofp4\.plain_state_dict"),
+    "converted": (TypeError, r"cannot hold the NVFP4Tensor .*zerofp4\.register_plain_state_dict"),
     "tied": (RuntimeError, "Some tensors share memory"),
 }
 
