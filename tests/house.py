@@ -40,7 +40,9 @@ ROOMS = (
 )
 # Who wants these asks for them by name: the package's own face does not import them.
 NOT_IN_THE_FACE = ("__main__", "integrations", "blackwell_check", "testing")
-EXTENSION, ITS_ROOM = "_C", "ops"
+EXTENSIONS, THEIR_ROOM = ("_C", "_autograd"), "ops"
+# The oracle shares nothing with what it judges but constants; all names of its files are its face.
+ORACLE, WHAT_IT_KNOWS, WHO_ASKS_IT = "reference", {"format"}, {"testing", "blackwell_check"}
 
 NOT_FOR_USERS = {
     "nn": {"ALREADY", "choose_weights", "free_frozen", "names_in_converted_model", "primary_parameter"},
@@ -108,7 +110,7 @@ class House:
                 base = self._base(module, node)
                 for alias in node.names if base is not None else ():
                     inner = (*base, alias.name)
-                    if inner in self.paths or inner == (EXTENSION,):
+                    if inner in self.paths or inner[0] in EXTENSIONS:
                         yield Import(node.lineno, inner)
                     else:
                         yield Import(node.lineno, base, alias.name)
@@ -164,9 +166,9 @@ def violations(package: Path) -> list[str]:
 def _judge(house: House, module: tuple[str, ...], imported: Import) -> Iterator[str]:
     where, room, other = house.where(module, imported.line), room_of(module), room_of(imported.module)
     dotted = ".".join((house.package.name, *imported.module))
-    if other == EXTENSION:
-        if room != ITS_ROOM:
-            yield f"{where}: imports {dotted} (only {ITS_ROOM}/ calls the extension)"
+    if other in EXTENSIONS:
+        if room != THEIR_ROOM:
+            yield f"{where}: imports {dotted} (only {THEIR_ROOM}/ calls the extension)"
         return
     if other == room:
         return
@@ -177,6 +179,10 @@ def _judge(house: House, module: tuple[str, ...], imported: Import) -> Iterator[
     if ROOMS.index(other) < ROOMS.index(room):
         taken = f"{imported.name} of {dotted}" if imported.name else dotted
         yield f"{where}: {room} imports {taken}, which is above it (arrows point down only)"
+    if other == ORACLE and room not in WHO_ASKS_IT:
+        yield f"{where}: {room} imports {dotted} (the product does not stand on its oracle)"
+    if room == ORACLE and other not in WHAT_IT_KNOWS:
+        yield f"{where}: {room} imports {dotted} (an oracle knows nothing of the product but constants)"
     if room == "__init__" and other in NOT_IN_THE_FACE:
         yield f"{where}: the package's __init__ imports {dotted} ({other} is asked for by name)"
     if len(imported.module) > 1:
@@ -189,6 +195,8 @@ def _judge_name(house: House, module: tuple[str, ...], imported: Import) -> Iter
     """A name that is taken from another room's face is one that the face shows."""
     face = imported.module
     if imported.name is None or not house.is_folder(face) or not face or room_of(face) == room_of(module):
+        return
+    if room_of(face) == ORACLE:
         return
     names = house.exported(face)
     if names is None:

@@ -30,6 +30,7 @@ GOOD = {
     "format.py": "BLOCK = 16\n",
     "layout.py": "from pack.format import BLOCK\n",
     "testing.py": "import torch\nfrom pack import optim\n\nX = optim.Optimizer\n",
+    "reference/__init__.py": "from pack.format import BLOCK\n",
     "launch/__init__.py": "from pack.launch.group import World\n\n__all__ = ['World']\n",
     "launch/group.py": "class World: ...\n",
     "ops/__init__.py": "from pack.ops.stages import Stage\n\n__all__ = ['Stage']\n",
@@ -59,6 +60,7 @@ def test_a_good_house_has_no_violations(tmp_path):
 PAST = "cast imports pack.ops.stages (other rooms are entered by their face, ops/__init__.py)"
 HIDDEN = "hidden is not in pack.ops.__all__ (a face says what it shows)"
 CIRCLE = "pack.cast.plan -> pack.cast.status -> pack.cast.plan (no circles)"
+ORACLE = "reference imports pack.layout (an oracle knows nothing of the product but constants)"
 NATIVE = "imports pack._C (only ops/ calls the extension)"
 
 
@@ -82,6 +84,8 @@ NATIVE = "imports pack._C (only ops/ calls the extension)"
         ("cast/status.py:3", "from pack import ops as o\n\no.hidden()", HIDDEN),
         ("launch/__init__.py:1", "class World: ...", "the face of launch has no __all__"),
         ("cast/status.py:1", "from pack.cast.plan import CastPlan", CIRCLE),
+        ("cast/status.py:1", "from pack.reference import x", "cast imports pack.reference (the product does"),
+        ("reference/__init__.py:1", "from pack.layout import BLOCK", ORACLE),
         ("cast/plan.py:1", "import pack._C as _C", NATIVE),
         ("cast/plan.py:1", "from pack import _C", NATIVE),
         ("cast/plan.py:1", "from pack.attic import box", "imports pack.attic, which is no module of the"),

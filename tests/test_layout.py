@@ -1,8 +1,10 @@
 """Shapes and index maps."""
 
 import pytest
+import torch
 
-from zerofp4.layout import as_matrix, check_matrix, scale_shape, swizzled_offset
+from zerofp4 import reference
+from zerofp4.layout import as_matrix, check_matrix, scale_shape
 
 
 def test_as_matrix_flattens_leading_dimensions():
@@ -37,15 +39,14 @@ def test_unknown_layout():
         scale_shape(16, 16, 16, "tiled")
 
 
-def test_swizzled_offsets_are_a_permutation_of_the_padded_matrix():
+def test_swizzled_scales_are_a_permutation_of_the_padded_matrix():
     rows, columns = 256, 12
-    offsets = {swizzled_offset(i, j, columns - 1) for i in range(rows) for j in range(columns)}
-    assert offsets == set(range(rows * columns))
+    expanded = torch.arange(rows * columns, dtype=torch.int16).view(rows, columns)
+    low, high = (
+        reference.swizzle_scale(part.to(torch.uint8)).flatten() for part in (expanded & 0xFF, expanded >> 8)
+    )
+    places = (low.int() + high.int() * 256).argsort().view(rows, columns)
+    assert sorted(places.flatten().tolist()) == list(range(rows * columns))
     # The corners of an atom: 4 bytes of a row together, rows 32 apart in one 16-byte group.
-    assert [swizzled_offset(i, j, columns) for i, j in [(0, 3), (32, 0), (1, 0), (0, 4), (128, 0)]] == [
-        3,
-        4,
-        16,
-        512,
-        1536,
-    ]
+    corners = [(0, 3), (32, 0), (1, 0), (0, 4), (128, 0)]
+    assert [places[corner].item() for corner in corners] == [3, 4, 16, 512, 1536]

@@ -1,4 +1,4 @@
-"""Shapes of the buffers of a quantized tensor and the index map of swizzled scales. Pure arithmetic."""
+"""Shapes of the buffers of a quantized tensor. Pure arithmetic."""
 
 import math
 from collections.abc import Sequence
@@ -89,13 +89,3 @@ def mxfp8_scale_shape(rows: int, cols: int, columnwise: bool, layout: str = "com
         return (ceil_div(rows, MXFP8_BLOCK), cols) if columnwise else (rows, ceil_div(cols, MXFP8_BLOCK))
     across, along = (cols, rows) if columnwise else (rows, cols)
     return round_up(across, ATOM_ROWS), round_up(ceil_div(along, MXFP8_BLOCK), ATOM_COLUMNS)
-
-
-def swizzled_offset(i: int, j: int, columns: int) -> int:
-    """Byte of expanded scale element (i, j) in the swizzled layout; `columns` counts unpadded scale columns.
-
-    Works on tensors of indices too. This is the 128x4 atom order that cuBLASLt documents for block-scaled
-    GEMMs.
-    """
-    atoms_per_row = ceil_div(columns, ATOM_COLUMNS)
-    return (i // 128 * atoms_per_row + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4

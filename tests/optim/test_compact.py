@@ -109,6 +109,24 @@ def test_full_state_becomes_compact(device, saver):
     expected.compare_steps(range(2))
 
 
+@pytest.mark.parametrize("exponent", [-149, -100, -20, 0, 60, 100, 127, None])
+def test_moments_of_any_size_become_the_codes_of_the_specification(device, exponent):
+    """Groups whose largest magnitude has this exponent, or any bits: Inf, NaN and subnormal numbers too."""
+    generator = torch.Generator().manual_seed(0)
+    if exponent is None:
+        drawn = torch.randint(-(2**31), 2**31, (2, 8, 200), generator=generator).int().view(torch.float32)
+    else:
+        drawn = torch.randn(2, 8, 200, generator=generator) * 2.0**exponent
+    first, second = drawn[0], drawn[1].abs()
+    p = torch.zeros(8, 200, device=device)
+    optimizer = compact([p])
+    state = {"step": torch.tensor(1.0), "exp_avg": first, "exp_avg_sq": second}
+    optimizer.load_state_dict({"state": {0: state}, "param_groups": optimizer.state_dict()["param_groups"]})
+    expected = reference.encode_moments(first, reference.root(second).clamp(max=2.0**64))
+    for name, value in zip(COMPACT_STATE, expected, strict=True):
+        assert_bytes_equal(optimizer.state[p][name].cpu(), value, name)
+
+
 @pytest.mark.parametrize("loader", [torch.optim.AdamW, FusedAdamW])
 def test_compact_state_becomes_full(device, loader):
     """For torch's class by a FusedAdamW between the two."""

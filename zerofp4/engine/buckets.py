@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerofp4.cast import StagedPlan, block_unit
+from zerofp4.cast import CastPlan, block_unit
 from zerofp4.distributed import GroupReference, rank_and_size
 from zerofp4.engine.peers import Peers
 from zerofp4.layout import ceil_div, round_up
 from zerofp4.ops import addresses_of, versions_of
-from zerofp4.reference import join_master, round_master, split_master
 from zerofp4.shard import equal_slices, intersect, state_unit, whole_slices
 from zerofp4.storage import Gate, any_dispatches, dispatches
 from zerofp4.tensors import GradientPlace, NVFP4Tensor, check_not_averaged
@@ -88,7 +87,7 @@ class Bucket:
     weights: torch.Tensor
     masters: torch.Tensor
     low: torch.Tensor | None = None
-    plan: StagedPlan | None = None
+    plan: CastPlan | None = None
     scales: torch.Tensor | None = None
 
     def __init__(
@@ -230,6 +229,9 @@ CHUNK = 2**22
 NEAREST = 128
 """In place of a random byte: a master that no update has made is the value of 24 bits next to what it was."""
 
+QUIET_NAN = 0x7FC00000
+"""Bits of the only NaN."""
+
 
 def joined(master: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
     """The float32 values of a master, 1D: itself, but with `low` those of 24 bits in a new tensor."""
@@ -237,7 +239,10 @@ def joined(master: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
         return master
     values = torch.empty(master.shape, dtype=torch.float32, device=master.device)
     for part in _chunks(values):
-        values[part] = join_master(master[part], low[part])
+        bits = master[part].view(torch.int16).int()
+        magnitude = (bits & 0x7FFF) * 65536 + low[part].view(torch.int8).int() * 256
+        # The byte of a zero may be negative.
+        values[part] = (magnitude.clamp(min=0) | (bits & -(2**31))).view(torch.float32)
     return values
 
 
@@ -246,9 +251,14 @@ def write_master(values: torch.Tensor, master: torch.Tensor, low: torch.Tensor |
     if low is None:
         master.copy_(values)
         return
-    nearest = torch.tensor(NEAREST, dtype=torch.int64, device=master.device)
     for part in _chunks(master):
-        master[part], low[part] = split_master(round_master(values[part].to(master.device).float(), nearest))
+        own = values[part].to(master.device).float()
+        bits = torch.where(own.isnan(), QUIET_NAN, own.view(torch.int32))
+        bits = (bits + NEAREST) & -256
+        # Half way between two bfloat16 values the byte would not say which of them the plane has.
+        bits += (bits & 0xFF00 == 0x8000).int() * 256
+        master[part] = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+        low[part] = (bits >> 8 & 0xFF).to(torch.uint8)
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[slice]:

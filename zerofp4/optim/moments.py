@@ -11,7 +11,6 @@ from torch.nn.functional import pad
 from zerofp4.format import STATE_GROUP
 from zerofp4.layout import ceil_div
 from zerofp4.ops import MasterPiece
-from zerofp4.reference import CompactMoments, decode_moments, encode_moments, root
 from zerofp4.shard import Shard, state_groups, state_unit
 from zerofp4.storage import check_buffer
 
@@ -146,7 +145,7 @@ def _encoded(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> dict[str, torch
     shape, device = exp_avg.shape, exp_avg.device
     codes = {name: torch.empty(shape, dtype=COMPACT[name], device=device) for name in CODES}
     new = codes | {"scales": torch.empty(scales_shape(shape), dtype=torch.float32, device=device)}
-    _by_rows(lambda m, v: encode_moments(m, root(v).clamp(max=2.0**64)), (exp_avg, exp_avg_sq), new)
+    _by_rows(_encode, (exp_avg, exp_avg_sq), new)
     return new
 
 
@@ -156,7 +155,7 @@ def _decoded(
     shape, device = exp_avg_codes.shape, exp_avg_codes.device
     new = {name: torch.empty(shape, dtype=torch.float32, device=device) for name in ("exp_avg", "exp_avg_sq")}
     compact = exp_avg_codes, exp_avg_sq_codes, scales
-    _by_rows(lambda *rows: decode_moments(CompactMoments(*rows)), compact, new)
+    _by_rows(_decode, compact, new)
     return new
 
 
@@ -199,3 +198,50 @@ def _sharded_like(p: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) 
     return DTensor.from_local(
         local, p.device_mesh, p.placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
+
+
+# The codes of docs/numerics.md, as kernels make and read them; zerofp4.reference.compact specifies them
+
+_LARGEST, _LARGEST_ROOT = 127, 255
+"""The largest code of a first moment, and of the square root of a second moment."""
+
+
+def _decode(
+    codes: torch.Tensor, root_codes: torch.Tensor, scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 (exp_avg, exp_avg_sq) of codes [rows, cols] and scales [rows, groups, 2]."""
+    s, t = (scale.repeat_interleave(STATE_GROUP, 1)[:, : codes.shape[1]] for scale in scales.unbind(-1))
+    codes, root_codes = codes.long(), root_codes.long().clamp(min=1)
+    exp_avg = s * (_values(_LARGEST, codes.device)[codes.abs().clamp(max=_LARGEST)] * codes.sign())
+    roots = t * _values(_LARGEST_ROOT, codes.device)[root_codes]
+    return exp_avg, roots * roots
+
+
+def _values(largest: int, device: torch.device) -> torch.Tensor:
+    """What the codes from 0 on stand for, times the scale."""
+    y = torch.arange(largest + 1, dtype=torch.float64, device="cpu") / largest
+    return (8 * y / (7 + (49 - 48 * y).sqrt())).float().to(device)
+
+
+def _encode(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(int8 codes, uint8 codes, scales) of float32 moments [rows, cols]."""
+    # Through double, for the nearest float: torch's own square root of floats often is not, on a CPU.
+    roots = exp_avg_sq.double().sqrt().float().clamp(max=2.0**64)
+    m, w = (pad(v, (0, -v.shape[1] % STATE_GROUP)).unflatten(1, (-1, STATE_GROUP)) for v in (exp_avg, roots))
+    # By group, the largest magnitude; Inf if one is not finite. Its codes are then 0.
+    s, t = (v.abs().masked_fill(~v.isfinite(), torch.inf).amax(-1, keepdim=True) for v in (m, w))
+    # The reciprocal of a scale must be a normal float.
+    factor = torch.where(s < 2.0**-100, 2.0**64, torch.where(s >= 2.0**100, 2.0**-64, torch.ones_like(s)))
+    codes = _nearest(m * factor, s * factor, _LARGEST).to(torch.int8)
+    root_codes = _nearest(w, t, _LARGEST_ROOT).clamp(min=1).to(torch.uint8)
+    flat = (each.flatten(1)[:, : exp_avg.shape[1]].contiguous() for each in (codes, root_codes))
+    return *flat, torch.cat((s, t), -1)
+
+
+def _nearest(values: torch.Tensor, scale: torch.Tensor, largest: int) -> torch.Tensor:
+    """The integers next to largest * x (7 - 3 |x|) / 4 of x = values / scale; 0 if a scale is not finite."""
+    inverse = torch.where(scale > 0, 1 / scale, 0)
+    x = torch.where(scale.isfinite(), values, 0) * inverse
+    # In double all of it is exact where it decides: of a small x the code is 0. A kernel has one fma.
+    slope = (1.75 * largest - 0.75 * largest * x.abs().double()).float()
+    return (x.double() * slope.double()).round()

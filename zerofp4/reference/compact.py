@@ -6,7 +6,6 @@ import torch
 from torch.nn.functional import pad
 
 from zerofp4.format import STATE_GROUP
-from zerofp4.layout import ceil_div
 from zerofp4.reference.adamw import adamw_moments, adamw_scalars, root
 from zerofp4.reference.stochastic import LOW, philox
 
@@ -35,7 +34,7 @@ def no_moments(rows: int, cols: int) -> CompactMoments:
     return CompactMoments(
         torch.zeros(rows, cols, dtype=torch.int8),
         torch.zeros(rows, cols, dtype=torch.uint8),
-        torch.zeros(rows, ceil_div(cols, STATE_GROUP), 2, dtype=torch.float32),
+        torch.zeros(rows, -(-cols // STATE_GROUP), 2, dtype=torch.float32),
     )
 
 
@@ -74,7 +73,7 @@ def compact_adamw_step(
 
 def master_bytes(rows: int, cols: int, number: int, step: int, first_row: int = 0) -> torch.Tensor:
     """uint8 [rows, cols]: the random bytes with which update `step` of parameter `number` rounds masters."""
-    blocks = ceil_div(cols, RANDOM_COLUMNS)
+    blocks = -(-cols // RANDOM_COLUMNS)
     block = torch.arange(rows * blocks, dtype=torch.int64) + first_row * blocks
     zero = torch.zeros((), dtype=torch.int64)
     words = torch.stack(philox((block & LOW, block >> 32, zero + step, zero + number), (zero, zero)), dim=-1)

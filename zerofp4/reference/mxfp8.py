@@ -5,9 +5,8 @@ from typing import NamedTuple
 import torch
 
 from zerofp4.format import E4M3_MAX, MXFP8_BLOCK, MXFP8_SCALE_DTYPE
-from zerofp4.layout import mxfp8_scale_shape
 from zerofp4.reference.elements import float_to_e4m3
-from zerofp4.reference.layouts import swizzle_scale
+from zerofp4.reference.layouts import pad_scale, swizzle_scale
 
 _QUIET_NAN = 0x7FC00000
 _MIN_POWER = 0x00400000
@@ -92,6 +91,4 @@ def swizzle_mxfp8_scale(scale: torch.Tensor, rows: int, cols: int, columnwise: b
     0; columnwise ones with the column first, as scales of the transpose.
     """
     compact = _transpose(scale) if columnwise else scale
-    padded = compact.new_zeros(mxfp8_scale_shape(rows, cols, columnwise, "swizzled"), dtype=torch.uint8)
-    padded[: compact.shape[0], : compact.shape[1]] = compact.view(torch.uint8)
-    return swizzle_scale(padded).view(scale.dtype)
+    return swizzle_scale(pad_scale(compact.view(torch.uint8))).view(scale.dtype)

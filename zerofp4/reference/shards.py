@@ -1,22 +1,21 @@
 """Shards of FP32 masters."""
 
+import math
+
 import torch
 
 from zerofp4.format import BLOCK
-from zerofp4.layout import as_matrix
 from zerofp4.reference.elements import pack, unpack
 from zerofp4.reference.scales import block_amax, block_scale, encode, magnitude
-from zerofp4.shard import Shard, byte_range
 
 
 def place_shard(master: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """The shard's elements rounded to the weight's dtype, at their place in a [M, K] matrix of zeros
     (float32).
     """
-    rows, cols = as_matrix(shape)
-    flat = torch.zeros(rows * cols, dtype=torch.float32, device=master.device)
+    flat = torch.zeros(math.prod(shape), dtype=torch.float32, device=master.device)
     flat[start : start + master.numel()] = master.to(dtype).float()
-    return flat.view(rows, cols)
+    return flat.view(-1, shape[-1])
 
 
 def partial_amax(
@@ -39,18 +38,16 @@ def partial_cast(
     shard_data: torch.Tensor,
     block_rows: int = BLOCK,
 ) -> torch.Tensor:
-    """Write the codes of a 1D shard into shard_data, the uint8 bytes byte_range(shard) of the packed weight.
+    """Write the codes of a 1D shard into shard_data, the uint8 bytes of the packed weight that hold them.
     Returns the scales of all blocks.
 
     amax is that of the whole weight, and so are the amaxes of the blocks that the shard has elements of. A
     nibble of the first or last byte that belongs to another shard keeps its value.
     """
-    shard = Shard(start, master.numel())
     placed = place_shard(master, start, shape, dtype)
     scale = block_scale(amax_of_blocks, amax)
     codes = encode(placed, scale, amax, block_rows).flatten()
-    first, _ = byte_range(shard)
     nibbles = unpack(shard_data)
-    nibbles[start - 2 * first : shard.end - 2 * first] = codes[shard.start : shard.end]
+    nibbles[start % 2 :][: master.numel()] = codes[start : start + master.numel()]
     shard_data.copy_(pack(nibbles))
     return scale

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from zerofp4.format import E2M1_MAX
-from zerofp4.layout import ceil_div
 
 ROWWISE_STREAM, COLUMNWISE_STREAM = 0, 1
 """The last counter word: the two copies of a tensor are rounded independently."""
@@ -43,7 +42,7 @@ def random_bytes(rng_state: torch.Tensor, shape: Sequence[int], stream: int) -> 
     """
     numel = torch.Size(shape).numel()
     seed, offset = rng_state.unbind()
-    group = torch.arange(ceil_div(numel, 16), dtype=torch.int64, device=rng_state.device)
+    group = torch.arange(-(-numel // 16), dtype=torch.int64, device=rng_state.device)
     counter = (group & LOW, group >> 32, offset & LOW, torch.full_like(offset, stream))
     words = torch.stack(philox(counter, (seed & LOW, seed >> 32 & LOW)), dim=-1)
     shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int64, device=words.device)
