@@ -45,7 +45,13 @@ EXTENSIONS, THEIR_ROOM = ("_C", "_autograd"), "ops"
 ORACLE, WHAT_IT_KNOWS, WHO_ASKS_IT = "reference", {"format"}, {"testing", "blackwell_check"}
 
 NOT_FOR_USERS = {
-    "nn": {"ALREADY", "choose_weights", "free_frozen", "names_in_converted_model", "primary_parameter"},
+    "nn": {
+        "choose_weights",
+        "free_frozen",
+        "names_in_converted_model",
+        "primary_parameter",
+        "why_not_quantized",
+    },
     "optim": {
         "check_one_rank_has_all",
         "gather_masters",

@@ -10,6 +10,7 @@ import torch
 
 from zerofp4.cast.scales import check_whole_blocks
 from zerofp4.format import BLOCK
+from zerofp4.layout import stacked_matrices
 from zerofp4.shard import Shard, byte_range, check_bounds
 from zerofp4.storage import (
     NVFP4Storage,
@@ -201,11 +202,33 @@ def check_shard_codes(i: int, record: NVFP4Storage, shard: Shard, codes: torch.T
     check_buffer(f"fsdp_shard_model_weights[{i}]", codes, (last - first,), torch.uint8, record.device)
 
 
-def number_groups(records: list[NVFP4Storage], amax_groups: Sequence[Sequence[Any]] | None) -> list[int]:
-    """The amax group of each weight; a weight in no list is a group of its own."""
-    positions = {id(record): i for i, record in enumerate(records)}
-    leader = list(range(len(records)))
+def number_groups(
+    weights: Sequence[Any],
+    amax_groups: Sequence[Sequence[Any]] | None,
+    *,
+    names: Sequence[str] | None = None,
+    block: tuple[int, int] = (BLOCK, BLOCK),
+    among: str = "model_weights",
+) -> list[int]:
+    """The amax group of each weight, numbered by first appearance; a weight in no list is a group of its own.
+
+    weights: records, which members of groups may be, or have; or tensors that will be weights in blocks of
+    this size, which members are themselves. names: of the weights in messages, if not those of records.
+    among: what messages call the weights.
+
+    Raises TypeError or ValueError for groups that are none, of other weights, or of weights that cannot share
+    an amax.
+    """
+    positions = {id(weight): i for i, weight in enumerate(weights)}
+    leader = list(range(len(weights)))
     grouped: set[int] = set()
+
+    def name(i: int) -> str:
+        return weight_name(i, weights[i]) if names is None else repr(names[i])
+
+    def experts(i: int) -> int | None:
+        return stacked_matrices(weights[i].shape, getattr(weights[i], "block", block)[0])
+
     if not isinstance(amax_groups, list | tuple | None):
         raise TypeError(f"amax_groups must be a list of lists of weights, got {type(amax_groups).__name__}")
     for g, members in enumerate(amax_groups or ()):
@@ -214,22 +237,19 @@ def number_groups(records: list[NVFP4Storage], amax_groups: Sequence[Sequence[An
         indices = []
         for weight in members:
             record = weight_record(weight)
-            i = None if record is None else positions.get(id(record))
+            i = positions.get(id(weight if record is None else record))
             if i is None:
-                raise ValueError(f"amax_groups[{g}] has a member that is not one of model_weights")
+                raise ValueError(f"amax_groups[{g}] has a member that is not one of {among}")
             if i in grouped:
-                raise ValueError(
-                    f"amax_groups[{g}]: {weight_name(i, records[i])} is already in an amax group"
-                )
-            first = records[indices[0] if indices else i]
-            if records[i].experts != first.experts:
-                raise ValueError(
-                    f"amax_groups[{g}]: members share an amax expert by expert, but "
-                    f"{weight_name(i, records[i])} has shape {tuple(records[i].shape)} and "
-                    f"{weight_name(indices[0], first)} {tuple(first.shape)}"
-                )
+                raise ValueError(f"amax_groups[{g}]: {name(i)} is in an amax group already")
             grouped.add(i)
             indices.append(i)
+            first = indices[0]
+            if experts(i) != experts(first):
+                raise ValueError(
+                    f"amax_groups[{g}]: members share an amax expert by expert, but {name(i)} has shape "
+                    f"{tuple(weights[i].shape)} and {name(first)} {tuple(weights[first].shape)}"
+                )
         for i in indices:
             leader[i] = min(indices)
     numbers = {first: n for n, first in enumerate(sorted(set(leader)))}

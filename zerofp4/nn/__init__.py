@@ -2,10 +2,10 @@
 
 from zerofp4.nn import fuse  # noqa: F401 (convert_model fuses what it finds)
 from zerofp4.nn.choice import (
-    ALREADY,  # noqa: F401 (for integrations)
     ConversionReport,
     FilterFn,
     choose_weights,  # noqa: F401 (for integrations)
+    why_not_quantized,  # noqa: F401 (for integrations)
 )
 from zerofp4.nn.conv1d import Conv1D
 from zerofp4.nn.convert import (

@@ -217,7 +217,7 @@ def _why_not(
 ) -> str | None:
     """Why a parameter is not converted; None when it is."""
     kind, parameter = type(module).__name__, module._parameters[parameter_name]
-    forward = linear_forward(module)
+    forward, tie = linear_forward(module), f"it is tied to {tied[0]}" if tied else None
     if isinstance(parameter, NVFP4Tensor):
         return ALREADY
     if hasattr(parameter, "to_local"):
@@ -226,13 +226,13 @@ def _why_not(
         parameter = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
     if _may_be_experts(module, parameter_name, filter_fn):
         name = _called(module, module_name, parameter_name)
-        return _why_not_quantized(parameter, 3, tied) or _why_not_chosen(filter_fn, module, name)
+        return why_not_quantized(parameter, 3) or tie or _why_not_chosen(filter_fn, module, name)
     if forward is None or parameter_name != "weight":
         what = "" if not _is_initialized(parameter) or parameter.dim() == 2 else _dimensions(parameter)
         return f"{kind} is not an nn.Linear{what}" if forward is None else f"it is not the weight of {kind}"
     if type(module).forward is not forward and not getattr(module, "takes_nvfp4_weight", False):
         return f"{kind} has a forward of its own"
-    reason = _why_not_quantized(parameter, 2, tied)
+    reason = why_not_quantized(parameter) or tie
     if reason is not None:
         return reason
     if is_head and (filter_fn is None or not filter_fn(module, module_name)):
@@ -252,15 +252,17 @@ def _may_be_experts(module: nn.Module, parameter_name: str, filter_fn: FilterFn 
     return filter_fn is not None and not type(module).__module__.startswith("torch.nn.")
 
 
-def _why_not_quantized(parameter: nn.Parameter, dimensions: int, tied: list[str]) -> str | None:
-    """Why a parameter cannot be that of a weight in NVFP4."""
+def why_not_quantized(parameter: nn.Parameter, dimensions: int = 2) -> str | None:
+    """Why a parameter cannot be that of a weight in NVFP4; None when it can."""
+    if isinstance(parameter, NVFP4Tensor):
+        return ALREADY
     if type(parameter) is not nn.Parameter:
         return f"it is not an ordinary parameter, but of {type(parameter).__name__}"
     if parameter.dtype not in WEIGHT_DTYPES:
         return f"dtype {parameter.dtype} is not one of {WEIGHT_DTYPES}"
     if parameter.dim() != dimensions or parameter.shape[-2] % 2 or parameter.shape[-1] % 2:
         return f"a weight of shape {tuple(parameter.shape)} does not have two even sizes"
-    return f"it is tied to {tied[0]}" if tied else None
+    return None
 
 
 def _why_not_rows(module: nn.Module, parameter: nn.Parameter) -> str | None:

@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerofp4 import ops
+from zerofp4.cast import number_groups
 from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.nn.choice import (
     CONV1D,
@@ -170,26 +172,17 @@ def _shared_amaxes(
     chosen: Sequence[Chosen], amax_groups: Sequence[Sequence[torch.Tensor]] | None, options: dict[str, Any]
 ) -> dict[int, torch.Tensor]:
     """By id(parameter), the largest amax of its group. Raises TypeError or ValueError for other weights."""
-    names = {id(choice.parameter): choice.name for choice in chosen}
-    shared: dict[int, torch.Tensor] = {}
-    if not isinstance(amax_groups, list | tuple | None):
-        raise TypeError(f"amax_groups must be a list of lists of weights, got {type(amax_groups).__name__}")
-    for g, members in enumerate(amax_groups or ()):
-        amaxes = []
-        for member in members:
-            if id(member) not in names:
-                raise ValueError(f"amax_groups[{g}] has a member that is not one of the weights to convert")
-            if id(member) in shared:
-                raise ValueError(f"amax_groups[{g}]: {names[id(member)]!r} is in an amax group already")
-            amaxes.append(quantize(member, **options).amax)
-            if amaxes[-1].shape != amaxes[0].shape:
-                raise ValueError(
-                    f"amax_groups[{g}]: members share an amax expert by expert, but {names[id(member)]!r} "
-                    f"has shape {tuple(member.shape)} and {names[id(members[0])]!r} {tuple(members[0].shape)}"
-                )
-            shared[id(member)] = amaxes[0]
-        shared |= dict.fromkeys(map(id, members), torch.stack(amaxes).amax(dim=0)) if amaxes else {}
-    return shared
+    parameters, names = [choice.parameter for choice in chosen], [choice.name for choice in chosen]
+    among = {"names": names, "block": options["block"], "among": "the weights to convert"}
+    numbers = number_groups(parameters, amax_groups, **among)
+    amaxes: dict[int, list[torch.Tensor]] = {}
+    counts = Counter(numbers)
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if counts[number] > 1:
+            amaxes.setdefault(number, []).append(quantize(parameter, **options).amax)
+    largest = {number: torch.stack(members).amax(dim=0) for number, members in amaxes.items()}
+    pairs = zip(parameters, numbers, strict=True)
+    return {id(parameter): largest[number] for parameter, number in pairs if number in largest}
 
 
 def _stacked_layers(chosen: Sequence[Chosen]) -> list[str]:

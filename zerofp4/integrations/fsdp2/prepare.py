@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from zerofp4.cast import number_groups
 from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.integrations.fsdp2.master import MasterShard
 from zerofp4.integrations.fsdp2.state import register
@@ -67,7 +68,14 @@ def prepare(
         takes_codes = getattr(module, "takes_nvfp4_weight", False)
         kind = names[id(parameter)], parameter.dtype, takes_codes, takes_codes and columns
         weights[id(parameter)] = Weight(*kind, tuple(block), four_over_six)
-    _set_amax_groups(weights, amax_groups)
+    parameters, names = [each.parameter for each in chosen], [weight.name for weight in weights.values()]
+    among = {"names": names, "block": block, "among": "the weights to convert"}
+    numbers = number_groups(parameters, amax_groups, **among)
+    groups: dict[int, list[str]] = {}
+    for name, number in zip(names, numbers, strict=True):
+        groups.setdefault(number, []).append(name)
+    for weight, number in zip(weights.values(), numbers, strict=True):
+        weight.amax_group = groups[number] if len(groups[number]) > 1 else None
     for name, module, parameter_name in chosen:
         parameter = module._parameters[parameter_name]
         setattr(module, parameter_name, _as_master(parameter, weights[id(parameter)]))
@@ -113,20 +121,3 @@ def _as_master(parameter: nn.Parameter, weight: Weight) -> nn.Parameter:
 
 def _float32(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.float32, memory_format=torch.contiguous_format)
-
-
-def _set_amax_groups(
-    weights: dict[int, Weight], amax_groups: Sequence[Sequence[torch.Tensor]] | None
-) -> None:
-    if not isinstance(amax_groups, list | tuple | None):
-        raise TypeError(f"amax_groups must be a list of lists of weights, got {type(amax_groups).__name__}")
-    for g, members in enumerate(amax_groups or ()):
-        group = []
-        for member in members:
-            weight = weights.get(id(member))
-            if weight is None:
-                raise ValueError(f"amax_groups[{g}] has a member that is not one of the weights to convert")
-            if weight.amax_group is not None:
-                raise ValueError(f"amax_groups[{g}]: {weight.name!r} is in an amax group already")
-            group.append(weight.name)
-            weight.amax_group = group

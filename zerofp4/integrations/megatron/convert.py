@@ -4,10 +4,8 @@ from collections import Counter
 
 from torch import nn
 
-from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.integrations.megatron.hook import is_installed
-from zerofp4.nn import ALREADY, ConversionReport, FilterFn, primary_parameter
-from zerofp4.tensors import NVFP4Tensor
+from zerofp4.nn import ConversionReport, FilterFn, primary_parameter, why_not_quantized
 
 
 def convert_model(
@@ -69,16 +67,11 @@ def _why_not(
     """Why a parameter is not converted; None when it is."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-    if isinstance(parameter, NVFP4Tensor):
-        return ALREADY
     if name != "weight" or not isinstance(module, ColumnParallelLinear | RowParallelLinear | nn.Linear):
         return f"it is not the weight of a linear layer, but of {type(module).__name__}"
-    if type(parameter) is not nn.Parameter:
-        return f"it is not an ordinary parameter, but of {type(parameter).__name__}"
-    if parameter.dtype not in WEIGHT_DTYPES:
-        return f"dtype {parameter.dtype} is not one of {WEIGHT_DTYPES}"
-    if parameter.dim() != 2 or parameter.shape[0] % 2 or parameter.shape[1] % 2:
-        return f"a weight of shape {tuple(parameter.shape)} does not have two even sizes"
+    reason = why_not_quantized(parameter)
+    if reason is not None:
+        return reason
     if is_shared or getattr(parameter, "shared_embedding", False):
         return "it is shared"
     if filter_fn is not None:
