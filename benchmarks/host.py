@@ -113,7 +113,7 @@ def device_memory(session: Session, tensors: Tensors) -> None:
     plan.step()
     plan.post()
     session.clock.synchronize()
-    beyond = torch.cuda.max_memory_allocated(session.device) - before - plan.staged.reduced.nbytes
+    beyond = torch.cuda.max_memory_allocated(session.device) - before - plan.reduced.nbytes
     rule = "peak of building and stepping a plan, beyond masters, weights and the vector of amaxes"
     percent = 100 * beyond / tensors.flat.nbytes
     name = f"device_memory/{tensors.workload.name}"

@@ -35,7 +35,6 @@ void bind_grouped(py::module_& m);
 void bind_lists(py::module_& m);
 void bind_mxfp8(py::module_& m);
 void bind_optim(py::module_& m);
-void bind_tensors(py::module_& m);
 void bind_peers(py::module_& m);
 void bind_product(py::module_& m);
 void bind_records(py::module_& m);

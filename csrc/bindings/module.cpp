@@ -39,7 +39,6 @@ PYBIND11_MODULE(_C, m) {
     bind_lists(m);
     bind_mxfp8(m);
     bind_optim(m);
-    bind_tensors(m);
     bind_peers(m);
     bind_product(m);
     bind_records(m);

@@ -200,8 +200,7 @@ void bind_optim(py::module_& m) {
         .def(py::init<bool, bool, std::vector<AdamWDescriptor>, uintptr_t>(), py::kw_only(), "on_cpu"_a,
              "compact"_a, "tensors"_a, "reduced"_a)
         .def("descriptor_bytes", [](const AdamWPlan& plan) { return py::bytes(plan.descriptor_bytes()); })
-        .def("step_bytes", &AdamWPlan::step_bytes)
-        .def("set_device_tables", &AdamWPlan::set_device_tables, "descriptors"_a, "steps"_a)
+        .def("set_device_descriptors", &AdamWPlan::set_device_descriptors)
         .def("begin", &begin_adamw, "target"_a, "options"_a, "first"_a, "gradients"_a, NoGil())
         .def("update", &AdamWPlan::update, "target"_a, "pieces"_a, NoGil());
     m.def("average", &average, py::kw_only(), "target"_a, "pieces"_a, "own"_a = 0, "dtype"_a, "rank"_a = 0,

@@ -34,9 +34,7 @@ class CastPlan {
     void set_device_descriptors(uintptr_t address);
 
     void begin(const Target& target, bool error) const;
-    void amax(const Target& target) const;
     void scale(const Target& target) const;
-    void cast(const Target& target) const;
     // The cast in two: when the first is done, codes of the weights before this one are there, and those of
     // its rows before this one.
     void cast_before(const Target& target, int64_t weight, int64_t row) const;
@@ -51,6 +49,8 @@ class CastPlan {
     void scale_cast(const Target& target) const;
 
   private:
+    void amax(const Target& target) const;
+    void cast(const Target& target) const;
     int64_t strips_before(int64_t weight, int64_t row) const;
     void cast_strips(const Target& target, int64_t begin, int64_t end) const;
 

@@ -35,17 +35,15 @@ AdamWPlan::AdamWPlan(bool on_cpu, bool compact, std::vector<AdamWDescriptor> ten
 }
 
 std::string AdamWPlan::descriptor_bytes() const {
-    return bytes_of(tensors_) +
+    return bytes_of(tensors_) + std::string(tensors_.size() * sizeof(AdamWStep), '\0') +
            bytes_of(first_items(tensors_, &AdamWDescriptor::strip_begin, table_.strip_units, kBlockStrips));
 }
 
-int64_t AdamWPlan::step_bytes() const { return table_.count * static_cast<int64_t>(sizeof(AdamWStep)); }
-
-void AdamWPlan::set_device_tables(uintptr_t descriptors, uintptr_t steps) {
+void AdamWPlan::set_device_descriptors(uintptr_t address) {
     if (on_cpu_) return;
-    table_.tensors = reinterpret_cast<const AdamWDescriptor*>(descriptors);
-    table_.strip_items = reinterpret_cast<const int32_t*>(table_.tensors + tensors_.size());
-    table_.steps = reinterpret_cast<AdamWStep*>(steps);
+    table_.tensors = reinterpret_cast<const AdamWDescriptor*>(address);
+    table_.steps = reinterpret_cast<AdamWStep*>(address + tensors_.size() * sizeof(AdamWDescriptor));
+    table_.strip_items = reinterpret_cast<const int32_t*>(table_.steps + tensors_.size());
 }
 
 void AdamWPlan::begin(const Target& target, const AdamWOptions& options, int64_t first,

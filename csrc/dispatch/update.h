@@ -20,11 +20,10 @@ class AdamWPlan {
     // rows or columns.
     AdamWPlan(bool on_cpu, bool compact, std::vector<AdamWDescriptor> tensors, uintptr_t reduced);
 
-    // For CUDA: the bytes of the descriptors, to be copied to the device; where they are there, and
-    // step_bytes() of memory for the scalars of a step.
+    // For CUDA: the bytes of the descriptors, with room for the scalars of a step, to be copied to the
+    // device; and where they are there.
     std::string descriptor_bytes() const;
-    int64_t step_bytes() const;
-    void set_device_tables(uintptr_t descriptors, uintptr_t steps);
+    void set_device_descriptors(uintptr_t address);
 
     // Counts the step of tensors [first, first + gradients.size()), which share their options, where the
     // address of the gradient is not 0. Comes before `update` for all tensors. Where that is given pieces,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 import torch
 from helpers import assert_bytes_equal
 
 import zerofp4
-from zerofp4 import reference
+from zerofp4 import ops, reference
 from zerofp4.format import BLOCK, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div
 
@@ -103,15 +106,28 @@ def check_plan_and_functions(weights, masters, starts):
     check_kinds(weights, masters)
 
 
+@contextlib.contextmanager
+def stages_of_plans():
+    """The names of the stages that plans of the extension run meanwhile."""
+    names, run = [], ops.NativePlan.run
+
+    def note(plan, stage, *arguments):
+        names.append(stage)
+        run(plan, stage, *arguments)
+
+    with mock.patch.object(ops.NativePlan, "run", note):
+        yield names
+
+
 def leave_amaxes(plan, pieces) -> None:
     """What a fused optimizer does, by hand."""
-    plan.staged.begin_update()
+    plan.begin_update()
     for piece in pieces:
         tiles, amax = reference.partial_amax(
             piece.master.float(), piece.shard.start, piece.matrix, piece.dtype
         )
         count = ceil_div(piece.matrix[0], BLOCK) * ceil_div(piece.matrix[1], BLOCK)
         for offset, values in ((piece.tile_offset, tiles.view(count)), (piece.amax_offset, amax)):
-            words = plan.staged.reduced[offset : offset + values.numel()]
+            words = plan.reduced[offset : offset + values.numel()]
             words.copy_(words.maximum(values))
-    plan.staged.end_update()
+    plan.end_update()

@@ -124,15 +124,17 @@ def scale_layouts(x, guards):
 def transpose(x, guards):
     if x.shape[0] % 2:
         return []
-    data, outputs = zerofp4.quantize(x).rowwise_data, []
+    t, outputs = zerofp4.quantize(x, columnwise=True), []
     for count in (1, 2, MANY):
-        targets = [torch.empty(x.shape[1], x.shape[0] // 2, dtype=torch.uint8, device=x.device)]
-        targets += [torch.empty_like(targets[0]) for _ in range(count - 1)]
+        records = [t.record.map(torch.clone) for _ in range(count)]
+        for record in records:
+            record.columnwise.data = torch.empty_like(record.columnwise.data)
         with guards.suspended():
-            stage = ops.TransposeStage([(data, target) for target in targets])
+            stage = ops.PostStage(x.device)
+            stage.bind(records)
         stage.run()
-        outputs += [(f"{i} of {count}", target) for i, target in enumerate(targets)]
-    return [*outputs, ("alone", ZEROFP4.transpose_packed(data))]
+        outputs += [(f"{i} of {count}", record.columnwise.data) for i, record in enumerate(records)]
+    return [*outputs, ("alone", ZEROFP4.transpose_packed(t.rowwise_data))]
 
 
 def shards_of(numel: int) -> list[Shard]:
@@ -151,9 +153,10 @@ def cast_stages(x, guards):
             reduced = torch.empty(ops.HEADER_WORDS + len(group) * (1 + tiles), device=x.device)
             items = [item_of(x, shard, i, len(group), tiles) for i, shard in enumerate(group)]
             with guards.suspended():
-                stages = ops.CastStages(items, reduced, found_inf=torch.zeros(1, device=x.device))
-            for stage in (stages.begin, stages.amax, stages.scale, stages.cast):
-                stage()
+                stages, found_inf = ops.NativePlan(x.device), torch.zeros(1, device=x.device)
+                ops.load_cast(stages, items, reduced, found_inf=found_inf)
+            for stage in ("begin_amax", "scale_cast"):
+                stages.run(stage)
             outputs.append(("reduced", reduced))
             for i, item in enumerate(items):
                 shard = item.piece.shard
@@ -219,15 +222,15 @@ def gather(x, guards):
         slot = round_up(codes.numel() + ops.GATHER_VECTOR, ops.GATHER_VECTOR)
         staging = torch.zeros(2, slot, dtype=torch.uint8, device=x.device)
         own, other = (staging[rank].data_ptr() + ops.GATHER_VECTOR for rank in (0, 1))
-        stages = ops.GatherStages(staging, 0, None)
+        stages = ops.NativePlan(x.device)
         runs = [
             [ops.GatherRun(*run, 0, codes.numel())]
             for run in ((codes.data_ptr(), own), (other, taken.data_ptr()))
         ]
-        stages.bind(*runs, [codes, taken])
-    stages.pack(stages.target(), ops.GATHER_PRESENT)
+        ops.load_gather(stages, staging, 0, None, *runs, [codes, taken])
+    stages.run("pack", ops.GATHER_PRESENT)
     staging[1] = staging[0]
-    stages.unpack(stages.target())
+    stages.run("unpack")
     assert torch.equal(taken, codes)
     return [("taken", taken), ("own", staging[0, ops.GATHER_VECTOR :][: codes.numel()])]
 

@@ -56,8 +56,9 @@ class Rank:
         vector = ReducedVector(records, groups, rank_shards, device)
         self.reduced = vector.words.fill_(torch.nan)
         self.items = vector.items(request)
-        self.stages = ops.CastStages(self.items, self.reduced, hash=5, found_inf=self.found_inf)
-        self.post = ops.PostStage(records)
+        self.stages, self.post = ops.NativePlan(device), ops.PostStage(device)
+        ops.load_cast(self.stages, self.items, self.reduced, hash=5, found_inf=self.found_inf)
+        self.post.bind(records)
 
 
 def shards_of(cuts: list[int], world_size: int, numel: int, turn: int) -> list[Shard]:
@@ -114,13 +115,11 @@ def test_every_rank_has_the_bytes_of_quantizing_the_whole(device, drawn, world_s
     by_rank = list(map(list, zip(*shards, strict=True)))
     ranks = [Rank(device, drawn, whole, by_rank, r, master_dtype) for r in range(world_size)]
     for rank in ranks:
-        rank.stages.begin()
-        rank.stages.amax()
+        rank.stages.run("begin_amax")
     largest = torch.stack([rank.reduced for rank in ranks]).amax(0)
     for rank in ranks:
         rank.reduced.copy_(largest)
-        rank.stages.scale()
-        rank.stages.cast()
+        rank.stages.run("scale_cast")
     gather_scales(ranks)
     for rank in ranks:
         rank.post.run()

@@ -240,7 +240,7 @@ def test_a_call_after_one_that_could_not_take_addresses_uses_its_own_masters(dev
     cast(weights, masters, starts)
     others = [torch.randn_like(master) for master in masters]
     with monkeypatch.context() as patched:
-        patched.setattr(zerofp4.ops.TransposeStage, "bind", mock.Mock(side_effect=MemoryError("no room")))
+        patched.setattr(zerofp4.ops.PostStage, "bind", mock.Mock(side_effect=MemoryError("no room")))
         with pytest.raises(MemoryError, match="no room"):
             cast(weights, others, starts)
     left = [weakref.ref(other) for other in others]

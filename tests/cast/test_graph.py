@@ -23,7 +23,7 @@ def capture(monkeypatch):
     """Pretends a capture on the CPU: capture(True) to capture(False)."""
 
     def pretend(capturing: bool) -> None:
-        for module in (zerofp4.cast.staged, zerofp4.ops.stages):
+        for module in (zerofp4.cast.plan, zerofp4.cast.status, zerofp4.ops.device):
             monkeypatch.setattr(module, "is_capturing", lambda device: capturing)
 
     return pretend
@@ -95,7 +95,7 @@ def test_a_captured_plan_outlives_its_place_among_the_plans_kept(capture, captur
     cast(weights, masters, starts)
     zerofp4.post_all_gather_processing(weights)
     kept = weights[0].record.attachments
-    plans = [weakref.ref(kept[kind][0]) for kind in ("cast_plans", "post_plans")]
+    plans = [weakref.ref(next(iter(kept[kind].values()))) for kind in ("cast_plans", "post_plans")]
     capture(captured)
     cast(weights, masters, starts)
     zerofp4.post_all_gather_processing(weights)
@@ -122,9 +122,9 @@ def test_only_an_update_and_a_step_of_one_kind_share_amaxes(capture, update, ste
     plan = zerofp4.CastPlan(weights, masters, starts)
     plan.step()
     capture(update)
-    plan.staged.begin_update()
-    plan.staged._stages.amax()
-    plan.staged.end_update()
+    plan.begin_update()
+    plan._stages.run("begin_amax")
+    plan.end_update()
     capture(step)
     old = weights[1].amax.clone()
     masters[1].mul_(0.5)
@@ -254,9 +254,9 @@ def test_a_captured_step_with_and_without_the_amaxes_of_a_captured_update(update
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         if update:
-            plan.staged.begin_update()
-            plan.staged._stages.amax()
-            plan.staged.end_update()
+            plan.begin_update()
+            plan._stages.run("begin_amax")
+            plan.end_update()
         plan.step()
         plan.post()
     for _ in range(2):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.cast import check, make
+from cases.cast import check, leave_amaxes, make
 from helpers import assert_bytes_equal
 
 import zerofp4
 
 
 def test_halves_of_two_plans_beside_each_other(device):
-    """The bytes of whole steps, and amaxes that are left are those of the masters then."""
+    """The bytes of whole steps, also where an update has left the amaxes."""
     made = [make(device) for _ in range(2)]
     plans = [zerofp4.CastPlan(*arguments) for arguments in made]
     for step in range(3):
@@ -19,13 +19,12 @@ def test_halves_of_two_plans_beside_each_other(device):
             for master in masters:
                 master.add_(torch.randn_like(master))
         for plan in plans:
-            plan.staged.leave_amaxes()
-            if step == 1:
-                plan.staged.leave_amaxes()  # they are there
+            if step != 1:
+                leave_amaxes(plan, plan.master_pieces())
         for plan in plans:
-            assert plan.staged.start_step() is None
+            assert plan.start_step() is None
         for plan in plans:
-            plan.staged.finish_step()
+            plan.finish_step()
             plan.post()
         for weights, masters, _ in made:
             check(weights, masters)
@@ -47,8 +46,8 @@ def test_codes_in_two_parts(device, position, row):
     )
     plan = zerofp4.CastPlan(weights, masters, starts)
     found = []
-    plan.staged.start_step()
-    plan.staged.finish_step((position, row, lambda: found.extend(w.rowwise_data.clone() for w in weights)))
+    plan.start_step()
+    plan.finish_step((position, row, lambda: found.extend(w.rowwise_data.clone() for w in weights)))
     plan.post()
     owned = [0, 1, 3]
     for i in owned:
@@ -65,21 +64,9 @@ def test_codes_in_two_parts(device, position, row):
 def test_there_is_no_such_part(device, position, row):
     weights, masters, starts = make(device)
     plan = zerofp4.CastPlan(weights, masters, starts)
-    plan.staged.start_step()
+    plan.start_step()
     with pytest.raises(IndexError, match=r"no (weight of this plan|row of this weight)"):
-        plan.staged._stages.scale_cast_in_two(plan.staged._stages.target(), position, row, lambda: None)
-
-
-def test_amaxes_are_left_once(device):
-    weights, masters, starts = make(device)
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    plan.staged.leave_amaxes()
-    plan.step()
-    for master in masters:
-        master.mul_(2)
-    plan.step()  # takes its own
-    plan.post()
-    check(weights, masters)
+        plan._stages.run("cast_before", position, row)
 
 
 def test_a_half_of_a_rank_that_cannot_take_part(device):
@@ -89,14 +76,12 @@ def test_a_half_of_a_rank_that_cannot_take_part(device):
     before = [weight.rowwise_data.clone() for weight in weights]
     weights[0].rowwise_data = weights[0].rowwise_data.clone()
     for _ in range(2):
-        plan.staged.leave_amaxes()
         with pytest.raises(RuntimeError, match="has moved"):
-            plan.staged.start_step()
+            plan.start_step()
     assert all(torch.equal(weight.rowwise_data, codes) for weight, codes in zip(weights, before, strict=True))
     plan.refresh()
-    plan.staged.leave_amaxes()
-    plan.staged.start_step()
-    plan.staged.finish_step()
+    plan.start_step()
+    plan.finish_step()
     plan.post()
     check(weights, masters)
 
@@ -108,21 +93,21 @@ class Travelling:
         self.plan, self.seen = plan, []
 
     def wait(self):
-        self.seen.append(self.plan.staged.reduced.clone())
+        self.seen.append(self.plan.reduced.clone())
 
 
-@pytest.mark.parametrize("what", ["begin_update", "leave_amaxes", "start_step", "abstain"])
+@pytest.mark.parametrize("what", ["begin_update", "start_step", "abstain"])
 def test_a_reduction_that_nobody_finished_is_waited_for_first(device, what):
     """Before anything is written where it may still arrive: a step was left between its halves."""
     weights, masters, starts = make(device)
     plan = zerofp4.CastPlan(weights, masters, starts)
-    plan.staged.reduced.fill_(7)
-    before = plan.staged.reduced.clone()
-    plan.staged._travelling = travelling = Travelling(plan)
-    getattr(plan.staged, what)()
+    plan.reduced.fill_(7)
+    before = plan.reduced.clone()
+    plan._travelling = travelling = Travelling(plan)
+    getattr(plan, what)()
     assert len(travelling.seen) == 1 and torch.equal(travelling.seen[0], before)
-    assert plan.staged._travelling is None and not torch.equal(plan.staged.reduced, before)
-    plan.staged.begin_update()
+    assert plan._travelling is None and not torch.equal(plan.reduced, before)
+    plan.begin_update()
     plan.step()
     plan.post()
     check(weights, masters)

@@ -259,8 +259,8 @@ def test_memory_of_a_plan_waits_for_other_streams(count):
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10**9)
         plan.step()
-    freed = {plan.staged.reduced.data_ptr(): plan.staged.reduced.nbytes}
-    freed |= {table.data_ptr(): table.nbytes for table in plan.staged._stages._table.memory}
+    freed = {plan.reduced.data_ptr(): plan.reduced.nbytes}
+    freed |= {table.data_ptr(): table.nbytes for table in plan._stages.tables}
     del plan
     taken = [torch.empty(n, dtype=torch.uint8, device="cuda") for n in freed.values() for _ in range(8)]
     assert not stream.query(), "the stream was done too early to show anything"

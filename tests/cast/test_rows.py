@@ -107,8 +107,8 @@ def test_codes_and_scales_in_two_parts(device, position, row):
     weights, masters, starts = make_kinds(device, shapes, [ROWS, TILES, ROWS])
     plan = zerofp4.CastPlan(weights, masters, starts)
     found = []
-    plan.staged.start_step()
-    plan.staged.finish_step(
+    plan.start_step()
+    plan.finish_step(
         (position, row, lambda: found.extend((w.rowwise_data + 0, w.rowwise_scale.clone()) for w in weights))
     )
     plan.post()
@@ -136,7 +136,7 @@ def test_a_captured_post_keeps_scales(monkeypatch, captured):
     del owner
     plan = zerofp4.CastPlan(weights, masters, starts)
     run(plan)
-    monkeypatch.setattr(zerofp4.ops.stages, "is_capturing", lambda device: captured)
+    monkeypatch.setattr(zerofp4.ops.device, "is_capturing", lambda device: captured)
     plan.post()
     monkeypatch.undo()
     weights[0].data = weights[0].data.clone()

@@ -9,7 +9,7 @@ from cases.cast import check, check_transposes, make
 from helpers import collect_garbage, needs_gpu
 
 import zerofp4
-from zerofp4.cast import staged
+from zerofp4.cast import status
 
 CYCLES = 10**9
 
@@ -82,20 +82,20 @@ def test_the_status_word_outlives_its_plan():
     plan, *_, side = warm_plan()
     words = lambda: [torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(64)]  # noqa: E731
     words()  # pinning memory may wait for the device: later ones come from torch's cache
-    address = plan.staged._status.word.data_ptr()
+    address = plan._status.word.data_ptr()
     with torch.cuda.stream(side):
         torch.cuda._sleep(CYCLES)
-        plan.staged._stages.begin(error=True)
-        plan.staged._stages.scale()
-        plan.staged._status.queued()
+        plan._stages.run("begin", True)
+        plan._stages.run("scale")
+        plan._status.queued()
     del plan
     collect_garbage()
-    assert address in [word.data_ptr() for _, word in staged._retired]
+    assert address in [word.data_ptr() for _, word in status._retired]
     others = words()
-    staged._release_finished()
+    status._release_finished()
     assert not side.query(), "the stream was done too early to show anything"
     assert address not in [word.data_ptr() for word in others]
     torch.cuda.synchronize()
     assert not any(word.item() for word in others)
-    staged._release_finished()
-    assert address not in [word.data_ptr() for _, word in staged._retired]
+    status._release_finished()
+    assert address not in [word.data_ptr() for _, word in status._retired]

@@ -64,7 +64,7 @@ def test_a_step_uses_the_amaxes_that_were_left_and_only_that_step(device, dtype)
     weights, masters, starts = make(device, ((34, 288), (16, 16), (130, 66)), dtype)
     groups = [[weights[0], weights[2]]]
     plan = zerofp4.CastPlan(weights, masters, starts, amax_groups=groups)
-    pieces = plan.staged.master_pieces()
+    pieces = plan.master_pieces()
     assert [piece.master for piece in pieces] == masters and pieces[0].amax_offset == pieces[2].amax_offset
     for _ in range(2):
         leave_amaxes(plan, pieces)
@@ -89,10 +89,10 @@ def test_a_step_uses_the_amaxes_that_were_left_and_only_that_step(device, dtype)
 def test_the_last_update_holds(device):
     weights, masters, starts = make(device)
     plan = zerofp4.CastPlan(weights, masters, starts)
-    leave_amaxes(plan, plan.staged.master_pieces())
+    leave_amaxes(plan, plan.master_pieces())
     masters[0].mul_(-3)
-    leave_amaxes(plan, plan.staged.master_pieces())
-    plan.staged.end_update()
+    leave_amaxes(plan, plan.master_pieces())
+    plan.end_update()
     plan.step()
     check(weights, masters)
 
@@ -100,30 +100,30 @@ def test_the_last_update_holds(device):
 def test_amaxes_are_taken_back(device):
     weights, masters, starts = make(device)
     plan = zerofp4.CastPlan(weights, masters, starts)
-    for take_back in (plan.staged.begin_update, plan.refresh):
-        leave_amaxes(plan, plan.staged.master_pieces())
+    for take_back in (plan.begin_update, plan.refresh):
+        leave_amaxes(plan, plan.master_pieces())
         masters[0].mul_(-3)
         take_back()
         plan.step()
         check(weights, masters)
     with pytest.raises(RuntimeError, match=r"end_update\(\) without begin_update\(\)"):
-        plan.staged.end_update()
-    plan.staged.begin_update()
+        plan.end_update()
+    plan.begin_update()
     plan.step()
     with pytest.raises(RuntimeError, match=r"end_update\(\) without begin_update\(\)"):
-        plan.staged.end_update()
+        plan.end_update()
 
 
 def test_a_step_that_cannot_take_part_takes_amaxes_back(device):
     weights, masters, starts = make(device)
     plan = zerofp4.CastPlan(weights, masters, starts)
     plan.step()
-    leave_amaxes(plan, plan.staged.master_pieces())
+    leave_amaxes(plan, plan.master_pieces())
     masters[1].data = masters[1] * -3
     for call in (plan.check, plan.step):  # on a GPU check() is the first to see a .data
         with pytest.raises(RuntimeError, match=r"master_weights\[1\] has moved"):
             call()
-    assert plan.staged.reduced[0].item() == torch.inf
+    assert plan.reduced[0].item() == torch.inf
     plan.refresh()
     plan.step()
     check(weights, masters)
@@ -133,8 +133,8 @@ def test_a_plan_that_abstains_forgets_the_amaxes(device):
     """They were cleared to write the flag into the vector: the next step computes them."""
     weights, masters, starts = make(device)
     plan = zerofp4.CastPlan(weights, masters, starts)
-    leave_amaxes(plan, plan.staged.master_pieces())
-    plan.staged.abstain()
+    leave_amaxes(plan, plan.master_pieces())
+    plan.abstain()
     plan.step()
     plan.check()
     check(weights, masters)
@@ -145,7 +145,7 @@ def test_nonfinite_amaxes_that_were_left(device):
     plan = zerofp4.CastPlan(weights, masters, starts)
     masters[1][7] = torch.nan
     before = weights[1].rowwise_data.clone()
-    leave_amaxes(plan, plan.staged.master_pieces())
+    leave_amaxes(plan, plan.master_pieces())
     plan.step()
     assert plan.found_inf.item() == 1
     assert_bytes_equal(weights[1].rowwise_data, before, "codes of the weight with the NaN")
@@ -154,4 +154,4 @@ def test_nonfinite_amaxes_that_were_left(device):
 
 def test_a_plan_of_a_rank_that_owns_nothing_has_no_pieces():
     weights, _, _ = make("cpu")
-    assert zerofp4.CastPlan(weights, [None, None], [None, None]).staged.master_pieces() == []
+    assert zerofp4.CastPlan(weights, [None, None], [None, None]).master_pieces() == []

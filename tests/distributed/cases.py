@@ -16,7 +16,7 @@ from helpers import assert_bytes_equal
 
 import zerofp4
 from zerofp4 import reference
-from zerofp4.cast import StagedPlan
+from zerofp4.cast import CastPlan
 from zerofp4.format import SCALE_LAYOUTS
 from zerofp4.shard import Shard
 
@@ -155,9 +155,9 @@ class Model:
         zerofp4.all_gather_nvfp4(self.weights, self.starts, self.numels, **options)
 
     @property
-    def plans(self) -> list[StagedPlan]:
+    def plans(self) -> list[CastPlan]:
         """Those that cast() has kept."""
-        return [kept.plan for kept in self.weights[0].record.attachments["cast_plans"]]
+        return [kept.plan for kept in self.weights[0].record.attachments["cast_plans"].values()]
 
     def check(self, groups: list[list[int]] | None = None, skip: tuple[int, ...] = ()) -> None:
         """Every buffer of every weight equals quantizing its whole master, with the amax of its group."""

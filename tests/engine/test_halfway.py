@@ -56,8 +56,8 @@ def test_codes_that_leave_are_there(device, monkeypatch, what, ranks):
             starts.append(shard.start if shard.numel else None)
             weight.rowwise_data.fill_(POISON)
         plan, found = zerofp4.CastPlan(weights, masters, starts), []
-        plan.staged.start_step()
-        plan.staged.finish_step((position, row, functools.partial(keep, weights, found)))
+        plan.start_step()
+        plan.finish_step((position, row, functools.partial(keep, weights, found)))
         plan.post()
         for i, (weight, half) in enumerate(zip(weights, found, strict=True)):
             done = own_codes(buffer, i, sent)

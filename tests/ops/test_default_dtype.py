@@ -110,7 +110,7 @@ def test_cast(device):
     weights, masters, starts = make(device)
     masters = [master.float() for master in masters]
     plan = zerofp4.CastPlan(weights, masters, starts)
-    assert plan.staged.reduced.dtype == plan.found_inf.dtype == torch.float32
+    assert plan.reduced.dtype == plan.found_inf.dtype == torch.float32
     plan.step()
     check_cast(weights, masters)
 

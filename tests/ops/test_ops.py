@@ -27,11 +27,16 @@ def test_transpose_packed(device, shape):
 
 def test_transpose_many_in_one_call(device):
     shapes = [(16, 32), (130, 66), (0, 8), (2, 2), (256, 128)]
-    data = [torch.randint(256, (m, k // 2), dtype=torch.uint8).to(device) for m, k in shapes]
-    out = [torch.full((k, m // 2), POISON, dtype=torch.uint8, device=device) for m, k in shapes]
-    ops.TransposeStage(list(zip(data, out, strict=True))).run()
-    for shape, source, result in zip(shapes, data, out, strict=True):
-        assert_bytes_equal(result, reference.transpose_packed(source), f"{shape}")
+    records = [allocate(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+    for record in records:
+        record.rowwise.data.random_()
+        record.columnwise.data.fill_(POISON)
+    stage = ops.PostStage(device)
+    stage.bind(records)
+    stage.run()
+    for record in records:
+        expected = reference.transpose_packed(record.rowwise.data)
+        assert_bytes_equal(record.columnwise.data, expected, f"{tuple(record.shape)}")
 
 
 # The operators in torch.library

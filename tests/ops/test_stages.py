@@ -40,9 +40,9 @@ class ShardCase:
         self.found_inf = torch.zeros(1, device=device)
         self.status = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         item = self.item(ops.HEADER_WORDS + 1, ops.HEADER_WORDS)
-        self.stages = ops.CastStages(
-            [item], self.reduced, hash=77, found_inf=self.found_inf, status=self.status
-        )
+        self.stages = ops.NativePlan(device)
+        words = {"hash": 77, "found_inf": self.found_inf, "status": self.status}
+        ops.load_cast(self.stages, [item], self.reduced, **words)
 
     def item(self, offset: int, amax_offset: int) -> ops.CastItem:
         """offset: of the words behind the amax."""
@@ -104,8 +104,7 @@ MASTER_DTYPES = [torch.float32, torch.bfloat16]
 def test_stages_on_a_shard(device, block_rows, case, seed, master_dtype):
     shape, start, numel, dtype, kind = case
     c = ShardCase(device, shape, start, numel, dtype, kind, seed, master_dtype, block_rows)
-    c.stages.begin()
-    c.stages.amax()
+    c.stages.run("begin_amax")
     own = reference.partial_amax(c.master.float(), start, shape, dtype, block_rows)
     assert c.reduced[: ops.HEADER_WORDS].tolist() == [0, 77, 0, 0, -77, 0, 0, 0]
     assert_bytes_equal(c.reduced[ops.HEADER_WORDS :], c.words_of(*own), "amaxes")
@@ -113,8 +112,7 @@ def test_stages_on_a_shard(device, block_rows, case, seed, master_dtype):
     whole = c.whole.to(device)
     block_amax, amax = reference.partial_amax(whole, 0, shape, dtype, block_rows)
     c.reduced[ops.HEADER_WORDS :] = c.words_of(block_amax, amax)
-    c.stages.scale()
-    c.stages.cast()
+    c.stages.run("scale_cast")
     assert c.status.item() == 0
     if amax.isinf():
         assert c.found_inf.item() == 1
@@ -142,11 +140,9 @@ def test_stages_on_a_shard(device, block_rows, case, seed, master_dtype):
 )
 def test_nobody_writes_when_the_header_says_no(device, word, value, status):
     c = ShardCase(device, (40, 64), 5, 1000, torch.bfloat16, "normal", 0)
-    c.stages.begin()
-    c.stages.amax()
+    c.stages.run("begin_amax")
     c.reduced[word] = value
-    c.stages.scale()
-    c.stages.cast()
+    c.stages.run("scale_cast")
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert c.status.item() == status
@@ -156,7 +152,7 @@ def test_nobody_writes_when_the_header_says_no(device, word, value, status):
 
 def test_begin_with_an_error_flags_the_vector(device):
     c = ShardCase(device, (40, 64), 5, 1000, torch.bfloat16, "normal", 0)
-    c.stages.begin(error=True)
+    c.stages.run("begin", True)
     assert c.reduced[0].item() == torch.inf and not c.reduced[ops.HEADER_WORDS :].any()
 
 
@@ -178,9 +174,9 @@ def test_many_weights_in_one_plan(device):
         items.append(c.item(total, ops.HEADER_WORDS + i // 2))
         total += c.words
     reduced = torch.full((total,), torch.nan, device=device)
-    stages = ops.CastStages(items, reduced)
-    stages.begin()
-    stages.amax()
+    stages = ops.NativePlan(device)
+    ops.load_cast(stages, items, reduced)
+    stages.run("begin_amax")
     total = ops.HEADER_WORDS + len(shapes)
     for i, c in enumerate(cases):
         own = reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype, c.block_rows)
@@ -190,8 +186,7 @@ def test_many_weights_in_one_plan(device):
         members = cases[2 * g : 2 * g + 2]
         amaxes = [reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype)[1] for c in members]
         assert reduced[ops.HEADER_WORDS + g] == torch.stack(amaxes).max()
-    stages.scale()
-    stages.cast()
+    stages.run("scale_cast")
     for i, (c, item) in enumerate(zip(cases, items, strict=True)):
         block_amax, _ = reference.partial_amax(c.master, c.shard.start, c.shape, c.dtype, c.block_rows)
         amax = reduced[item.piece.amax_offset].reshape(1)
@@ -205,22 +200,17 @@ def test_many_weights_in_one_plan(device):
 def test_transposes_of_memory_that_moves_and_comes_back(device):
     """As FSDP2 frees and takes it: what is bound last is what is read and written."""
     generator = torch.Generator().manual_seed(0)
-    buffers = [
-        [
-            (
-                torch.randint(256, (rows, cols // 2), dtype=torch.uint8, generator=generator).to(device),
-                torch.full((cols, rows // 2), POISON, dtype=torch.uint8, device=device),
-            )
-            for rows, cols in ((34, 48), (16, 130))
-        ]
-        for _ in range(2)
-    ]
-    stage = ops.TransposeStage(buffers[0])
-    for pairs in (buffers[0], buffers[1], buffers[1], [buffers[0][0], buffers[1][1]], buffers[0]):
-        stage.bind(pairs)
-        for data, out in pairs:
-            data.add_(1)
-            out.fill_(POISON)
+    kept = [[poisoned_like(shape, torch.bfloat16, device) for shape in ((34, 48), (16, 130))] for _ in "ab"]
+    for record in kept[0] + kept[1]:
+        codes = torch.randint(256, record.rowwise.data.shape, dtype=torch.uint8, generator=generator)
+        record.rowwise.data.copy_(codes)
+    stage = ops.PostStage(device)
+    for records in (kept[0], kept[1], kept[1], [kept[0][0], kept[1][1]], kept[0]):
+        stage.bind(records)
+        for record in records:
+            record.rowwise.data.add_(1)
+            record.columnwise.data.fill_(POISON)
         stage.run()
-        for i, (data, out) in enumerate(pairs):
-            assert_bytes_equal(out, torch.ops.zerofp4.transpose_packed(data), f"pair {i}")
+        for i, record in enumerate(records):
+            expected = torch.ops.zerofp4.transpose_packed(record.rowwise.data)
+            assert_bytes_equal(record.columnwise.data, expected, f"record {i}")

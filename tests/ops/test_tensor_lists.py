@@ -1,6 +1,4 @@
-"""What is asked of a list of tensors at once: by zerofp4._autograd, by DLPack's function, and by loops where
-there is neither.
-"""
+"""What is asked of a list of tensors at once."""
 
 from __future__ import annotations
 
@@ -19,24 +17,9 @@ from zerofp4.ops import (
     pointers,
     state_facts,
     tensor_facts,
-    tensor_lists,
     versions_of,
-    why_python_autograd,
 )
 from zerofp4.ops.tensor_lists import first_moved, numbers
-
-
-@pytest.fixture(params=["native", "dlpack", "loops"])
-def way(request, monkeypatch):
-    if request.param == "native":
-        if tensor_lists._native is None:
-            pytest.skip(why_python_autograd())
-        return
-    monkeypatch.setattr(tensor_lists, "_native", None)
-    if request.param == "loops":
-        monkeypatch.setattr(tensor_lists, "_reader", None)
-    elif tensor_lists._reader is None:
-        pytest.skip(f"torch {torch.__version__} does not hand out DLPack's functions")
 
 
 def some(device) -> list[torch.Tensor]:
@@ -48,14 +31,14 @@ def some(device) -> list[torch.Tensor]:
     return [parameter, memory[3:], memory.view(64, 64).t(), torch.empty(0, device=device), *views]
 
 
-def test_pointers_are_those_of_torch(way, device):
+def test_pointers_are_those_of_torch(device):
     tensors = some(device)
     expected = [tensor.data_ptr() for tensor in tensors]
     assert numbers(pointers(tensors)) == addresses_of("tensors", tensors) == expected
 
 
 @pytest.mark.parametrize("place", [0, 3, 8])
-def test_the_first_that_moved_is_found(way, device, place):
+def test_the_first_that_moved_is_found(device, place):
     tensors = some(device)
     before = pointers(tensors)
     assert pointers(list(tensors)) == before
@@ -63,14 +46,14 @@ def test_the_first_that_moved_is_found(way, device, place):
     assert first_moved(before, pointers(moved)) == place
 
 
-def test_facts_of_equal_tensors_are_equal(way, device):
+def test_facts_of_equal_tensors_are_equal(device):
     tensors = [*some(device), None]
     before = tensor_facts(tensors)
     tensors[1].fill_(7)
     assert tensor_facts([t if t is None else t.detach() for t in tensors]) == before
 
 
-def test_facts_differ_where_anything_does(way, device):
+def test_facts_differ_where_anything_does(device):
     memory = torch.zeros(64, device=device)
     before = tensor_facts([memory])
     others = [
@@ -91,7 +74,7 @@ def test_facts_differ_where_anything_does(way, device):
     assert tensor_facts([memory, memory]) != before
 
 
-def test_freed_storage_has_another_address(way):
+def test_freed_storage_has_another_address():
     tensor = torch.zeros(64)
     before, facts = pointers([tensor]), tensor_facts([tensor])
     tensor.untyped_storage().resize_(0)
@@ -99,11 +82,11 @@ def test_freed_storage_has_another_address(way):
 
 
 @needs_gpu
-def test_facts_of_empty_tensors_tell_devices_apart(way):
+def test_facts_of_empty_tensors_tell_devices_apart():
     assert tensor_facts([torch.empty(0)]) != tensor_facts([torch.empty(0, device="cuda")])
 
 
-def test_facts_hold_no_tensor(way):
+def test_facts_hold_no_tensor():
     tensor = torch.zeros(64)
     alive = weakref.ref(tensor)
     kept = tensor_facts([tensor])
@@ -111,7 +94,7 @@ def test_facts_hold_no_tensor(way):
     assert alive() is None and kept
 
 
-def test_plain_facts_are_those_of_tensors_that_need_no_look(way, device):
+def test_plain_facts_are_those_of_tensors_that_need_no_look(device):
     memory, other = (torch.ones(8, 8, device=device) for _ in range(2))
     freed = torch.ones(8, 8, device=device)
     freed.untyped_storage().resize_(0)
@@ -128,18 +111,13 @@ def test_plain_facts_are_those_of_tensors_that_need_no_look(way, device):
     assert kinds(memory) == kinds(torch.nn.Parameter(memory))
 
 
-def test_facts_of_state_are_those_of_what_it_has(way, device):
-    """Of each tensor under its own keys, in the order of the list, Nones where it has nothing; without the
-    extension nothing is known.
-    """
+def test_facts_of_state_are_those_of_what_it_has(device):
+    """Of each tensor under its own keys, in the order of the list, Nones where it has nothing."""
     tensors = [torch.ones(4, device=device) for _ in range(3)]
     state = {t: {"b": torch.ones(i + 1, device=device), "a": None} for i, t in enumerate(tensors)}
     keys = [("a", "b"), (), ("b",)]
     first, _, last = tensors
     expected = tensor_facts([*tensors, None, state[first]["b"], state[last]["b"]])
-    if tensor_lists._native is None:
-        assert state_facts(tensors, state, keys) is None
-        return
     assert state_facts(tensors, state, keys) == expected
     assert state_facts(tensors, dict(reversed(state.items())), keys) == expected
     state[last]["b"] = state[last]["b"].clone()
@@ -153,7 +131,7 @@ def test_facts_of_state_are_those_of_what_it_has(way, device):
         assert state_facts(tensors, state, keys) == expected
 
 
-def test_what_lies_in_a_freed_storage_has_no_address(way):
+def test_what_lies_in_a_freed_storage_has_no_address():
     tensors = [torch.zeros(64), torch.zeros(64)]
     tensors[1].untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match=r"^gradients\[1\] needs 256 bytes of its storage, which has 0"):
@@ -169,14 +147,14 @@ def parameters(device) -> list[torch.nn.Parameter]:
     return [*found, torch.nn.Parameter(torch.ones(2, device=device))]
 
 
-def test_gradients_are_the_objects_of_torch(way, device):
+def test_gradients_are_the_objects_of_torch(device):
     given = parameters(device)
     found = gradients_of(given)
     assert all(a is p.grad for a, p in zip(found, given, strict=True)) and found[2] is None
     assert gradients_of([]) == []
 
 
-def test_versions_count_writes(way, device):
+def test_versions_count_writes(device):
     given = parameters(device)
     before = versions_of(given)
     assert before == [p._version for p in given]
@@ -185,7 +163,7 @@ def test_versions_count_writes(way, device):
     assert [p._version for p in given] == versions_of(given)
 
 
-def test_a_backward_pass_through_counted_values_fails(way, device):
+def test_a_backward_pass_through_counted_values_fails(device):
     weight = torch.ones(3, device=device, requires_grad=True)
     y = (weight * weight).sum()
     increment_versions([weight])
@@ -193,7 +171,7 @@ def test_a_backward_pass_through_counted_values_fails(way, device):
         y.backward()
 
 
-def test_a_tensor_of_inference_mode_counts_nothing(way):
+def test_a_tensor_of_inference_mode_counts_nothing():
     with torch.inference_mode():
         tensor = torch.ones(3)
     increment_versions([tensor])
@@ -201,7 +179,7 @@ def test_a_tensor_of_inference_mode_counts_nothing(way):
         versions_of([tensor])
 
 
-def test_what_is_no_tensor_raises(way):
+def test_what_is_no_tensor_raises():
     for ask in (pointers, tensor_facts, gradients_of, versions_of, increment_versions):
         with pytest.raises((TypeError, BufferError, RuntimeError, AttributeError)):
             ask([torch.zeros(2), 5])

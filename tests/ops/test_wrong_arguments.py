@@ -133,10 +133,6 @@ def transpose_packed(device) -> Call:
     return ZEROFP4.transpose_packed, [zerofp4.quantize(matrix(device)).rowwise_data]
 
 
-def average(device) -> Call:
-    return ZEROFP4.average, [matrix(device), torch.empty(SHAPE[1], device=device)]
-
-
 def product_values(device) -> Call:
     t = zerofp4.quantize(matrix(device))
     lists = [[each, each] for each in (t.rowwise_data, t.rowwise_scale, t.amax, BLOCK, 448)]
@@ -213,7 +209,6 @@ CALLS_THAT_ARE_RIGHT = (
     pad_scale,
     unpad_scales,
     transpose_packed,
-    average,
     product_values,
     scaled_product,
     add_scaled_product,

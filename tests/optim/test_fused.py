@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cases.cast import stages_of_plans
 from cases.fused import Alone
 from cases.optim import (
     Plain,
@@ -16,21 +17,17 @@ from cases.optim import (
     set_gradients,
 )
 
-from zerofp4.cast import StagedPlan
-from zerofp4.ops.stages import CastStages
+from zerofp4.cast import CastPlan
 from zerofp4.optim import FusedAdamW
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
 
 
 @pytest.fixture
-def amax_passes(monkeypatch):
-    """How many times plans have computed amaxes themselves."""
-    calls, begin_amax = [], CastStages.begin_amax
-    monkeypatch.setattr(
-        CastStages, "begin_amax", lambda stages, target: (calls.append(1), begin_amax(stages, target))
-    )
-    return calls
+def stages():
+    """The stages that plans run: begin_amax where they compute amaxes themselves."""
+    with stages_of_plans() as names:
+        yield names
 
 
 def take_step(parameters, optimizer, step, factor=1):
@@ -39,17 +36,17 @@ def take_step(parameters, optimizer, step, factor=1):
 
 
 @pytest.mark.parametrize(("optimizer_class", "passes"), [(FusedAdamW, 0), (Alone, 5)])
-def test_the_same_bytes_without_the_amax_pass(device, amax_passes, optimizer_class, passes):
+def test_the_same_bytes_without_the_amax_pass(device, stages, optimizer_class, passes):
     parameters, optimizer = built(device, optimizer_class, **DEFAULTS)
     plain = Plain(parameters, FusedAdamW, **DEFAULTS)
-    amax_passes.clear()
+    stages.clear()
     for step in range(5):
         gradients = make_gradients(parameters, step)
         set_gradients(parameters, [g if (i + step) % 4 else None for i, g in enumerate(gradients)])
         plain.step()
         optimizer.step()
         check(optimizer, plain, f"step {step}:")
-    assert len(amax_passes) == passes
+    assert stages.count("begin_amax") == passes
     assert optimizer.found_inf.item() == 0
 
 
@@ -58,7 +55,7 @@ def test_loaded_masters_are_not_cast_with_amaxes_left_before(device):
     parameters, optimizer = built(device, FusedAdamW, **DEFAULTS)
     take_step(parameters, optimizer, 0)
     state, masters = copy.deepcopy(optimizer.state_dict()), optimizer.gathered_masters()
-    with mock.patch.object(StagedPlan, "start_step", side_effect=RuntimeError("no step today")):
+    with mock.patch.object(CastPlan, "start_step", side_effect=RuntimeError("no step today")):
         with pytest.raises(RuntimeError, match="no step today"):
             take_step(parameters, optimizer, 1, factor=10)
     optimizer.load_state_dict(state)
@@ -77,10 +74,10 @@ class Multiplied(FusedAdamW):
         return loss
 
 
-def test_masters_written_after_the_update_are_not_cast_with_its_amaxes(device, amax_passes):
+def test_masters_written_after_the_update_are_not_cast_with_its_amaxes(device, stages):
     parameters, optimizer = built(device, Multiplied, **DEFAULTS)
-    amax_passes.clear()
+    stages.clear()
     for step in range(3):
         take_step(parameters, optimizer, step)
         assert_weights_follow(parameters, optimizer.gathered_masters())
-    assert len(amax_passes) == 3
+    assert stages.count("begin_amax") == 3

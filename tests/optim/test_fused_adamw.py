@@ -21,7 +21,6 @@ from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerofp4.ops import tensor_lists
 from zerofp4.optim import FusedAdamW, adamw
 
 # Below and above a row and a strip of the kernels, and their multiples.
@@ -175,8 +174,6 @@ def test_moved_parameters_and_replaced_state(device):
 @pytest.mark.parametrize("kind", [torch.Tensor.clone, torch.nn.Parameter])
 def test_a_step_like_the_last_one_lays_nothing_out(device, monkeypatch, kind):
     """Also where a parameter never gets a gradient. State that is taken away begins anew."""
-    if tensor_lists._native is None:
-        pytest.skip("without zerofp4._autograd every step looks at all state in Python")
     params = [kind(torch.randn(5, 64, device=device)) for _ in range(3)]
     optimizer = FusedAdamW(params, **OPTIONS)
     set_random_gradients(params[1:])

@@ -90,7 +90,7 @@ def test_what_a_graph_uses_outlives_an_offer(device):
     for _ in range(2):
         optimizer.offer_amaxes(plan)
         optimizer.step()
-        optimizer.offer_parts([(masters, plan.staged)])
+        optimizer.offer_parts([(masters, plan)])
         optimizer.step()
         collect_garbage()
         assert stage() is not None

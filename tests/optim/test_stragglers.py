@@ -54,7 +54,7 @@ class Chain:
                 between()
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "reduced vector", self.plan.staged.reduced
+        yield "reduced vector", self.plan.reduced
         for i, (master, weight, copy) in enumerate(zip(self.masters, self.weights, self.copies, strict=True)):
             yield f"master {i}", master
             yield f"gradient {i}", master.grad

@@ -113,12 +113,12 @@ def test_lists_of_plain_tensors(device):
 
 def test_what_a_stage_is_given_later(device):
     """Codes that are bound to a transpose."""
-    data = torch.zeros(16, 16, dtype=torch.uint8, device=device)
-    out = torch.zeros(32, 8, dtype=torch.uint8, device=device)
-    stage = ops.TransposeStage([(data, out)])
-    free(data)
+    record = make(device).record
+    stage = ops.PostStage(device)
+    stage.bind([record])
+    free(record.rowwise.data)
     with pytest.raises(RuntimeError, match=r"rowwise_data needs .* which has 0"):
-        stage.bind([(data, out)])
+        stage.bind([record])
 
 
 def test_memory_that_is_given_back_is_read_again(device):

@@ -5,11 +5,9 @@ from zerofp4.cast.gather import all_gather_nvfp4, post_all_gather_processing
 from zerofp4.cast.plan import CastPlan
 from zerofp4.cast.request import check_castable, number_groups
 from zerofp4.cast.scales import block_unit
-from zerofp4.cast.staged import StagedPlan
 
 __all__ = [
     "CastPlan",
-    "StagedPlan",
     "all_gather_nvfp4",
     "block_unit",
     "cast_master_weights_to_nvfp4",

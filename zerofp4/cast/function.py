@@ -1,29 +1,18 @@
 """cast_master_weights_to_nvfp4: a step of the CastPlan that belongs to the arguments of a call."""
 
-import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerofp4.cast.plan_cache import (
-    advance_versions,
-    attached,
-    find,
-    integers_fingerprint,
-    keep,
-    pin,
-    same_weights,
-    tensors_fingerprint,
-    weights_fingerprint,
-)
+from zerofp4.cast.plan import CastPlan
+from zerofp4.cast.plan_cache import Kept, PlanCache, advance_versions
 from zerofp4.cast.request import CastRequest, check_request
-from zerofp4.cast.staged import StagedPlan
-from zerofp4.distributed import GroupReference, OwnError, attempt, resolve_group
-from zerofp4.ops import Addresses, pointers
-from zerofp4.storage import NVFP4Storage
+from zerofp4.distributed import OwnError, attempt, resolve_group
+from zerofp4.ops import pointers
+from zerofp4.storage import weight_record
 
 
 def cast_master_weights_to_nvfp4(
@@ -56,126 +45,82 @@ def cast_master_weights_to_nvfp4(
     the caller's back, call post_all_gather_processing.
     """
     group = resolve_group(group)
-    arguments = (
-        model_weights,
-        master_weights,
-        start_offsets,
-        fsdp_shard_model_weights,
-        amax_groups,
-        on_nonfinite,
-        found_inf,
-        manual_post_all_gather_processing,
-    )
-    fingerprint = attempt(_fingerprint, *arguments)[0]
-    kept = attached(model_weights, "cast_plans")
-    found = find(kept, fingerprint, group)
-    if found is None:
-        request, error = attempt(check_request, *arguments)
-        found = _find_for(request, error, model_weights, kept, group)
-        found.take(request)
-        found.fingerprint = fingerprint
-    keep(kept, found)
-    found.step(model_weights, itertools.chain(master_weights, fsdp_shard_model_weights or ()))
+    cache = PlanCache("cast_plans", model_weights, group)
+    members = attempt(_members, amax_groups)[0]
+    tensors = [master_weights, fsdp_shard_model_weights or (), () if found_inf is None else [found_inf]]
+    options = (members, start_offsets, on_nonfinite, manual_post_all_gather_processing)
+    fingerprint = None if members is None else cache.fingerprint(tensors, *options)
+    kept = cache.find()
+    if kept is None or fingerprint is None or kept.fingerprint != fingerprint:
+        request, error = attempt(
+            check_request,
+            model_weights,
+            master_weights,
+            start_offsets,
+            fsdp_shard_model_weights,
+            amax_groups,
+            on_nonfinite,
+            found_inf,
+            manual_post_all_gather_processing,
+        )
+        kept = _fitting(kept, request, error, cache, group)
+        _take(kept, request)
+        kept.fingerprint = fingerprint
+    cache.keep(kept)
+    late = kept.plan.run(OwnError(), itertools.chain(master_weights, fsdp_shard_model_weights or ()))
+    if kept.plan.held_for_graphs:
+        cache.pin(kept)
+    advance_versions(model_weights)
+    late.raise_if_any()
 
 
-@dataclasses.dataclass(eq=False)
-class _KeptPlan:
-    """A plan that calls with the same weights, shards and options use. Between calls it has the addresses of
-    the last one's masters and shard buffers, and keeps them alive only for CUDA graphs.
-    """
-
-    plan: StagedPlan
-    taken: tuple[bytes | list[int], list[torch.dtype]] | None
-    """Addresses and dtypes of the tensors of the last call; None where the plan failed to take them."""
-    fingerprint: list | None = None
-    """Of the last call, where nothing is to be checked or taken anew if the next one has it too."""
-
-    @property
-    def group(self) -> GroupReference:
-        return self.plan.group
-
-    @property
-    def addresses(self) -> Addresses:
-        return self.plan.addresses
-
-    @property
-    def records(self) -> list[NVFP4Storage]:
-        return self.plan.records
-
-    def take(self, request: CastRequest) -> None:
-        """Make the tensors of a request that fits those of the next step. An error is every rank's."""
-        present = _places(request)
-        if present != self.taken:
-            self.fingerprint = self.taken = None  # until the addresses are those of a call
-            _, error = attempt(self.plan.adopt, request)
-            if error:
-                self.plan.run(error)
-            self.taken = present
-        self.plan.let_go()
-
-    def step(self, model_weights: Sequence[Any], borrowed: Iterable[torch.Tensor | None]) -> None:
-        late = self.plan.run(OwnError(), borrowed)
-        if self.plan.held_for_graphs:
-            pin(self)
-        advance_versions(model_weights)
-        late.raise_if_any()
+def _members(amax_groups: Sequence[Sequence[Any]] | None) -> list[list[int]]:
+    """By the identity of their records, which the plan keeps alive."""
+    return [[id(weight_record(weight)) for weight in members] for members in amax_groups or ()]
 
 
-def _find_for(
+def _fitting(
+    kept: Kept | None,
     request: CastRequest | None,
     error: OwnError,
-    model_weights: Sequence[Any],
-    kept: list[_KeptPlan],
+    cache: PlanCache,
     group: dist.ProcessGroup | None,
-) -> _KeptPlan:
-    """The plan of these weights that a checked request fits, else a new one, where all ranks come with a
-    request that fits none.
+) -> Kept:
+    """The plan of these weights, if there is one and the checked request fits it; else a new one, where all
+    ranks come with a request that fits none.
 
     Raises the error on this rank and, because it joins the step of the others, RuntimeError on them.
     """
-    for candidate in reversed(kept):
-        if candidate.group.refers_to(group) and same_weights(model_weights, candidate.records):
-            if error:
-                candidate.plan.run(error)
-            if candidate.plan.fits(request):
-                return candidate
-            if not candidate.plan.decline():
-                raise ValueError(
-                    "start_offsets, lengths of master_weights, amax_groups or on_nonfinite are not those of "
-                    "the last call with these weights, and another rank's are: they change on all ranks or "
-                    "on none"
-                )
-            kept.remove(candidate)
-            break
-    return _KeptPlan(StagedPlan(request, error, group), _places(request))
+    if kept is not None:
+        if error:
+            kept.plan.run(error)
+        if kept.plan.fits(request):
+            return kept
+        if not kept.plan.decline():
+            raise ValueError(
+                "start_offsets, lengths of master_weights, amax_groups or on_nonfinite are not those of the "
+                "last call with these weights, and another rank's are: they change on all ranks or on none"
+            )
+        cache.drop()
+    plan = CastPlan.of(request, error, group)
+    return Kept(plan, plan.records, plan.group, _places(request))
+
+
+def _take(kept: Kept, request: CastRequest) -> None:
+    """Make the tensors of a request that fits those of the next step. Between calls the plan has their
+    addresses, and keeps them alive only for CUDA graphs. An error is every rank's.
+    """
+    places = _places(request)
+    if places != kept.taken:
+        kept.fingerprint = kept.taken = None  # until the addresses are those of a call
+        _, error = attempt(kept.plan.adopt, request)
+        if error:
+            kept.plan.run(error)
+        kept.taken = places
+    kept.plan.let_go()
 
 
 def _places(request: CastRequest) -> tuple[bytes, list[torch.dtype]]:
     buffers = [buffer for record in request.records for _, buffer in record.buffers()]
     tensors = [*request.shard_tensors().values(), *buffers]
     return pointers(tensors), [tensor.dtype for tensor in tensors]
-
-
-def _fingerprint(
-    model_weights, master_weights, start_offsets, shard_codes, amax_groups, on_nonfinite, found_inf, manual
-) -> list | None:
-    """What check_request and the addresses of a plan depend on; None for arguments that must be checked."""
-    if manual is not True or type(on_nonfinite) is not str:
-        return None
-    parts = [
-        weights_fingerprint(model_weights),
-        tensors_fingerprint(master_weights),
-        integers_fingerprint(start_offsets),
-        () if shard_codes is None else tensors_fingerprint(shard_codes),
-        () if amax_groups is None else _groups_fingerprint(amax_groups),
-        () if found_inf is None else tensors_fingerprint([found_inf]),
-        on_nonfinite,
-    ]
-    return None if None in parts else parts
-
-
-def _groups_fingerprint(amax_groups) -> list | None:
-    if type(amax_groups) not in (list, tuple) or not {list, tuple}.issuperset(map(type, amax_groups)):
-        return None
-    members = weights_fingerprint(list(itertools.chain.from_iterable(amax_groups)))
-    return None if members is None else [members, list(map(len, amax_groups))]

@@ -1,6 +1,5 @@
 """Gathering packed codes from arbitrary shards, and what has to be done once they are there."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,56 +7,14 @@ import torch
 import torch.distributed as dist
 
 from zerofp4 import distributed
-from zerofp4.cast.plan_cache import (
-    advance_versions,
-    attached,
-    find,
-    integers_fingerprint,
-    keep,
-    pin,
-    same_weights,
-    weights_addresses,
-    weights_fingerprint,
-)
+from zerofp4.cast.plan_cache import Kept, PlanCache, advance_versions
 from zerofp4.cast.request import check_lists, check_shard, check_weights, weight_name
 from zerofp4.cast.scales import gathered_buffers, gathered_shards
 from zerofp4.cast.signature import check_same_weights, describe
 from zerofp4.distributed import GroupReference, OwnError, PackedGather, attempt
-from zerofp4.ops import (
-    GATHER_OTHER,
-    GATHER_PRESENT,
-    Addresses,
-    PostStage,
-    target_of,
-)
+from zerofp4.ops import GATHER_OTHER, GATHER_PRESENT, PostStage, target_of
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage
-
-
-@dataclasses.dataclass
-class _GatherPlan:
-    """What all_gather_nvfp4 keeps with the first weight of a list."""
-
-    records: list[NVFP4Storage]
-    shards: list[Shard]
-    gather: PackedGather
-    addresses: Addresses
-    fingerprint: list | None = None
-
-    @property
-    def group(self) -> GroupReference:
-        return self.gather.group
-
-
-@dataclasses.dataclass
-class _PostPlan:
-    """What post_all_gather_processing keeps with the first weight of a list."""
-
-    records: list[NVFP4Storage]
-    stage: PostStage
-    addresses: Addresses
-    fingerprint: list | None = None
-    group: GroupReference = dataclasses.field(default_factory=lambda: GroupReference(None))
 
 
 def all_gather_nvfp4(
@@ -78,43 +35,33 @@ def all_gather_nvfp4(
     shards. An error on one rank in a later call raises RuntimeError on the others, and none changes a weight.
     """
     group = distributed.resolve_group(group)
-    fingerprint = attempt(_fingerprint, model_weights, start_offsets, shard_numels)[0]
-    plans = attached(model_weights, "gather_plans")
-    plan = find(plans, fingerprint, group)
-    if plan is not None:
-        plan.gather.run()
-    else:
+    cache = PlanCache("gather_plans", model_weights, group)
+    fingerprint = cache.fingerprint([], start_offsets, shard_numels)
+    kept = cache.find()
+    if kept is None or fingerprint is None or kept.fingerprint != fingerprint:
         parsed, error = attempt(_check_gather, model_weights, start_offsets, shard_numels)
-        plan = _gather_checked(model_weights, parsed, error, plans, group)
-        plan.fingerprint = fingerprint
+        kept = _gather_checked(kept, parsed, error, cache, group)
+        kept.fingerprint = fingerprint
+    else:
+        kept.plan.run()
     advance_versions(model_weights)
-    keep(plans, plan)
-
-
-def _fingerprint(model_weights, start_offsets, shard_numels) -> list | None:
-    """What _check_gather and the addresses of a plan depend on; None for arguments that must be checked."""
-    integers = [integers_fingerprint(start_offsets), integers_fingerprint(shard_numels)]
-    parts = [weights_fingerprint(model_weights), *integers]
-    return None if None in parts else parts
+    cache.keep(kept)
 
 
 def _gather_checked(
-    model_weights, parsed, error: OwnError, plans: list, group: dist.ProcessGroup | None
-) -> _GatherPlan:
-    """Gather what _check_gather made of the arguments; returns the plan, an old one or a new one."""
-    for plan in reversed(plans):
-        if plan.group.refers_to(group) and same_weights(model_weights, plan.records):
-            fits = not error and parsed[1] == plan.shards
-            if not error:  # else there may be no codes to gather
-                plan.gather.bind_if_moved(gathered_buffers(plan.records))
-                plan.addresses = weights_addresses(plan.records)
-            if plan.gather.run(GATHER_PRESENT if fits else GATHER_OTHER, error):
-                return plan
-            plans.remove(plan)  # every rank came with other shards
-            break
-    plan = _build_gather(parsed, error, group)
-    plan.gather.run()
-    return plan
+    kept: Kept | None, parsed, error: OwnError, cache: PlanCache, group: dist.ProcessGroup | None
+) -> Kept:
+    """Gather what _check_gather made of the arguments; returns the plan, the old one or a new one."""
+    if kept is not None:
+        fits = not error and parsed[1] == kept.taken
+        if not error:  # else there may be no codes to gather
+            kept.plan.bind_if_moved(gathered_buffers(kept.records))
+        if kept.plan.run(GATHER_PRESENT if fits else GATHER_OTHER, error):
+            return kept
+        cache.drop()  # every rank came with other shards
+    kept = _build_gather(parsed, error, group)
+    kept.plan.run()
+    return kept
 
 
 def _check_gather(model_weights, start_offsets, shard_numels) -> tuple[list[NVFP4Storage], list[Shard]]:
@@ -132,7 +79,7 @@ def _check_gather(model_weights, start_offsets, shard_numels) -> tuple[list[NVFP
     return records, shards
 
 
-def _build_gather(parsed, error: OwnError, group: dist.ProcessGroup | None) -> _GatherPlan:
+def _build_gather(parsed, error: OwnError, group: dist.ProcessGroup | None) -> Kept:
     if not error and parsed[0]:
         # What this rank cannot run must be known to all before any waits for the others.
         _, error = attempt(target_of, parsed[0][0].device)
@@ -145,7 +92,7 @@ def _build_gather(parsed, error: OwnError, group: dist.ProcessGroup | None) -> _
     device = records[0].device if records else torch.device("cpu")
     parts = [gathered_shards(records, of_rank) for of_rank in rank_shards]
     gather = PackedGather(gathered_buffers(records), parts, group, device)
-    return _GatherPlan(records, shards, gather, weights_addresses(records))
+    return Kept(gather, records, gather.group, shards)
 
 
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
@@ -159,21 +106,19 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
 
     Raises TypeError or ValueError for anything but a list of distinct weights on one device that can be cast.
     """
-    fingerprint = attempt(weights_fingerprint, model_weights)[0]
-    plans = attached(model_weights, "post_plans")
-    plan = find(plans, fingerprint, None)
-    if plan is None:
+    cache = PlanCache("post_plans", model_weights, None)
+    fingerprint = cache.fingerprint([])
+    kept = cache.find()
+    if kept is None or fingerprint is None or kept.fingerprint != fingerprint:
         check_lists(model_weights=model_weights)
         records = check_weights(model_weights)
-        plan = next((p for p in plans if same_weights(model_weights, p.records)), None)
-        if plan is None:
-            plan = _PostPlan(records, PostStage(records), weights_addresses(records))
-        else:
-            plan.stage.bind(records)
-            plan.addresses = weights_addresses(records)
-        plan.fingerprint = fingerprint
-    plan.stage.run()
-    if plan.stage.was_captured:
-        pin(plan)
+        if kept is None:
+            device = records[0].device if records else torch.device("cpu")
+            kept = Kept(PostStage(device), records, GroupReference(None))
+        kept.plan.bind(records)
+        kept.fingerprint = fingerprint
+    kept.plan.run()
+    if kept.plan.was_captured:
+        cache.pin(kept)
     advance_versions(model_weights)
-    keep(plans, plan)
+    cache.keep(kept)

@@ -1,15 +1,47 @@
 """CastPlan: casting sharded master weights to NVFP4, step after step."""
 
-from collections.abc import Sequence
+import enum
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerofp4 import distributed
-from zerofp4.cast.request import check_request
-from zerofp4.cast.staged import StagedPlan
-from zerofp4.distributed import OwnError, attempt
+from zerofp4.cast.reduced_vector import ReducedVector
+from zerofp4.cast.request import CastRequest, check_refresh, check_request, matrix_name
+from zerofp4.cast.scales import gathered_buffers, gathered_shards, travelling_scales, travelling_shards
+from zerofp4.cast.signature import Signature, check_agreement, plan_hash, signature_of
+from zerofp4.cast.status import PEER_MESSAGE, StepStatus
+from zerofp4.distributed import GroupReference, OwnError, PackedGather, Pending, attempt
+from zerofp4.ops import (
+    Addresses,
+    GatherHeader,
+    MasterPiece,
+    NativePlan,
+    PostStage,
+    increment_versions,
+    is_capturing,
+    load_cast,
+    target_of,
+)
+from zerofp4.shard import Shard
+from zerofp4.storage import NVFP4Storage
+
+REDUCTION = "reducing the amaxes of a cast"
+"""The stage of a step's one collective."""
+
+_built: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many plans this rank has begun to build in a group."""
+
+
+class Amaxes(enum.Enum):
+    """State of the amaxes in the reduced vector. BEGUN: begin_update() was called. LEFT: computed, valid for
+    the next step. CAPTURED: computed inside a CUDA graph, valid only for a step captured in the same graph.
+    """
+
+    NONE, BEGUN, LEFT, CAPTURED = range(4)
 
 
 class CastPlan:
@@ -61,17 +93,77 @@ class CastPlan:
     ):
         group = distributed.resolve_group(group)
         options = (fsdp_shard_model_weights, amax_groups, on_nonfinite, found_inf)
-        request, error = attempt(check_request, model_weights, master_weights, start_offsets, *options)
-        # For the engine, which queues other work between the stages of a step, and for FusedAdamW.
-        self.staged = StagedPlan(request, error, group)
+        self._build(*attempt(check_request, model_weights, master_weights, start_offsets, *options), group)
 
-    def __repr__(self) -> str:
-        return f"CastPlan({self.staged.summary()})"
+    @classmethod
+    def of(cls, request: CastRequest | None, error: OwnError, group: dist.ProcessGroup | None) -> "CastPlan":
+        """A plan of what attempt(check_request, ...) returned, in a group or a world of one."""
+        plan = cls.__new__(cls)
+        plan._build(request, error, group)
+        return plan
+
+    def _build(self, request: CastRequest | None, error: OwnError, group: dist.ProcessGroup | None) -> None:
+        """An error on any rank is raised on all of them."""
+        if not error:
+            # What this rank cannot run must be known to all before any waits for the others.
+            _, error = attempt(target_of, request.device)
+        number = 0
+        if group is not None:
+            _built[group] = number = _built.get(group, 0) + 1
+        signature = request and tuple(signature_of(request, number))
+        gathered = distributed.exchange(signature, error, group, "building a CastPlan")
+        signatures = [Signature(*signature) for signature in gathered]
+        check_agreement(signatures)
+
+        self.group = GroupReference(group)
+        self._request, self._device = request, request.device
+        self._sharded = len(signatures) > 1
+        self._names = [name for name, *_ in signatures[0].weights]
+        self._rank_shards = [[Shard(*shard) for shard in signature.shards] for signature in signatures]
+        for i, name in enumerate(self._names):
+            distributed.check_disjoint(name, [of_rank[i] for of_rank in self._rank_shards])
+        self._into_weights = all(signature.into_weights for signature in signatures)
+        """Whether every rank's codes go to the weights, and not to fsdp_shard_model_weights."""
+        self._vector = ReducedVector(request.records, request.amax_groups, self._rank_shards, request.device)
+        self.reduced = self.wire = self._vector.words
+        """What a step reduces by maximum over the ranks, float32; and what travels of it, the same values."""
+        if self._sharded and {record.dtype for record in request.records} == {torch.bfloat16}:
+            # Masters are rounded to the weights' dtype before anything else, so that an amax is a bfloat16
+            # value, or +inf, and the header has bytes: nothing is rounded on the way.
+            self.wire = torch.zeros_like(self.reduced, dtype=torch.bfloat16)
+        self._amaxes = Amaxes.NONE
+        self._travelling: Pending | None = None
+        """The reduction that start_step() began."""
+        self._own_found_inf = torch.zeros(1, dtype=torch.float32, device=request.device)
+        self._status = StepStatus(request.device)
+        self._hash = plan_hash(signatures)
+        self._stages, self._post = NativePlan(request.device), PostStage(request.device)
+        self._gather: PackedGather | None = None
+        """Made by the first all_gather()."""
+        self._scale_gather: PackedGather | None = None
+        """Made by stage_scales()."""
+        self._take_addresses()
+        self._stages.run("begin", False)  # a gather before the first step finds nothing wrong with it
+
+    @property
+    def records(self) -> list[NVFP4Storage]:
+        return self._request.records
 
     @property
     def found_inf(self) -> torch.Tensor:
         """float32 [1], 1 once a step has skipped something."""
-        return self.staged.found_inf
+        given = self._request.found_inf
+        return self._own_found_inf if given is None else given
+
+    def __repr__(self) -> str:
+        records, request = self.records, self._request
+        elements = sum(record.shape.numel() for record in records)
+        own = sum(shard.numel for shard in request.shards)
+        return (
+            f"CastPlan(weights={len(records)}, elements={elements}, on_this_rank={own}, "
+            f"ranks={len(self._rank_shards)}, amax_groups={len(set(request.amax_groups))}, "
+            f"device={str(self._device)!r}, on_nonfinite={request.on_nonfinite!r})"
+        )
 
     def step(self) -> None:
         """Amax (unless an update left it), one MAX all-reduce, scales, codes. Every rank of the group must
@@ -90,7 +182,7 @@ class CastPlan:
         so that no rank writes; the others raise RuntimeError as soon as they hear of it: on the CPU in
         this call, on a GPU in check() or in a later step(), which then has done its own work.
         """
-        self.staged.run(OwnError(self.staged.find_moved(every=False))).raise_if_any()
+        self.run(OwnError(self.find_moved(every=False))).raise_if_any()
 
     def all_gather(self) -> None:
         """Give every rank the codes of all shards. Collective; only queues work on a GPU.
@@ -102,7 +194,13 @@ class CastPlan:
         Raises ValueError if an element is owned by no rank, or if codes went to fsdp_shard_model_weights,
         which are the caller's to gather.
         """
-        self.staged.all_gather()
+        every = self._gather is None  # it takes addresses of its own
+        if self._gather is None:
+            self._gather = self._build_gather()
+        capturing = self._sharded and is_capturing(self._device)
+        self._gather.queue(OwnError(self.find_moved(every=every or capturing)))
+        if self._sharded and not capturing:
+            self._status.queued()
 
     def post(self) -> None:
         """Columnwise data of every weight that has some, from its rowwise data, in one launch; with it the
@@ -112,8 +210,8 @@ class CastPlan:
         values fails. (Not in the replay of a CUDA graph.) Raises RuntimeError if any weight, master or shard
         buffer has moved; what other ranks found wrong is raised by check() or a later step().
         """
-        OwnError(self.staged.find_moved()).raise_if_any()
-        self.staged.complete()
+        OwnError(self.find_moved()).raise_if_any()
+        self.complete()
 
     def check(self) -> None:
         """Wait for the last step or gather and raise RuntimeError if a rank kept all from writing, or if any
@@ -122,7 +220,8 @@ class CastPlan:
         Does not wait while a CUDA graph is being captured, nor for the replay of one, which leaves no mark to
         wait for: synchronize with the replay first, then its errors are raised here.
         """
-        self.staged.check()
+        self._status.wait()
+        OwnError(self.find_moved()).raise_if_any()
 
     def refresh(self, master_weights: Sequence[torch.Tensor | None] | None = None) -> None:
         """Take the addresses of weights, masters and shard buffers anew, after any of them moved. Amaxes left
@@ -134,4 +233,297 @@ class CastPlan:
         Raises TypeError or ValueError for what the plan could not have been built with, or when a weight has
         another shape, dtype or device than it was built for, or a master another length.
         """
-        self.staged.refresh(master_weights)
+        before = self._request.masters
+        if master_weights is not None:
+            owned = zip(master_weights, self._request.shards, strict=True)
+            self._request.masters = [master if shard.numel else None for master, shard in owned]
+        try:
+            check_refresh(self._request, self._names)
+        except Exception:
+            self._request.masters = before
+            raise
+        self._amaxes = Amaxes.NONE
+        self._take_addresses()
+
+    # The stages of a step, for whoever queues other work between them: the engine, FSDP2, FusedAdamW. First
+    # amaxes that an optimizer leaves.
+
+    def master_pieces(self) -> list[MasterPiece]:
+        """What this rank owns, one piece per matrix, for an optimizer that leaves amaxes in `reduced`. The
+        pieces of the experts of a weight follow one another, and lie one behind the other in its master.
+
+        Raises ValueError for a weight with blocks that boundaries of shards cut: no optimizer leaves their
+        amaxes.
+        """
+        for name, cut in zip(self._names, self._vector.cut, strict=True):
+            if cut:
+                raise ValueError(
+                    f"{name} has {len(cut)} blocks of 1x16 that shards cut: an optimizer leaves amaxes where "
+                    "shards begin and end between blocks"
+                )
+        items = self._vector.items(self._request)
+        return [item.piece for item in items if item.piece.shard.numel]
+
+    def begin_update(self) -> None:
+        """Clear `reduced` and write its header: the amaxes of every piece of master_pieces() may go in now.
+
+        Amaxes that were left before are taken back. Queued on the current stream.
+        """
+        self._settle()
+        self._stages.run("begin", False)
+        self._amaxes = Amaxes.BEGUN
+
+    def end_update(self) -> None:
+        """Mark the amaxes in `reduced` as valid for the next step(), which then does not compute them.
+        begin_update(), refresh() and a step in which this rank cannot take part invalidate them.
+
+        Masters must not be written between here and step(), whose codes would not belong to its scales. Of an
+        update and a step only one of which is captured in a CUDA graph the step computes amaxes itself.
+        Raises RuntimeError without a begin_update() since the last step.
+        """
+        if self._amaxes is Amaxes.NONE:
+            raise RuntimeError("end_update() without begin_update() since the last step or refresh()")
+        self._amaxes = self._left()
+
+    def _left(self) -> Amaxes:
+        return Amaxes.CAPTURED if is_capturing(self._device) else Amaxes.LEFT
+
+    def run(self, error: OwnError, borrowed: Iterable[torch.Tensor | None] = ()) -> OwnError:
+        """A step of a rank whose error, if it has found one, is raised once it has joined the others.
+
+        borrowed: what the step uses and the plan does not hold. Returns what is now known to have gone
+        wrong in an earlier step.
+        """
+        late = self._take_part(error, borrowed)
+        self._reduce()
+        self._write()
+        return late
+
+    def start_step(self) -> RuntimeError | None:
+        """The first half of step(): its reduction is on its way, and other work may be queued beside it.
+        finish_step() is the other half. Every rank must begin its collectives in the same order.
+
+        Raises as step() does, and then there is nothing to finish; returns what is now known to have gone
+        wrong in an earlier step.
+        """
+        late = self._take_part(OwnError(self.find_moved(every=False)), ())
+        if self._sharded:
+            self._pack()
+            self._travelling = distributed.start_reduce_max(self.wire, self.group(), REDUCTION)
+        return late.take()
+
+    def finish_step(self, halfway: tuple[int, int, Callable[[], object]] | None = None) -> None:
+        """What is queued after it on the current stream finds the scales and this rank's codes.
+
+        halfway: the position of a weight, one of its rows (a stack [E, N, K] has E * N) or their number, and
+        what to call where the codes of the weights before it are queued, and of its rows before that one.
+        """
+        self._settle()
+        self._write(halfway)
+
+    def _settle(self) -> None:
+        """Wait for a reduction that was begun: where a step was left between its halves, too, nothing may be
+        written where one may still arrive.
+        """
+        travelling, self._travelling = self._travelling, None
+        if travelling is not None:
+            distributed.in_phase("amaxes", travelling.wait)()
+            self._unpack()
+
+    def _take_part(self, error: OwnError, borrowed: Iterable[torch.Tensor | None]) -> OwnError:
+        """Have this rank's amaxes in the vector, or raise the error once the others have heard of it."""
+        self._settle()
+        late = OwnError(self._status.take())
+        if late:
+            message = f"an earlier call had no effect: {late.take()}. This step took place"
+            late = OwnError(RuntimeError(message))
+        capturing = is_capturing(self._device)
+        if capturing and not error:
+            error = OwnError(self.find_moved())
+        if error:
+            self.abstain()
+            error.raise_if_any(late.take())
+        if self._request.on_nonfinite == "raise" and capturing:
+            raise RuntimeError("on_nonfinite='raise' waits for the step, which a CUDA graph cannot capture")
+        if capturing:
+            self._hold(borrowed)
+        if self._amaxes is not (Amaxes.CAPTURED if capturing else Amaxes.LEFT):
+            self._stages.run("begin_amax")
+        self._amaxes = Amaxes.NONE
+        return late
+
+    def _write(self, halfway: tuple[int, int, Callable[[], object]] | None = None) -> None:
+        """Scales and codes, from the reduced vector."""
+        if halfway is None:
+            self._stages.run("scale_cast")
+        else:
+            position, row, between = halfway
+            matrix = sum(record.experts or 1 for record in self.records[:position])
+            if row and self.records[position].experts is not None:
+                more, row = divmod(row, self.records[position].matrix[0])
+                matrix += more
+            self._stages.run("scale")
+            self._stages.run("cast_before", matrix, row)
+            between()
+            self._stages.run("cast_from", matrix, row)
+        if self._scale_gather is not None:
+            self._scale_gather.pack()
+        if not is_capturing(self._device):
+            self._status.queued()
+        if self._request.on_nonfinite == "raise":
+            self._status.wait()
+            self._raise_nonfinite()
+
+    @property
+    def held_for_graphs(self) -> bool:
+        """Whether a CUDA graph that was captured uses the plan."""
+        return bool(self._stages.captured)
+
+    def _hold(self, borrowed: Iterable[torch.Tensor | None]) -> None:
+        """Keep alive what the graph that is being captured will use."""
+        buffers = [buffer for record in self.records for _, buffer in record.buffers()]
+        tensors = self._request.shard_tensors().values()
+        self._stages.hold([*buffers, *tensors, self.found_inf, *borrowed])
+
+    def _reduce(self) -> None:
+        if self._sharded:
+            self._pack()
+            distributed.reduce_max(self.wire, self.group(), REDUCTION)
+            self._unpack()
+
+    def _pack(self) -> None:
+        if self.wire is not self.reduced:
+            self.wire.copy_(self.reduced)
+
+    def _unpack(self) -> None:
+        if self.wire is not self.reduced:
+            self.reduced.copy_(self.wire)
+
+    def abstain(self) -> None:
+        """In place of step(), of a rank that cannot take part and raises the reason itself: joins the
+        reduction, flagged, so that no rank writes. Collective.
+        """
+        self._settle()
+        self._amaxes = Amaxes.NONE
+        self._stages.run("begin", True)
+        self._reduce()
+
+    def _raise_nonfinite(self) -> None:
+        if not self._vector.has_nonfinite():
+            return
+        records = self._request.records
+        bad = [matrix_name(i, records[i], e) for i, e in self._vector.nonfinite_matrices()]
+        # The others were written, and post() may never come.
+        increment_versions(self._request.versioned)
+        raise FloatingPointError(
+            f"master weights with NaN or Inf (after rounding to the weight's dtype): {', '.join(bad)}; "
+            "these weights and their amax groups were not changed"
+        )
+
+    def decline(self) -> bool:
+        """Join the reduction of a step of the other ranks, so that no rank writes, because this rank has
+        other shards or options. Whether all ranks declined. Raises RuntimeError where a rank has an
+        error.
+        """
+        self._stages.run("begin", True)
+        self._vector.decline()
+        self._reduce()
+        declined = self._vector.declined()
+        if declined is None:
+            raise RuntimeError(PEER_MESSAGE)
+        return declined
+
+    # After a step
+
+    def _build_gather(self) -> PackedGather:
+        """Raises ValueError, the same on every rank, where not all codes are gathered from the ranks."""
+        if not self._into_weights:
+            raise ValueError("the codes of some ranks are in fsdp_shard_model_weights: gather those")
+        numels = [record.shape.numel() for record in self.records]
+        distributed.check_ownership(self._names, numels, self._rank_shards)
+        header = GatherHeader(self.reduced, self._hash, self._status.word)
+        shards = [gathered_shards(self.records, of_rank) for of_rank in self._rank_shards]
+        return PackedGather(
+            gathered_buffers(self.records), shards, self.group(), self._request.device, header
+        )
+
+    def stage_scales(self, zeros: Callable[..., torch.Tensor]) -> torch.Tensor | None:
+        """For a caller that gathers the codes itself: uint8 [ranks, bytes], where from now on a step leaves
+        this rank's scales that travel, and derive_columns() finds those of all. None where none do.
+
+        zeros: makes it, from a shape and dtype.
+        """
+        travel = any(record.scales_travel for record in self.records)
+        if not travel or not self._sharded:
+            return None
+        shards = [travelling_shards(self.records, of_rank) for of_rank in self._rank_shards]
+        scales = travelling_scales(self.records)
+        self._scale_gather = PackedGather(scales, shards, self.group(), self._device, zeros=zeros)
+        return self._scale_gather.staging
+
+    def complete(self) -> None:
+        """CastPlan.post() of a caller that has looked at all addresses before the step, and saw nobody since
+        who could have moved anything.
+        """
+        self.derive_columns()
+        self.note_written()
+
+    def derive_columns(self) -> None:
+        """The first half of complete(): what is queued, for which others need not wait here."""
+        if self._scale_gather is not None:
+            self._scale_gather.unpack()
+        self._post.run()
+
+    def note_written(self) -> None:
+        """The other half: a backward pass through the old values fails from now on."""
+        increment_versions(self._request.versioned)
+
+    # Addresses
+
+    def _take_addresses(self) -> None:
+        items, options = self._vector.items(self._request), {"hash": self._hash, "status": self._status.word}
+        load_cast(self._stages, items, self.reduced, found_inf=self.found_inf, **options)
+        self._post.bind(self.records)
+        if self._gather is not None:
+            self._gather.bind(gathered_buffers(self.records))
+        if self._scale_gather is not None:
+            self._scale_gather.bind(travelling_scales(self.records))
+        self.addresses = self._present_addresses()
+
+    def _present_addresses(self, *, hold: bool = True) -> Addresses:
+        request = self._request
+        weights = dict(zip(self._names, request.weights, strict=True))
+        return Addresses(weights, request.shard_tensors(), hold=hold)
+
+    def find_moved(self, *, every: bool = True) -> RuntimeError | None:
+        """An error for the first weight, master or buffer that has moved since the plan took its address;
+        without `every` as far as a step looks.
+        """
+        return self.addresses.find_moved() if every else self.addresses.glance()
+
+    # For a function that finds its plan: the same weights and shards at every call, tensors of each
+    # call's own
+
+    def fits(self, request: CastRequest) -> bool:
+        """Whether a request for this plan's weights differs in nothing but where tensors are."""
+        mine = self._request
+        return (
+            request.shards == mine.shards
+            and request.amax_groups == mine.amax_groups
+            and request.on_nonfinite == mine.on_nonfinite
+        )
+
+    def adopt(self, request: CastRequest) -> None:
+        """Take the addresses of a request that fits. Not collective. Nothing has changed when it raises."""
+        before, self._request = self._request, request
+        try:
+            self._take_addresses()
+        except Exception:
+            self._request = before
+            raise
+
+    def let_go(self) -> None:
+        """Keep no master and no shard buffer, only their addresses."""
+        request = self._request
+        request.masters, request.shard_codes = [None] * len(request.records), None
+        self.addresses = self._present_addresses(hold=False)

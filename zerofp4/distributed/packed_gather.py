@@ -16,8 +16,9 @@ from zerofp4.ops import (
     GATHER_VECTOR,
     GatherHeader,
     GatherRun,
-    GatherStages,
+    NativePlan,
     addresses_of,
+    load_gather,
 )
 from zerofp4.shard import Shard, byte_range, find_gap, find_overlap
 
@@ -57,7 +58,8 @@ class PackedGather:
         self.staging = zeros(shape, dtype=torch.uint8)
         self._states = self.staging.view(torch.int32)[:, 0]
         self._low = self._find_low_codes()
-        self._stages = GatherStages(self.staging, self.rank, header) if self.size > 1 else None
+        self._header = header
+        self._stages = NativePlan(device) if self.size > 1 else None
         self.bind(buffers)
 
     def _address(self, rank: int, i: int) -> int:
@@ -95,7 +97,8 @@ class PackedGather:
                 for i, (first, last) in enumerate(map(byte_range, self._shards[self.rank]))
                 if last > first
             ]
-            self._stages.bind(own, self._received(pointers), buffers)
+            received = self._received(pointers)
+            load_gather(self._stages, self.staging, self.rank, self._header, own, received, buffers)
         self._pointers = pointers
 
     def _received(self, pointers: Sequence[int]) -> list[GatherRun]:
@@ -113,12 +116,12 @@ class PackedGather:
     def pack(self) -> None:
         """This rank's shards into its slot of the staging buffer."""
         if self._stages is not None:
-            self._stages.pack(self._stages.target(), GATHER_PRESENT)
+            self._stages.run("pack", GATHER_PRESENT)
 
     def unpack(self) -> None:
         """The other ranks' shards out of their slots."""
         if self._stages is not None:
-            self._stages.unpack(self._stages.target())
+            self._stages.run("unpack")
 
     def queue(self, error: OwnError) -> None:
         """Gather, without waiting for the device. Every rank of the group must call it.
@@ -127,10 +130,9 @@ class PackedGather:
         changes a weight, and the others find that in the header's status.
         """
         if self._stages is not None:
-            target = self._stages.target()
-            self._exchange(target, GATHER_FAILED if error else GATHER_PRESENT)
+            self._exchange(GATHER_FAILED if error else GATHER_PRESENT)
             if not error:
-                self._stages.unpack(target)
+                self.unpack()
         error.raise_if_any()
 
     def run(self, state: int = GATHER_PRESENT, error: OwnError | None = None) -> bool:
@@ -143,8 +145,7 @@ class PackedGather:
         state = GATHER_FAILED if error else state
         states = [state]
         if self._stages is not None:
-            target = self._stages.target()
-            self._exchange(target, state)
+            self._exchange(state)
         if error:
             raise error.take()
         if self._stages is not None:
@@ -156,12 +157,12 @@ class PackedGather:
                 f"rank {states.index(GATHER_OTHER)} owns other shards than before, rank "
                 f"{states.index(GATHER_PRESENT)} the same; no rank changed a weight"
             )
-        if self._stages is not None and state == GATHER_PRESENT:
-            self._stages.unpack(target)
+        if state == GATHER_PRESENT:
+            self.unpack()
         return state == GATHER_PRESENT
 
-    def _exchange(self, target, state: int) -> None:
-        self._stages.pack(target, state)
+    def _exchange(self, state: int) -> None:
+        self._stages.run("pack", state)
         all_gather_slices(self.staging.view(-1), self.group(), stage="gathering codes")
 
 

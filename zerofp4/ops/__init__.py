@@ -1,14 +1,12 @@
 """The native extension behind torch.library operators and plan stages: nothing else imports zerofp4._C.
 
-device.py says where a call runs and what a plan keeps there, addresses.py whether storage has moved,
-tensor_lists.py what a step asks of hundreds of tensors.
-stages.py and gather.py have the stages of plans, the other files one operator on given tensors each: schema,
-fake and backends.
+device.py says where a call runs and what a plan keeps there, tensor_lists.py what a step asks of hundreds of
+tensors, and whether storage has moved. stages.py has the stages of plans, optimizer.py the launches of an
+optimizer step, the other files one operator on given tensors each: schema, fake and backends.
 """
 
 from zerofp4.ops import extension  # noqa: F401, I001 (first: it says why there is no extension)
 from zerofp4.ops import layouts, mxfp8, transpose  # noqa: F401 (they register operators)
-from zerofp4.ops.addresses import Addresses
 from zerofp4.ops.autograd import (
     compile_on_first_use,
     extension_file,
@@ -16,7 +14,6 @@ from zerofp4.ops.autograd import (
     use_native_linear,
     why_python_autograd,
 )
-from zerofp4.ops.average import SQUARES, average, norm_of_squares
 from zerofp4.ops.build import build_info
 from zerofp4.ops.dequantize import (
     neutral_amax,
@@ -26,33 +23,36 @@ from zerofp4.ops.dequantize import (
     write_values,
 )
 from zerofp4.ops.device import (
+    NativePlan,
     check_cuda,
     current_stream,
     has_fp4_tensor_cores,
     is_capturing,
     target_of,
 )
-from zerofp4.ops.gather import (
-    GATHER_FAILED,
-    GATHER_OTHER,
-    GATHER_PRESENT,
-    GATHER_REFUSED,
-    GATHER_VECTOR,
-    GATHER_WITHOUT_STEP,
-    STATUS_RANK_SHIFT,
-    GatherHeader,
-    GatherRun,
-    GatherStages,
-)
 from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.grouped_values import grouped_values
 from zerofp4.ops.hardware import SLOW_ON_CPU, check_capability, code_for
 from zerofp4.ops.layer import implement_layer, layer_scheme, use_native_layer
 from zerofp4.ops.layouts import change_scales
-from zerofp4.ops.multi_tensor import MultiTensor, add_squares, find_nonfinite
 from zerofp4.ops.operator import backend, fake, is_plain_call
+from zerofp4.ops.optimizer import (
+    MAX_PEERS,
+    SQUARES,
+    AdamWItem,
+    AdamWStage,
+    Barrier,
+    MultiTensor,
+    PeerRows,
+    RankGradients,
+    adamw_options,
+    add_squares,
+    average,
+    average_rows,
+    find_nonfinite,
+    norm_of_squares,
+)
 from zerofp4.ops.padded import padded_scale
-from zerofp4.ops.peers import MAX_PEERS, Barrier, PeerRows, average_rows
 from zerofp4.ops.product import add_scaled_product, product_values, scaled_product, write_scaled_product
 from zerofp4.ops.quantize import (
     Quantization,
@@ -65,22 +65,27 @@ from zerofp4.ops.quantize import (
 from zerofp4.ops.records import buffer_reader, flatten_method
 from zerofp4.ops.stages import (
     ERROR_WORD,
+    GATHER_FAILED,
+    GATHER_OTHER,
+    GATHER_PRESENT,
+    GATHER_REFUSED,
+    GATHER_VECTOR,
+    GATHER_WITHOUT_STEP,
     HASH_WORD,
     HEADER_WORDS,
     PEER_ERROR,
     PLAN_MISMATCH,
-    AdamWItem,
-    AdamWStage,
+    STATUS_RANK_SHIFT,
     CastItem,
-    CastStages,
+    GatherHeader,
+    GatherRun,
     MasterPiece,
     PostStage,
-    RankGradients,
-    TransposeStage,
-    adamw_options,
-    transpose_pairs,
+    load_cast,
+    load_gather,
 )
 from zerofp4.ops.tensor_lists import (
+    Addresses,
     addresses_of,
     gradients_of,
     increment_versions,
@@ -112,17 +117,15 @@ __all__ = [
     "Addresses",
     "Barrier",
     "CastItem",
-    "CastStages",
     "GatherHeader",
     "GatherRun",
-    "GatherStages",
     "MasterPiece",
     "MultiTensor",
+    "NativePlan",
     "PeerRows",
     "PostStage",
     "Quantization",
     "RankGradients",
-    "TransposeStage",
     "adamw_options",
     "add_scaled_product",
     "add_squares",
@@ -154,6 +157,8 @@ __all__ = [
     "is_capturing",
     "is_plain_call",
     "layer_scheme",
+    "load_cast",
+    "load_gather",
     "neutral_amax",
     "norm_of_squares",
     "padded_scale",
@@ -167,7 +172,6 @@ __all__ = [
     "state_facts",
     "target_of",
     "tensor_facts",
-    "transpose_pairs",
     "use_native_layer",
     "use_native_linear",
     "values_of",

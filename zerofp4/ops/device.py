@@ -1,7 +1,8 @@
 """Where a call into the extension runs, and the memory that plans keep there between calls."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -80,8 +81,8 @@ def scale_addresses(name: str, side: Side | None) -> list[int]:
 
 
 class Filled:
-    """When kept memory was filled. The stream that fills it may not be the stream of a later call, which must
-    wait: the owner of such memory calls note() once it is filled, and wait() before each use.
+    """Orders uses of a long-lived buffer after the copy that filled it, across streams. Call note() after
+    filling it, and wait() before each use.
     """
 
     def __init__(self, device: torch.device):
@@ -109,10 +110,8 @@ class Filled:
 
 
 class StreamUse:
-    """Memory that a plan keeps, and the streams that use it. Once freed, torch's allocator must not give it
-    to others before what is queued there has run.
-
-    filled: when the memory was filled.
+    """Records the streams that use a plan's buffers (record_stream), so that the caching allocator does not
+    reuse them while kernels are queued. filled: when the buffers were filled.
     """
 
     def __init__(self, device: torch.device):
@@ -135,59 +134,82 @@ class StreamUse:
         return target_of(self._device)
 
 
-class DescriptorTable:
-    """A native plan's descriptors in the memory of a GPU; none on the CPU, or where they travel in a kernel's
-    arguments.
+class NativePlan:
+    """A plan of the extension, with what its launches use in the memory of a GPU.
 
-    Loads go into the same memory until a CUDA graph reads it (`hold`): then that stays as it is, and the next
-    load goes elsewhere. So does one on another stream than the last use, which may not have run yet.
+    A load overwrites the table of descriptors in place, with two exceptions, for which it makes a new one:
+    after hold(), since a captured graph reads the old one, and where the last use was on another stream,
+    which may not have run yet.
+
+    native: the plan; None where there is nothing to launch.
+    tables: that in use last, after those that graphs read.
+    captured: by address, the storage that captured CUDA graphs use, kept alive here.
     """
 
     def __init__(self, device: torch.device):
-        self._device = device
-        self.memory: list[torch.Tensor] = []
-        """The table in use, last, after those that graphs read."""
+        self.device = device
+        self.native: Any = None
+        self.tables: list[torch.Tensor] = []
+        self.captured: dict[int, torch.Tensor] = {}
         self._held = False
         self._contents = b""
+        self._memory: Sequence[torch.Tensor] = ()
+        self._items: Sequence[torch.Tensor] = ()
         self._use = StreamUse(device)
 
-    def hold(self) -> None:
-        """A CUDA graph that is being captured reads the present table in every replay."""
-        self._held = True
+    def load(
+        self,
+        native: Any,
+        needs_table: bool,
+        *,
+        memory: Sequence[torch.Tensor] = (),
+        items: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Take this native plan from now on; launches that are queued already keep theirs.
 
-    def load(self, plan, needed: bool) -> None:
-        """Give a native plan the table, with its descriptors in it: queued on the current stream. Nothing is
-        loaded where the plan needs no table, as one descriptor often does not.
+        needs_table: whether its descriptors do not travel in a kernel's arguments.
+        memory: what every launch uses besides, which the allocator must not reuse before.
+        items: whose addresses the descriptors have; a graph that captures a launch keeps them alive.
 
-        Only the first call waits for the copy. A table that has these contents is not copied to again. Raises
-        RuntimeError for a copy while a CUDA graph is captured.
+        Nothing waits for the copy, and a table that has these contents is not copied to again. Raises
+        RuntimeError for a copy while a CUDA graph is captured, and has then changed nothing.
         """
-        if self._device.type == "cuda" and needed:
-            contents = plan.descriptor_bytes()
+        if self.device.type == "cuda" and needs_table:
+            contents = native.descriptor_bytes()
             if contents != self._contents:
                 self._copy(contents)
-            plan.set_device_descriptors(self.memory[-1].data_ptr())
+            native.set_device_descriptors(self.tables[-1].data_ptr())
+        self.native, self._memory, self._items = native, memory, items
         self._use.forget()
 
     def _copy(self, contents: bytes) -> None:
-        if is_capturing(self._device):
+        if is_capturing(self.device):
             # A replay would read the staging memory again, long after it went back to the allocator.
             raise RuntimeError(
                 "while a CUDA graph is captured a plan cannot take addresses, and it is new or storage has "
                 "moved: make the same call once before the capture, with the same storage"
             )
-        first = not self.memory
-        fits = not first and self.memory[-1].numel() == len(contents)
-        if not fits or self._held or self._use.filled.stream != current_stream(self._device.index):
-            kept = self.memory if self._held else self.memory[:-1]
-            self.memory = [*kept, torch.empty(len(contents), dtype=torch.uint8, device=self._device)]
+        fits = bool(self.tables) and self.tables[-1].numel() == len(contents)
+        if not fits or self._held or self._use.filled.stream != current_stream(self.device.index):
+            kept = self.tables if self._held else self.tables[:-1]
+            self.tables = [*kept, torch.empty(len(contents), dtype=torch.uint8, device=self.device)]
             self._held = False
         # torch does not reuse pinned memory before the copies from it are done.
         staging = torch.frombuffer(bytearray(contents), dtype=torch.uint8).pin_memory()
-        self.memory[-1].copy_(staging, non_blocking=not first)
+        self.tables[-1].copy_(staging, non_blocking=True)
         self._use.filled.note()
         self._contents = contents
 
-    def target(self, *others: torch.Tensor) -> _C.Target:
-        """Where a launch of the plan runs. others: what it uses besides the table and its items."""
-        return self._use.target((*others, *self.memory[-1:]))
+    def hold(self, tensors: Iterable[torch.Tensor | None] = ()) -> None:
+        """A CUDA graph that is being captured uses these tensors, and the present table, in every replay."""
+        self._held = True
+        self.captured.update((t.data_ptr(), t.detach()) for t in tensors if t is not None)
+
+    def run(self, stage: str, *arguments: Any) -> None:
+        """Queue a stage of the plan on the current stream."""
+        if self.native is None:
+            return
+        if self._items and is_capturing(self.device):
+            self.hold(self._items)
+        target = self._use.target((*self._memory, *self.tables[-1:]))
+        getattr(self.native, stage)(target, *arguments)

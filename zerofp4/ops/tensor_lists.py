@@ -1,63 +1,28 @@
-"""What a step asks of hundreds of tensors at once. Each question is a loop in C where there is one: those of
-zerofp4._autograd, or of a reader of DLPack, which can only look at where tensors lie.
+"""What a step asks of hundreds of tensors at once, in loops of zerofp4._autograd; Addresses notices moved
+storage.
 """
 
 import array
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-import zerofp4._C as _C
-from zerofp4.ops.autograd import native_extension
-from zerofp4.storage import address_of, any_dispatches
+import zerofp4._autograd as _native
+from zerofp4.storage import address_of, rebindings, record_of, weight_record
 
-_native: Any = native_extension()
-"""zerofp4._autograd; None where it is not used, or not built yet: what it returns is compared with what it
-returned before.
-"""
-_exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-_reader = None if _exchange is None else _C.TensorReader(_exchange)
-"""None where torch hands out no such function."""
+_Tensors = list[torch.Tensor]
 
-_grad, _version = map(operator.attrgetter, ("grad", "_version"))
+gradients_of: Callable[[_Tensors], list[torch.Tensor | None]] = _native.gradients
 
+versions_of: Callable[[_Tensors], list[int]] = _native.versions
+"""autograd's counts of the writes to each."""
 
-def _attributes(get: operator.attrgetter, tensors: Sequence[torch.Tensor]) -> list:
-    """An attribute of every tensor, without __torch_function__ of quantized ones, which costs ten times as
-    much.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        return list(map(get, tensors))
+increment_versions: Callable[[_Tensors], None] = _native.increment_versions
+"""As after any write in place, a backward pass that needs the old values fails."""
 
-
-def gradients_of(tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    return _attributes(_grad, tensors) if _native is None else _native.gradients(tensors)
-
-
-def versions_of(tensors: list[torch.Tensor]) -> list[int]:
-    """autograd's counts of the writes to each."""
-    return _attributes(_version, tensors) if _native is None else _native.versions(tensors)
-
-
-def increment_versions(tensors: list[torch.Tensor]) -> None:
-    """As after any write in place, a backward pass that needs the old values fails."""
-    if _native is None:
-        torch.autograd.graph.increment_version(tensors)
-    else:
-        _native.increment_versions(tensors)
-
-
-# Where they lie
-
-
-def pointers(tensors: list[torch.Tensor]) -> bytes:
-    """The addresses of plain tensors, int64."""
-    reader = _native or _reader
-    if reader is not None:
-        return reader.addresses(tensors)
-    return packed(map(torch.Tensor.data_ptr, tensors))
+pointers: Callable[[_Tensors], bytes] = _native.addresses
+"""Where tensors lie, int64."""
 
 
 def packed(addresses: Iterable[int]) -> bytes:
@@ -92,16 +57,6 @@ def addresses_of(name: str, tensors: Sequence[torch.Tensor]) -> list[int]:
     return numbers(pointers_of(name, tensors))
 
 
-_FACTS = (
-    torch.Tensor.numel,
-    torch.Tensor.dim,
-    torch.Tensor.is_contiguous,
-    operator.attrgetter("dtype"),
-    operator.attrgetter("device"),
-    lambda tensor: tensor.data_ptr() % tensor.itemsize == 0,
-)
-
-
 class TensorFacts(NamedTuple):
     """What is compared of plain tensors and Nones.
 
@@ -111,16 +66,11 @@ class TensorFacts(NamedTuple):
     """
 
     addresses: bytes
-    kinds: bytes | list
+    kinds: bytes
 
 
 def tensor_facts(tensors: list[torch.Tensor | None]) -> TensorFacts:
-    reader = _native or _reader
-    if reader is not None:
-        return TensorFacts(*reader.facts(tensors))
-    present = [tensor for tensor in tensors if tensor is not None]
-    kinds = [[tensor is None for tensor in tensors], *(list(map(fact, present)) for fact in _FACTS)]
-    return TensorFacts(packed(-1 if t is None else t.data_ptr() for t in tensors), kinds)
+    return TensorFacts(*_native.facts(tensors))
 
 
 def plain_facts(tensors: list[torch.Tensor | None]) -> TensorFacts | None:
@@ -128,27 +78,103 @@ def plain_facts(tensors: list[torch.Tensor | None]) -> TensorFacts | None:
 
     Who checked tensors need not check others of equal kinds.
     """
-    if _native is not None:
-        facts = _native.plain_facts(tensors)
-        return None if facts is None else TensorFacts(*facts)
-    present = [tensor for tensor in tensors if tensor is not None]
-    if any_dispatches(present):
-        return None
-    try:
-        facts = tensor_facts(tensors)
-    except (RuntimeError, BufferError):  # a layout without addresses
-        return None
-    if 0 in numbers(facts.addresses):
-        return None
-    return None if any(map(torch.Tensor.is_neg, present)) else facts
+    facts = _native.plain_facts(tensors)
+    return None if facts is None else TensorFacts(*facts)
 
 
 def state_facts(
     tensors: list[torch.Tensor], state: dict[torch.Tensor, Any], keys: list[tuple[str, ...]]
 ) -> TensorFacts | None:
     """plain_facts() of the tensors, and of what `state` has of each under its keys, one after another: Nones
-    where it has nothing of a tensor. None where a key is missing, and without zerofp4._autograd: whoever asks
-    then looks in Python.
+    where it has nothing of a tensor. None where a key is missing.
     """
-    facts = None if _native is None else _native.state_facts(tensors, state, keys)
+    facts = _native.state_facts(tensors, state, keys)
     return None if facts is None else TensorFacts(*facts)
+
+
+class Addresses:
+    """The addresses of the buffers of records and of plain tensors, when this was made.
+
+    weights: by what messages call them, quantized tensors or records. tensors: likewise, plain ones.
+    hold: keep alive what a GPU may still use; without it whoever asks looks at codes in some other way
+    before a step.
+    owner: what was built with these addresses, and has a refresh(), in messages.
+
+    CPU storages can move in place (share_memory_, pickling to another process, resize_), so each step
+    compares the address of every weight's codes and of every tensor. GPU storages do not; there a weight that
+    is rebound is noticed through the global counter rebindings(), and old storage is kept alive here until
+    then. Nobody counts what other libraries do to their tensors, so their addresses are compared each step.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        hold: bool = True,
+        owner: str = "plan",
+    ):
+        self._owner = owner
+        self._weights = list(weights.items())
+        self._records = [weight_record(weight) for weight in weights.values()]
+        self._adapted = [weight for weight in weights.values() if record_of(weight) is None]
+        self._plain = dict(tensors)
+        self._take(*self._present())
+        self._on_gpu = any(tensor.is_cuda for tensor in self._tensors)
+        self._aliases = [tensor.detach() for tensor in self._tensors] if hold and self._on_gpu else []
+
+    def glance(self) -> RuntimeError | None:
+        """What a step asks before it reads or writes: an error for the first thing that is known to have
+        moved.
+        """
+        if self._on_gpu and not self._adapted and self._rebindings == rebindings():
+            return None
+        return self.find_moved()
+
+    def find_moved(self) -> RuntimeError | None:
+        """An error for the first thing that has moved. Looks at the codes of all weights and at all tensors,
+        and at everything where a weight was rebound.
+        """
+        for weight in self._adapted:
+            weight_record(weight)  # which counts what has changed
+        if self._rebindings == rebindings():
+            before, now = self._watched_pointers, pointers(self._watched)
+            return None if now == before else self._moved(self._names[first_moved(before, now)])
+        for (name, weight), record in zip(self._weights, self._records, strict=True):
+            if weight_record(weight) is not record:
+                return self._moved(f"{name}: rowwise_data")
+        names, tensors = self._present()
+        if names != self._names:
+            return self._moved(_first_other(self._names, names))
+        now = pointers(tensors)
+        if now != self._pointers:
+            return self._moved(names[first_moved(self._pointers, now)])
+        self._take(names, tensors)
+        return None
+
+    def _present(self) -> tuple[list[str], list[torch.Tensor]]:
+        """Everything; what each step looks at comes first."""
+        codes, others = [], []
+        for (name, _), record in zip(self._weights, self._records, strict=True):
+            first, *rest = ((f"{name}: {field}", buffer) for field, buffer in record.places())
+            codes.append(first)
+            others += rest
+        pairs = [*codes, *self._plain.items(), *others]
+        return [name for name, _ in pairs], [tensor for _, tensor in pairs]
+
+    def _take(self, names: list[str], tensors: list[torch.Tensor]) -> None:
+        self._names, self._tensors = names, tensors
+        self._watched = tensors[: len(self._records) + len(self._plain)]
+        self._pointers, self._watched_pointers = pointers(tensors), pointers(self._watched)
+        self._rebindings = rebindings()
+
+    def _moved(self, what: str) -> RuntimeError:
+        self._rebindings = -1  # the next glance finds it again
+        return RuntimeError(
+            f"{what} has moved since the {self._owner} was built; call refresh() to take its new address"
+        )
+
+
+def _first_other(before: list[str], now: list[str]) -> str:
+    """The first buffer that one of two lists has, and the other has not."""
+    return next(name for name in (*before, *now) if name not in before or name not in now)

@@ -2,9 +2,11 @@
 
 import torch
 
+import zerofp4._C as _C
 from zerofp4.layout import check_matrix
+from zerofp4.ops.device import target_of
 from zerofp4.ops.operator import backend, fake
-from zerofp4.ops.stages import TransposeStage
+from zerofp4.ops.stages import transpose_descriptor
 from zerofp4.storage import check_memory
 
 torch.library.define("zerofp4::transpose_packed", "(Tensor data) -> Tensor")
@@ -26,7 +28,9 @@ def _transpose_packed(data) -> torch.Tensor:
     out = _new_transpose(data)
     # One launch for each: a table for all would have to be copied to the GPU and waited for.
     for pair in [(data, out)] if data.dim() == 2 else zip(data, out, strict=True):
-        TransposeStage([pair]).run()
+        if data.numel():
+            descriptors = [transpose_descriptor(*pair)]
+            _C.TransposePlan(data.device.type == "cpu", descriptors).run(target_of(data.device))
     return out
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zerofp4 import ops
-from zerofp4.cast import CastPlan, StagedPlan
+from zerofp4.cast import CastPlan
 from zerofp4.engine import UPDATE_DTYPES, Arrived, Bucket, Transport
 from zerofp4.optim.groups import parameter_name
 from zerofp4.optim.inner import has_hooks
@@ -174,11 +174,11 @@ class FusedAdamW(torch.optim.Optimizer):
         Raises ValueError if a master of the plan is not one of the parameters, and where shards cut blocks of
         1x16.
         """
-        self.offer_parts([([p for group in self.param_groups for p in group["params"]], plan.staged)])
+        self.offer_parts([([p for group in self.param_groups for p in group["params"]], plan)])
 
     def offer_parts(
         self,
-        parts: Sequence[tuple[Sequence[torch.Tensor], StagedPlan | None]],
+        parts: Sequence[tuple[Sequence[torch.Tensor], CastPlan | None]],
         present: _Words | None = None,
     ) -> None:
         """offer_amaxes() of several plans: each part is updated in a launch of its own, in this order.
@@ -318,7 +318,7 @@ class Part:
     Raises ValueError if a master of the plan is not one of the parameters.
     """
 
-    def __init__(self, plan: StagedPlan | None, params: _Tensors, present: _Words):
+    def __init__(self, plan: CastPlan | None, params: _Tensors, present: _Words):
         self.plan, self._present = plan, present
         self._pieces = {} if plan is None else _find_pieces(plan, params)
         self._masters = locals_of(list(self._pieces))
@@ -451,7 +451,7 @@ class Part:
         return ops.versions_of(self._masters)
 
 
-def _find_pieces(plan: StagedPlan, params: _Tensors) -> dict[torch.Tensor, tuple[ops.MasterPiece, ...]]:
+def _find_pieces(plan: CastPlan, params: _Tensors) -> dict[torch.Tensor, tuple[ops.MasterPiece, ...]]:
     """What the plan has of each parameter that is one of its masters: one piece, or, of a weight that is a
     stack of matrices, the pieces of the matrices, which lie one behind the other.
     """

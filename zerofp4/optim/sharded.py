@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zerofp4.cast import CastPlan, StagedPlan
+from zerofp4.cast import CastPlan
 from zerofp4.distributed import OwnError
 from zerofp4.engine import Bucket, LateGathers, Peers, build_buckets, joined, write_master, zeros_on
 from zerofp4.ops import Addresses, versions_of
@@ -157,7 +157,7 @@ class ShardedParameters:
         for bucket in self.buckets:
             bucket.gradients = flat[: bucket.slice_numel]
 
-    def _build_plan(self, bucket: Bucket, amax_groups: Sequence[Sequence[torch.Tensor]]) -> StagedPlan:
+    def _build_plan(self, bucket: Bucket, amax_groups: Sequence[Sequence[torch.Tensor]]) -> CastPlan:
         """Of a bucket of NVFP4 weights, with the amax groups that lie in it."""
         inside = {id(weight.record) for weight in bucket.parameters}
         return CastPlan(
@@ -168,7 +168,7 @@ class ShardedParameters:
             amax_groups=[members for members in amax_groups if {id(record_of(m)) for m in members} & inside],
             on_nonfinite="skip",
             found_inf=self.found_inf,
-        ).staged
+        )
 
     def _watch(self) -> None:
         for bucket in self.buckets if self._late is not None else ():

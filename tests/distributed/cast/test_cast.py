@@ -204,7 +204,7 @@ def test_rows_leave_few_words_in_the_vector(world, how):
     """The amax of a weight, those of the blocks that a boundary of shards cuts, and its group's."""
     plan = Model(world, how, blocks=[ROWS]).plan()
     most = 1 + 1 + 2 * world.world_size
-    assert plan.staged.reduced.numel() <= ops.HEADER_WORDS + len(SHAPES) * (most + 3)
+    assert plan.reduced.numel() <= ops.HEADER_WORDS + len(SHAPES) * (most + 3)
 
 
 # Amaxes that an update has left, and masters that change on one rank
@@ -217,7 +217,7 @@ def test_amaxes_left_on_every_rank_or_one(world, how):
     members = [[model.weights[i] for i in group] for group in groups]
     plan = zerofp4.CastPlan(model.weights, model.masters, model.starts, amax_groups=members)
     owned = [master for master in model.masters if master is not None]
-    assert all(a.master is b for a, b in zip(plan.staged.master_pieces(), owned, strict=True))
+    assert all(a.master is b for a, b in zip(plan.master_pieces(), owned, strict=True))
     optimizer = FusedAdamW([{"params": owned}])
     optimizer.offer_amaxes(plan)
     for ranks in (range(world.world_size), [0], []):
@@ -256,13 +256,13 @@ def test_the_vector_is_that_of_float32(world, how):
     model.whole[1] /= 100
     model.cut()
     plans = [model.plan() for _ in range(2)]
-    assert plans[0].staged.wire.dtype == torch.bfloat16
-    plans[1].staged.wire = plans[1].staged.reduced
+    assert plans[0].wire.dtype == torch.bfloat16
+    plans[1].wire = plans[1].reduced
     for _ in range(2):
         for plan in plans:
             finish(plan)
             model.check()
-        amaxes = [plan.staged.reduced[ops.HEADER_WORDS :] for plan in plans]  # headers have a number
+        amaxes = [plan.reduced[ops.HEADER_WORDS :] for plan in plans]  # headers have a number
         assert_bytes_equal(*amaxes, "amaxes")
         model.change()
 

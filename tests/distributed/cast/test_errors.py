@@ -24,7 +24,7 @@ from distributed.cases import (
 )
 from distributed.run import on_ranks
 from zerofp4.cast.signature import plan_hash
-from zerofp4.cast.staged import StepStatus
+from zerofp4.cast.status import StepStatus
 
 
 def finished(world, **options) -> tuple[Model, zerofp4.CastPlan]:
@@ -84,7 +84,7 @@ def test_ranks_that_step_different_plans(world, wire, other):
     model = Model(world, "odd", dtypes=WIRES[wire])
     found = 0x010203 if world.rank else other
     hash_of = plan_hash if other is None else lambda signatures: found
-    with mock.patch("zerofp4.cast.staged.plan_hash", hash_of):
+    with mock.patch("zerofp4.cast.plan.plan_hash", hash_of):
         plans = [model.plan(), model.plan()]
     plan = plans[world.rank % 2 if other is None else 0]
     with model.refused("different cast plans"):
@@ -182,7 +182,7 @@ def test_a_device_that_one_rank_cannot_use_is_agreed_on(world, call):
     model = Model(world, "odd")
     before = model.snapshot()
     function = {"plan": model.plan, "cast": model.cast, "gather": model.gather}[call]
-    module = "gather" if call == "gather" else "staged"
+    module = "gather" if call == "gather" else "plan"
     refuse = RuntimeError("zerofp4 cannot run here") if world.rank == 1 else None
     with mock.patch(f"zerofp4.cast.{module}.target_of", side_effect=refuse):
         message = raised_everywhere(world, RuntimeError, function)

@@ -59,13 +59,13 @@ class Ranks:
         staging = [gather.staging for gather in self.gathers]
         stages = [gather._stages for gather in self.gathers]
         for rank, own in enumerate(stages):
-            own.pack(own.target(), ops.GATHER_FAILED if rank in failed else ops.GATHER_PRESENT)
+            own.run("pack", ops.GATHER_FAILED if rank in failed else ops.GATHER_PRESENT)
         for mine in staging:
             for rank, theirs in enumerate(staging):
                 mine[rank] = theirs[rank]
         for rank, own in enumerate(stages):
             if rank not in failed:
-                own.unpack(own.target())
+                own.run("unpack")
         if staging[0].is_cuda:
             torch.cuda.synchronize()
 
@@ -166,19 +166,19 @@ def test_any_of_hundreds_of_ranks_is_heard(device, refusing):
     staging = torch.zeros(300, ops.GATHER_VECTOR, dtype=torch.uint8, device=device)
     status = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
     header = ops.GatherHeader(torch.tensor(header_of(HASH), device=device), HASH, status)
-    stages = ops.GatherStages(staging, 7, header)
+    stages = ops.NativePlan(device)
     source = torch.arange(64, dtype=torch.uint8, device=device)
     output = torch.full_like(source, POISON)
     run = ops.GatherRun(source.data_ptr(), output.data_ptr(), 0, 64)
-    stages.bind([], [run], [output])
+    ops.load_gather(stages, staging, 7, header, [], [run], [output])
     staging.view(torch.int32)[refusing, 0] = ops.GATHER_FAILED
-    stages.unpack(stages.target())
+    stages.run("unpack")
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert status.item() == refusal_of(refusing)
     assert_bytes_equal(output, torch.full_like(source, POISON), "codes that must not change")
     staging.zero_()
-    stages.unpack(stages.target())
+    stages.run("unpack")
     assert_bytes_equal(output, source, "codes")
 
 
@@ -205,7 +205,7 @@ def test_queueing_waits_for_nothing_and_can_be_captured(monkeypatch):
     ranks.run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        gather._stages.unpack(gather._stages.target())
+        gather.unpack()
     for refused in (False, True, False):
         status.zero_()
         gather.staging.view(torch.int32)[1, 0] = int(refused)

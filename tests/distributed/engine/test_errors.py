@@ -21,7 +21,7 @@ from distributed.optim.cases import (
     refuse_one_step,
 )
 from distributed.run import on_ranks
-from zerofp4.cast.staged import StepStatus
+from zerofp4.cast.status import StepStatus
 from zerofp4.engine import Bucket, GradientMemory
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 

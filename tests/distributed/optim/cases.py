@@ -14,7 +14,7 @@ from torch import nn
 
 from distributed.cases import raised_by
 from zerofp4 import NVFP4Tensor
-from zerofp4.cast import StagedPlan
+from zerofp4.cast import CastPlan
 from zerofp4.optim import ZeroFP4Optimizer
 
 # Sizes that cut parameters at slice boundaries, also inside rows and tiles.
@@ -172,7 +172,7 @@ def raise_in_turn(optimizer: ZeroFP4Optimizer, call: Callable) -> None:
         del error  # else it is in a cycle with this frame
 
 
-def refuse_one_step(plan: StagedPlan, error: Exception | None = None) -> None:
+def refuse_one_step(plan: CastPlan, error: Exception | None = None) -> None:
     """Have the next start_step() raise, as on a rank that finds "storage has moved" and tells the others."""
     start = plan.start_step
 

@@ -192,8 +192,8 @@ class Caster:
         for weight in self.weights:
             weight.wait_for_copy()
         if self._leaves_amaxes and self.optimizer.amaxes_outdated():
-            self.plan.staged.begin_update()  # takes them back
-        late = self.plan.staged.run(error)
+            self.plan.begin_update()  # takes them back
+        late = self.plan.run(error)
         for weight, master in zip(self.weights, masters, strict=True):
             weight.note_cast(master)
         late.raise_if_any()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from zerofp4.format import SCALE_DTYPE
-from zerofp4.ops import PostStage, TransposeStage, has_fp4_tensor_cores, transpose_pairs, write_values
+from zerofp4.ops import PostStage, has_fp4_tensor_cores, write_values
 from zerofp4.storage import NVFP4Storage, Side, empty_buffer
 from zerofp4.tensors import NVFP4Tensor
 
@@ -41,7 +41,7 @@ class Gathered:
                 record.rowwise.scales["swizzled"] = swizzled
                 derived.append(swizzled)
         self._values: torch.Tensor | None = None
-        self._stage: PostStage | TransposeStage | None = None
+        self._stage = PostStage(device)
         if as_values:
             self._values = torch.empty(source.shape, dtype=source.dtype, device=device)
             scale = record.rowwise.scales["compact"]
@@ -68,10 +68,5 @@ class Gathered:
             for rows in self._rows:  # read, and FSDP2 gives them memory for each gather
                 rows.untyped_storage().resize_(0)
         elif self.inner:
-            travels = self._source.scales_travel
-            given = [self._record] if travels else transpose_pairs([self._record])
-            if self._stage is None:
-                self._stage = PostStage(given) if travels else TransposeStage(given)
-            else:
-                self._stage.bind(given)  # their memory was freed in between
+            self._stage.bind([self._record])  # its memory was freed since the last gather
             self._stage.run()

@@ -1,0 +1,499 @@
+"""Launches of an optimizer step, over many tensors by their addresses: the mean of gradients, their norm and
+non-finite values, AdamW, and barriers between ranks of one host.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+import zerofp4._C as _C
+from zerofp4.format import STATE_GROUP, WEIGHT_DTYPES
+from zerofp4.layout import ceil_div
+from zerofp4.ops.device import DTYPE_CODES, NativePlan, target_of
+from zerofp4.ops.stages import MasterPiece
+from zerofp4.ops.tensor_lists import numbers, packed, pointers, pointers_of, tensor_facts
+from zerofp4.shard import Shard
+from zerofp4.storage import address_of, check_buffer, check_memory
+
+# The mean of gradients, added in rank order, and the sums of its squares
+
+SQUARES: tuple[int, int] = (_C.SQUARE_COPIES, _C.SQUARE_WORDS)
+"""The shape of sums of squares, int64: copies of words, to be added up. A word stands for a range of 8
+exponents; the last two count infinite chunks and those with NaN.
+"""
+
+
+def average(
+    pieces: torch.Tensor,
+    out: torch.Tensor,
+    own: torch.Tensor | None = None,
+    rank: int = 0,
+    squares: torch.Tensor | None = None,
+) -> None:
+    """out = ((pieces[0] + pieces[1]) + ...) / len(pieces), in float32 whatever the pieces are.
+
+    pieces: float32, bfloat16 or float16 [ranks, n], contiguous. out: float32 [n]. own: [n] of the dtype of
+    pieces, which is read in place of pieces[rank]. squares: int64 SQUARES, to which those of the means are
+    added, of each 128 neighbours from the first on; for norm_of_squares().
+    Raises TypeError or ValueError for others.
+    """
+    if pieces.dtype not in WEIGHT_DTYPES:
+        raise TypeError(f"pieces must have one of the dtypes {WEIGHT_DTYPES}, got {pieces.dtype}")
+    if pieces.dim() != 2 or pieces.shape[0] == 0 or not pieces.is_contiguous():
+        raise ValueError(
+            "pieces must be a contiguous matrix with a row for each rank, got shape "
+            f"{tuple(pieces.shape)} and strides {pieces.stride()}"
+        )
+    check_memory("pieces", pieces)
+    check_buffer("out", out, pieces.shape[1:], torch.float32, pieces.device)
+    if own is not None:
+        check_buffer("own", own, pieces.shape[1:], pieces.dtype, pieces.device)
+        if not 0 <= rank < pieces.shape[0]:
+            raise ValueError(f"rank must be one of the {pieces.shape[0]} rows of pieces, got {rank}")
+    if squares is not None:
+        check_buffer("squares", squares, SQUARES, torch.int64, pieces.device)
+    _C.average(
+        target=target_of(pieces.device),
+        pieces=address_of("pieces", pieces),
+        own=address_of("own", own),
+        dtype=DTYPE_CODES[pieces.dtype],
+        rank=rank,
+        count=pieces.shape[0],
+        numel=pieces.shape[1],
+        output=address_of("out", out),
+        squares=address_of("squares", squares),
+    )
+
+
+def norm_of_squares(words: torch.Tensor) -> torch.Tensor:
+    """float32 []: the root of the sum that words stand for, int64 [SQUARES[1]], copies and ranks added up.
+    Waits for nothing.
+    """
+    # 2 ** (8 i - 150), as bits: for exp2() of float64, torch compiles a kernel at run time.
+    exponents = torch.arange(_C.SQUARE_RANGES, dtype=torch.int64, device=words.device) * 8 - 150
+    powers = ((exponents + 1023) << 52).view(torch.float64)
+    total = (words[: _C.SQUARE_RANGES].double() * powers).sum()
+    infinite, nan = words[_C.SQUARE_RANGES :].unbind()
+    return total.sqrt().masked_fill(infinite != 0, math.inf).masked_fill(nan != 0, math.nan).float()
+
+
+# Ranks of one host, in each other's memory
+
+MAX_PEERS: int = _C.MAX_PEERS
+"""How many ranks can read each other's memory."""
+
+
+class PeerRows(NamedTuple):
+    """A matrix [ranks, n] of which every rank has its row in memory that all can read.
+
+    addresses: by rank, where its row begins, at a multiple of 16 bytes; this rank's own too.
+    """
+
+    addresses: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+
+
+def average_rows(rows: PeerRows, out: torch.Tensor, squares: torch.Tensor | None = None) -> None:
+    """average() of them: out = ((row 0 + row 1) + ...) / ranks, in float32.
+
+    out: float32 [n] on the device from which the rows can be read. squares: as of average().
+    Raises TypeError or ValueError for others.
+    """
+    if rows.dtype not in WEIGHT_DTYPES:
+        raise TypeError(f"rows must have one of the dtypes {WEIGHT_DTYPES}, got {rows.dtype}")
+    if not 0 < len(rows.addresses) <= MAX_PEERS:
+        raise ValueError(f"there must be 1 to {MAX_PEERS} rows, got {len(rows.addresses)}")
+    check_buffer("out", out, (rows.numel,), torch.float32, out.device)
+    if squares is not None:
+        check_buffer("squares", squares, SQUARES, torch.int64, out.device)
+    _C.average(
+        target=target_of(out.device),
+        pieces=0,
+        rows=rows.addresses,
+        dtype=DTYPE_CODES[rows.dtype],
+        count=len(rows.addresses),
+        numel=rows.numel,
+        output=address_of("out", out),
+        squares=address_of("squares", squares),
+    )
+
+
+class Barrier:
+    """A place in the queue of a GPU behind which all ranks have come to it; run() queues one, and no host
+    waits.
+
+    flags: by rank, where its uint32 [ranks] flags are, zeros at first, in memory that all ranks can write.
+    status: int32 [1], pinned, which becomes 1 + the number of a rank that did not come within the time: to
+    this rank, or to one that this rank meets. From then on nothing is waited for, and `failed` is not 0.
+    failed: float32 [] on the device.
+
+    Of barriers with the same flags every rank must run as many, one after the other. Holds addresses: whoever
+    built it keeps the flags alive. A CUDA graph may hold any number of them.
+    """
+
+    def __init__(
+        self,
+        flags: Sequence[int],
+        rank: int,
+        status: torch.Tensor,
+        failed: torch.Tensor,
+        timeout_s: float,
+    ):
+        self._device = failed.device
+        self._passed = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._held = status, failed
+        self._barrier = _C.Barrier(
+            flags=list(flags),
+            passed=self._passed.data_ptr(),
+            failed=address_of("failed", failed),
+            status=address_of("status", status),
+            rank=rank,
+            timeout_ns=int(timeout_s * 1e9),
+        )
+
+    def run(self) -> None:
+        """On the current stream."""
+        self._barrier.run(target_of(self._device))
+
+
+# Lists of tensors of any dtypes: is there a NaN or Inf, the sums of squares, float32 copies
+
+
+class MultiTensor:
+    """Launches over contiguous tensors of one of format.WEIGHT_DTYPES each, which may move in between.
+
+    tensors: None for those that there are not.
+    words: of each tensor, above 0, for find_nonfinite().
+
+    addresses: where they lie now, as of pointers() and TensorFacts. Whoever has made sure that lengths and
+        dtypes are the same sets it before each launch.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor | None], words: Sequence[int] | None = None):
+        self.addresses = b""
+        words = [0] * len(tensors) if words is None else words
+        positions: dict[torch.dtype, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            if tensor is not None:
+                positions.setdefault(tensor.dtype, []).append(i)
+        self._lists = [
+            _C.MultiTensorList(
+                positions=own,
+                numels=[tensors[i].numel() for i in own],
+                words=[words[i] for i in own],
+                dtype=DTYPE_CODES[dtype],
+            )
+            for dtype, own in positions.items()
+        ]
+
+    def find_nonfinite(
+        self, found: torch.Tensor, when: torch.Tensor | None = None, flag: torch.Tensor | None = None
+    ) -> None:
+        """As the function. flag: float32 [], becomes 1 where a tensor holds a NaN or Inf."""
+        flags = address_of("found", found), address_of("flag", flag), address_of("when", when)
+        for own in self._lists:
+            own.find_nonfinite(target_of(found.device), self.addresses, *flags)
+
+    def add_squares(self, squares: torch.Tensor) -> None:
+        """As the function."""
+        check_buffer("squares", squares, SQUARES, torch.int64, squares.device)
+        for own in self._lists:
+            own.add_squares(target_of(squares.device), self.addresses, address_of("squares", squares))
+
+    def widen(self, outputs: list[torch.Tensor]) -> None:
+        """Copy each tensor to the output in its position: contiguous, float32, as long as the tensor and on
+        its device. Outputs of tensors that are None keep their values.
+        """
+        addresses = pointers(outputs)
+        for own in self._lists:
+            own.widen(target_of(outputs[0].device), self.addresses, addresses)
+
+
+def find_nonfinite(
+    tensors: Sequence[torch.Tensor],
+    words: Sequence[int],
+    found: torch.Tensor,
+    when: torch.Tensor | None = None,
+) -> None:
+    """Raise found[0], int32, to the largest word of a tensor that holds a NaN or Inf, in one pass over them.
+    Waits for nothing.
+
+    tensors: contiguous, of one of format.WEIGHT_DTYPES, on the device of `found`, whatever their dtypes.
+    words: of each tensor, above 0.
+    when: int64 [2] on the device: nothing is looked at where both are 0.
+    """
+    launches = MultiTensor(tensors, words)
+    launches.addresses = pointers_of("tensors", tensors)
+    launches.find_nonfinite(found, when)
+
+
+def add_squares(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
+    """Add to `squares` what ops.average() adds for means that are these values, those of each tensor by
+    themselves.
+
+    tensors: contiguous, of one of format.WEIGHT_DTYPES, on the device of `squares`, whatever their dtypes.
+    """
+    launches = MultiTensor(tensors)
+    launches.addresses = pointers_of("tensors", tensors)
+    launches.add_squares(squares)
+
+
+# AdamW
+
+ROW = 128
+"""Columns of the matrix that an optimizer takes a tensor without tiles for: those of a kernel's strip."""
+
+RANDOM_COLUMNS: int = _C.RANDOM_COLUMNS
+"""So many neighbors of a row share a block of random bytes."""
+
+
+class AdamWItem(NamedTuple):
+    """One tensor of an update: contiguous, on the device of the others.
+
+    The state is None where there is none yet: then only the amaxes are taken.
+    """
+
+    master: torch.Tensor
+    """float32; in compact state also bfloat16, with `low`. Without pieces its last dimension is a row of
+    compact state.
+    """
+    step: torch.Tensor | None
+    """float32 [] or [1]: how many updates there were."""
+    exp_avg: torch.Tensor | None
+    """float32; int8 codes in compact state."""
+    exp_avg_sq: torch.Tensor | None
+    """float32; uint8 codes in compact state."""
+    gradient_dtype: torch.dtype
+    pieces: tuple[MasterPiece, ...] = ()
+    """What it is of a weight, where its amaxes are wanted; of several matrices, one behind the other. In
+    compact state each begins with a group of its matrix, and ends with one.
+    """
+    present: torch.Tensor | None = None
+    """float64 of one element on the device: where it is 0, the item counts as one without gradient."""
+    # Of compact state:
+    compact: bool = False
+    scales: torch.Tensor | None = None
+    """float32 [groups, 2]: the owned groups of rows of STATE_GROUP elements, row by row."""
+    low: torch.Tensor | None = None
+    """uint8, as many as masters: their lowest bytes. None for float32 masters, and for zeros that only amaxes
+    are taken of.
+    """
+    number: int = 0
+    """Of the parameter in its optimizer, below 2**32: it chooses the random bytes that round its masters."""
+    first_row: int = 0
+    """The number of the first row among those of the parameter, where other ranks have rows before it."""
+
+
+class RankGradients(NamedTuple):
+    """Unreduced gradients of all ranks. The kernel averages in rank order in float32, bit for bit as
+    average() does.
+
+    received: [ranks, n] contiguous, or rows in the memory of the ranks. This rank's row is ignored; its
+    gradient comes from begin().
+    masters: float32 [n], a slice in which every item's master lies where its gradients lie in the rows.
+    """
+
+    received: torch.Tensor | PeerRows
+    masters: torch.Tensor
+    rank: int
+
+    def pieces(self) -> _C.GradientPieces:
+        if isinstance(self.received, PeerRows):
+            rows, masters = self.received.addresses, address_of("masters", self.masters)
+            return _C.GradientPieces(rows=rows, masters=masters, rank=self.rank, count=len(rows))
+        count, stride = self.received.shape
+        return _C.GradientPieces(
+            received=address_of("received", self.received),
+            masters=address_of("masters", self.masters),
+            stride=stride,
+            rank=self.rank,
+            count=count,
+        )
+
+
+class _Split:
+    """An item as one for each of its pieces, which follow one another in its arrays.
+
+    parts: those items. begins: where each begins, in elements. Each part after the first has its own copy of
+    the step counter, because every part increments it.
+    """
+
+    def __init__(self, item: AdamWItem):
+        self.parts, self.begins, self._step = [item], [0], item.step
+        self._copies = None
+        if len(item.pieces) < 2:
+            return
+        numels = [piece.shard.numel for piece in item.pieces]
+        self.begins = list(itertools.accumulate(numels[:-1], initial=0))
+        steps: list[torch.Tensor | None] = [item.step] * len(numels)
+        if item.step is not None:
+            self._copies = torch.empty(len(numels) - 1, dtype=torch.float32, device=item.step.device)
+            steps[1:] = self._copies.split(1)
+        arrays = {"step": steps}
+        for name in ("master", "low", "exp_avg", "exp_avg_sq", "scales"):
+            array = getattr(item, name)
+            if array is not None:
+                sizes = numels if name != "scales" else [2 * _group_range(p)[1] for p in item.pieces]
+                arrays[name] = array.view(-1).split(sizes)
+        self.parts = [
+            item._replace(pieces=(piece,), **{name: parts[k] for name, parts in arrays.items()})
+            for k, piece in enumerate(item.pieces)
+        ]
+        # The rows of a stack are those of its matrices, one after another.
+        rows = item.pieces[0].matrix[0]
+        self.parts = [p._replace(first_row=item.first_row + rows * k) for k, p in enumerate(self.parts)]
+
+    def take_step(self) -> None:
+        """Make the copies what the counter is now, on its device."""
+        if self._copies is not None:
+            self._copies.copy_(self._step.view(1).expand_as(self._copies))
+
+
+def _descriptor(item: AdamWItem) -> _C.AdamWDescriptor:
+    if item.pieces:
+        piece = item.pieces[0]
+    else:
+        numel, cols = item.master.numel(), item.master.shape[-1] if item.compact else ROW
+        piece = MasterPiece(None, Shard(0, numel), (ceil_div(numel, cols), cols), torch.float32, -1, -1)
+    master, exp_avg, exp_avg_sq = (
+        address_of(name, getattr(item, name)) for name in ("master", "exp_avg", "exp_avg_sq")
+    )
+    state = {}
+    if item.compact:
+        is_float = item.master.dtype == torch.float32
+        state["compact"] = _C.CompactState(
+            high=0 if is_float else master,
+            low=address_of("low", item.low),
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            scales=address_of("scales", item.scales),
+            first_group=_group_range(piece)[0],
+            first_block=item.first_row * ceil_div(piece.matrix[1], RANDOM_COLUMNS),
+            number=item.number,
+        )
+        master, exp_avg, exp_avg_sq = master if is_float else 0, 0, 0
+    return _C.AdamWDescriptor(
+        master=master,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        step=address_of("step", item.step),
+        present=address_of("present", item.present),
+        gradient_dtype=DTYPE_CODES[item.gradient_dtype],
+        start=piece.shard.start,
+        numel=piece.shard.numel,
+        rows=piece.matrix[0],
+        cols=piece.matrix[1],
+        weight_dtype=DTYPE_CODES[piece.dtype],
+        tile_offset=piece.tile_offset,
+        amax_offset=piece.amax_offset,
+        own_offset=piece.own_offset,
+        **state,
+    )
+
+
+def _group_range(piece: MasterPiece) -> tuple[int, int]:
+    """The first group of a piece, row by row of its matrix, and how many it has.
+
+    Raises ValueError for a piece that has part of a group.
+    """
+    cols = piece.matrix[1]
+    counts = []
+    for position in (piece.shard.start, piece.shard.end):
+        row, col = divmod(position, max(cols, 1))
+        if col % STATE_GROUP:
+            raise ValueError(
+                f"compact state of elements {piece.shard.start} to {piece.shard.end} of a matrix "
+                f"{list(piece.matrix)}: a piece begins and ends with a group of {STATE_GROUP} elements of a "
+                "row"
+            )
+        counts.append(row * ceil_div(cols, STATE_GROUP) + col // STATE_GROUP)
+    return counts[0], counts[1] - counts[0]
+
+
+class AdamWStage:
+    """AdamW for a list of tensors: begin() per parameter group, then one update().
+
+    items: all in compact state, or none.
+    reduced: the vector that the amaxes of items with a piece go to, cleared since the last update: words of
+    tiles with owned elements are written, words of amax groups and of weights whose scales travel raised.
+
+    Masters, moments and gradients that do not lie at a vector's alignment (4 columns) are accessed element by
+    element on a GPU.
+
+    Nothing synchronizes with a GPU. Holds addresses: whoever built it keeps the items' tensors alive. A CUDA
+    graph that has captured its calls, but not its making, can be replayed while all of these live.
+    """
+
+    def __init__(self, items: Sequence[AdamWItem], reduced: torch.Tensor | None):
+        self.device = items[0].master.device
+        splits = [_Split(item) for item in items]
+        parts = [part for split in splits for part in split.parts]
+        self._splits = None if len(parts) == len(items) else splits
+        self._firsts = list(itertools.accumulate((len(split.parts) for split in splits), initial=0))
+        native = _C.AdamWPlan(
+            on_cpu=self.device.type == "cpu",
+            compact=items[0].compact,
+            tensors=[_descriptor(part) for part in parts],
+            reduced=address_of("reduced", reduced),
+        )
+        self._plan = NativePlan(self.device)
+        self._plan.load(native, True)
+
+    def begin(self, options: _C.AdamWOptions, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Count the step of items [first, first + len(gradients)), which share their options.
+
+        gradients: contiguous, of the item's gradient_dtype and length; None leaves the item as it is.
+        """
+        addresses = tensor_facts(list(gradients)).addresses
+        if self._splits is not None:
+            splits = self._splits[first : first + len(gradients)]
+            for split in splits:
+                split.take_step()
+            addresses = packed(
+                -1 if gradient is None else start + begin * gradient.itemsize
+                for split, gradient, start in zip(splits, gradients, numbers(addresses), strict=True)
+                for begin in split.begins
+            )
+        self._plan.run("begin", options, self._firsts[first], addresses)
+
+    def update(self, brought: RankGradients | None = None) -> None:
+        """brought: those of the other ranks; then what begin() was given are this rank's own, of the same
+        dtype.
+        """
+        self._plan.run("update", _C.GradientPieces() if brought is None else brought.pieces())
+
+
+def adamw_options(
+    *,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    skip: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
+    **others: object,
+) -> _C.AdamWOptions:
+    """The options of a parameter group, whose other entries are passed over. lr as a float32 tensor on a GPU
+    is read there, by the kernels.
+
+    skip: float32, one element, on the device of the items: where it is not 0 as begin() runs, the update
+    leaves the items as they are, uncounted, and only takes their amaxes.
+    factor: likewise; gradients are multiplied by it, in float32, as they are read, but not RankGradients.
+    """
+    on_gpu = isinstance(lr, torch.Tensor) and lr.is_cuda
+    return _C.AdamWOptions(
+        lr_address=address_of("lr", lr) if on_gpu else 0,
+        skip=address_of("skip", skip),
+        factor=address_of("factor", factor),
+        lr=0.0 if on_gpu else float(lr),
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=weight_decay,
+        maximize=bool(maximize),
+    )
