@@ -23,7 +23,7 @@ import torch
 from zerofp4 import nn, ops, reference
 from zerofp4.format import BLOCK, SCALE_LAYOUTS, FourOverSix
 from zerofp4.gemm import BACKENDS, Operand, chosen_backend, gemm
-from zerofp4.storage import SIDES, allocate
+from zerofp4.storage import SIDES, Scheme
 from zerofp4.tensors import quantize, quantize_mxfp8
 from zerofp4.testing import first_difference
 from zerofp4.version import VERSION
@@ -199,8 +199,8 @@ def quantized_bytes(setting: Setting) -> Iterator[Check]:
             state = torch.tensor([7, 11], dtype=torch.int64, device="cpu") if format == "stochastic" else None
             records = []
             for device in (setting.device, x.device):
-                options = {"dtype": dtype, "device": device, "scale_layouts": SCALE_LAYOUTS}
-                record = allocate((m, k), **options, **QUANTIZED[format])
+                options = {"columnwise": True, "scale_layouts": SCALE_LAYOUTS, **QUANTIZED[format]}
+                record = Scheme.checked(**options).allocate((m, k), dtype, device)
                 ops.quantize_into(x.to(device), record, rng_state=None if state is None else state.to(device))
                 records.append(record)
             for (buffer, here), (_, there) in zip(*(r.buffers() for r in records), strict=True):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 import zerofp4
-from cases.ops import DTYPES
+from cases.ops import DTYPES, allocate
 from cases.quantize import MODES, with_state
 from zerofp4 import ops
 from zerofp4.format import BLOCK, MXFP8_SCALE_LAYOUTS, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div, round_up, scale_shape
 from zerofp4.shard import Shard, byte_range
-from zerofp4.storage import allocate
 
 ZEROFP4 = torch.ops.zerofp4
 MANY = 40

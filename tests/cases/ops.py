@@ -8,7 +8,7 @@ from helpers import assert_bytes_equal
 from zerofp4 import reference
 from zerofp4.format import BLOCK
 from zerofp4.layout import ceil_div, scale_shape
-from zerofp4.storage import NVFP4Storage, allocate
+from zerofp4.storage import NVFP4Storage, Scheme
 
 POISON = 0xA5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -56,6 +56,10 @@ def draw_values(seed: int, numel: int, kind: str) -> torch.Tensor:
 
 
 KINDS = ["normal", "zeros", "ties", "spread", "denormal", "nonfinite", "bits"]
+
+
+def allocate(shape, *, dtype, device, columnwise=True, **options) -> NVFP4Storage:
+    return Scheme.checked(columnwise=columnwise, **options).allocate(shape, dtype, device)
 
 
 def poisoned(record: NVFP4Storage) -> NVFP4Storage:

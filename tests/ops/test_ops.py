@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from cases.ops import POISON, marked
+from cases.ops import POISON, allocate, marked
 from helpers import assert_bytes_equal
 
 import zerofp4
 from zerofp4 import ops, reference
-from zerofp4.storage import allocate
 
 ZEROFP4 = torch.ops.zerofp4
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from cases.ops import allocate
 from guards import Guards
 from hypothesis import given
 from hypothesis import strategies as st
 
 import zerofp4
 from zerofp4.format import BLOCK, SCALE_LAYOUTS
-from zerofp4.storage import BUFFERS, allocate, allocate_mxfp8, side_names
+from zerofp4.storage import BUFFERS, allocate_mxfp8, side_names
 
 ZEROFP4 = torch.ops.zerofp4
 SHAPE = (34, 80)

@@ -56,7 +56,6 @@ from zerofp4.ops.padded import padded_scale
 from zerofp4.ops.product import add_scaled_product, product_values, scaled_product, write_scaled_product
 from zerofp4.ops.quantize import (
     Quantization,
-    check_rounding,
     choice_arguments,
     draw_rng_state,
     quantize_into,
@@ -138,7 +137,6 @@ __all__ = [
     "change_scales",
     "check_capability",
     "check_cuda",
-    "check_rounding",
     "choice_arguments",
     "code_for",
     "compile_on_first_use",

@@ -30,6 +30,7 @@ from zerofp4.storage import (
     address_of,
     check_buffer,
     check_memory,
+    check_rounding,
     check_transform,
     scale_name,
 )
@@ -286,20 +287,8 @@ def draw_rng_state(
     return drawn.to(device)
 
 
-def check_rounding(stochastic: bool, four_over_six: FourOverSix | None) -> None:
-    """Raises TypeError or ValueError for a choice of scales that is none, or that rounding excludes."""
-    choice_arguments(four_over_six)
-    if stochastic and four_over_six is not None:
-        raise ValueError(
-            "stochastic rounding and four over six exclude each other: the choice of a block's scale "
-            "compares the errors of rounding to nearest"
-        )
-
-
 def choice_arguments(four_over_six: FourOverSix | None) -> tuple[int, str]:
     """e4m3_max and error as the operators take them."""
-    if not isinstance(four_over_six, FourOverSix | None):
-        raise TypeError(f"four_over_six must be a FourOverSix or None, got {type(four_over_six).__name__}")
     return (0, "mae") if four_over_six is None else (four_over_six.e4m3_max, four_over_six.error)
 
 

@@ -12,7 +12,7 @@ from zerofp4.storage.memory import (
     rebindings,
 )
 from zerofp4.storage.mxfp8 import MXFP8Storage, allocate_mxfp8
-from zerofp4.storage.nvfp4 import NVFP4Storage, allocate, check_block, check_transform
+from zerofp4.storage.nvfp4 import NVFP4Storage, Scheme, check_block, check_rounding, check_transform
 from zerofp4.storage.record import (
     Storage,
     called,
@@ -44,11 +44,11 @@ __all__ = [
     "Gate",
     "MXFP8Storage",
     "NVFP4Storage",
+    "Scheme",
     "Side",
     "Sides",
     "Storage",
     "address_of",
-    "allocate",
     "allocate_mxfp8",
     "any_dispatches",
     "called",
@@ -57,6 +57,7 @@ __all__ = [
     "check_layouts",
     "check_memory",
     "check_plain",
+    "check_rounding",
     "check_sides",
     "check_transform",
     "dispatches",

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -156,43 +156,59 @@ def check_transform(block_rows: int, columnwise: bool, hadamard: bool, random_si
         raise ValueError("hadamard=True transforms the columnwise copy, but none is asked for")
 
 
-def allocate(
-    shape: Sequence[int],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    block: tuple[int, int] = (BLOCK, BLOCK),
-    rowwise: bool = True,
-    columnwise: bool = True,
-    scale_layouts: Sequence[str] = ("compact",),
-    hadamard: bool = False,
-    random_signs: bool = True,
-    four_over_six: FourOverSix | None = None,
-) -> NVFP4Storage:
-    """Uninitialized buffers for a tensor of `shape`.
+def check_rounding(stochastic: bool, four_over_six: FourOverSix | None) -> None:
+    """Raises TypeError or ValueError for a choice of scales that is none, or that rounding excludes."""
+    if not isinstance(four_over_six, FourOverSix | None):
+        raise TypeError(f"four_over_six must be a FourOverSix or None, got {type(four_over_six).__name__}")
+    if stochastic and four_over_six is not None:
+        raise ValueError(
+            "stochastic rounding and four over six exclude each other: the choice of a block's scale "
+            "compares the errors of rounding to nearest"
+        )
 
-    Raises TypeError for a dtype that cannot be quantized and ValueError for a shape, block, layout or
-    transform that NVFP4 has not, or when neither copy is asked for.
-    """
-    if dtype not in WEIGHT_DTYPES:
-        raise TypeError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype}")
-    check_block(block)
-    sides = check_sides(rowwise, columnwise)
-    check_transform(block[0], columnwise, hadamard, random_signs)
-    layouts = check_layouts(scale_layouts)
-    stacked_matrices(shape, block[0])
-    record = NVFP4Storage(
-        torch.Size(shape),
-        dtype,
-        tuple(block),
-        hadamard=hadamard,
-        random_signs=random_signs,
-        four_over_six=four_over_six,
-    )
-    check_matrix(*record.matrix, columnwise=columnwise and not hadamard)
-    amax = None
-    for side in sides:
-        if amax is None or hadamard:  # the transform has an amax of its own
-            amax = torch.empty(record.amax_shape, dtype=torch.float32, device=device)
-        record.allocate_side(side, layouts, device, amax)
-    return record
+
+class Scheme(NamedTuple):
+    """How tensors are quantized in NVFP4, and which buffers they get. quantize describes the options."""
+
+    block: tuple[int, int] = (BLOCK, BLOCK)
+    rowwise: bool = True
+    columnwise: bool = False
+    scale_layouts: Sequence[str] = ("compact",)
+    hadamard: bool = False
+    random_signs: bool = True
+    four_over_six: FourOverSix | None = None
+    stochastic_rounding: bool = False
+
+    @classmethod
+    def checked(cls, **options: Any) -> "Scheme":
+        """Raises TypeError for an option of a wrong type, ValueError for options or a combination of them
+        that NVFP4 has not.
+        """
+        given = cls(**options)
+        check_block(given.block)
+        check_sides(given.rowwise, given.columnwise)
+        check_transform(given.block[0], given.columnwise, given.hadamard, given.random_signs)
+        check_rounding(given.stochastic_rounding, given.four_over_six)
+        layouts = check_layouts(given.scale_layouts)
+        return cls(**options | {"block": tuple(given.block), "scale_layouts": layouts})
+
+    @property
+    def sides(self) -> list[str]:
+        return check_sides(self.rowwise, self.columnwise)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> NVFP4Storage:
+        """Uninitialized buffers for a tensor of `shape`. Raises TypeError for a dtype that cannot be
+        quantized, ValueError for a shape that NVFP4 cannot hold.
+        """
+        if dtype not in WEIGHT_DTYPES:
+            raise TypeError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype}")
+        stacked_matrices(shape, self.block[0])
+        options = {name: getattr(self, name) for name in ("hadamard", "random_signs", "four_over_six")}
+        record = NVFP4Storage(torch.Size(shape), dtype, self.block, **options)
+        check_matrix(*record.matrix, columnwise=self.columnwise and not self.hadamard)
+        amax = None
+        for side in self.sides:
+            if amax is None or self.hadamard:  # the transform has an amax of its own
+                amax = torch.empty(record.amax_shape, dtype=torch.float32, device=device)
+            record.allocate_side(side, self.scale_layouts, device, amax)
+        return record

@@ -13,12 +13,10 @@ from zerofp4.ops import draw_rng_state, grouped_shapes, is_capturing
 from zerofp4.storage import (
     BUFFERS,
     NVFP4Storage,
+    Scheme,
     Side,
     Sides,
     check_block,
-    check_layouts,
-    check_sides,
-    check_transform,
     empty_buffer,
     scale_name,
     sides_of,
@@ -224,14 +222,19 @@ def quantize_grouped(
     if four_over_six is not None:
         raise ValueError("four_over_six is not there for groups: quantize each group by itself")
     check_generator(generator, stochastic_rounding)
-    sides = check_sides(rowwise, columnwise)
-    check_transform(1, columnwise, hadamard, random_signs)
-    layouts = check_layouts(scale_layouts)
+    scheme = Scheme.checked(
+        block=block,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        hadamard=hadamard,
+        random_signs=random_signs,
+        scale_layouts=scale_layouts,
+    )
     if x.dim() != 2:
         raise ValueError(f"x must be a matrix [tokens, K], got shape {tuple(x.shape)}")
     sizes = _host_sizes(m_splits, x.shape[0])
     splits = m_splits.contiguous() if sizes is None else sizes_on(sizes, x.device)
-    groups = _allocate(sides, layouts, hadamard, grouped_shapes(x.shape[0], splits.shape[0], x.shape[1]), x)
+    groups = _allocate(scheme, grouped_shapes(x.shape[0], splits.shape[0], x.shape[1]), x.device)
     offsets = torch.empty((3, splits.shape[0] + 1), dtype=torch.int64, device=x.device)
     error = torch.empty(1, dtype=torch.int32, device=x.device)
     given = (detached("amax", amax), detached("columnwise_amax", columnwise_amax))
@@ -254,14 +257,12 @@ def quantize_grouped(
     )
 
 
-def _allocate(
-    sides: Sequence[str], layouts: Sequence[str], hadamard: bool, shapes: dict, x: torch.Tensor
-) -> Sides:
+def _allocate(scheme: Scheme, shapes: dict, device: torch.device) -> Sides:
     """Uninitialized buffers of all groups."""
-    names = [f"{side}_data" for side in sides]
-    names += [scale_name(side, layout) for side in sides for layout in layouts]
-    names += ["amax"] + ["columnwise_amax"] * (hadamard and len(sides) == 2)
-    buffers = {name: empty_buffer(shapes[name], NVFP4Storage.buffer_dtype(name), x.device) for name in names}
+    names = [f"{side}_data" for side in scheme.sides]
+    names += [scale_name(side, layout) for side in scheme.sides for layout in scheme.scale_layouts]
+    names += ["amax"] + ["columnwise_amax"] * (scheme.hadamard and len(scheme.sides) == 2)
+    buffers = {name: empty_buffer(shapes[name], NVFP4Storage.buffer_dtype(name), device) for name in names}
     return Sides(**sides_of(buffers))
 
 

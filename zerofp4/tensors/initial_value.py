@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from zerofp4 import ops
-from zerofp4.storage import NVFP4Storage, Storage, allocate, record_of
+from zerofp4.storage import NVFP4Storage, Scheme, Storage, record_of
 
 INIT_VAL = "high_precision_init_val"
 """Where a record's attachments hold the value that convert_model quantized, on the CPU."""
@@ -48,14 +48,8 @@ def _has_codes_of(record: NVFP4Storage, value: torch.Tensor) -> bool:
         return False
     name, side = next(record.sides())
     sides = {"rowwise": name == "rowwise", "columnwise": name == "columnwise"}
-    made = allocate(
-        record.shape,
-        dtype=record.dtype,
-        device=record.device,
-        block=record.block,
-        four_over_six=record.four_over_six,
-        **sides,
-    )
+    scheme = Scheme(block=record.block, four_over_six=record.four_over_six, **sides)
+    made = scheme.allocate(record.shape, record.dtype, record.device)
     ops.quantize_into(value.to(record.device), made, amax=side.amax)
     again = getattr(made, name)
     pairs = ((again.data, side.data), (again.scales["compact"], side.scales["compact"]))

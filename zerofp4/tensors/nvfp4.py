@@ -8,7 +8,7 @@ import torch
 from zerofp4 import ops
 from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.layout import as_matrix, stacked_matrices
-from zerofp4.storage import NVFP4Storage, allocate, check_block, side_of
+from zerofp4.storage import NVFP4Storage, Scheme, side_of
 from zerofp4.tensors import nvfp4_values, products
 from zerofp4.tensors.arguments import check_generator, check_values, detached, weight_columns
 from zerofp4.tensors.initial_value import INIT_VAL, initial_value
@@ -98,25 +98,18 @@ def quantize_dequantize(
     TypeError for a wrong dtype, ValueError for a wrong shape, option or combination of options.
     """
     check_values(x)
-    check_block(block)
+    rounding = {"stochastic_rounding": stochastic_rounding, "four_over_six": four_over_six}
+    scheme = Scheme.checked(block=block, **rounding)
+    check_generator(generator, stochastic_rounding)
     experts = stacked_matrices(x.shape, block[0])
-    options = (
-        block[0],
-        detached("amax", amax),
-        _rng_state(x, stochastic_rounding, generator, experts),
-        *ops.choice_arguments(four_over_six),
-    )
+    state = None
+    if stochastic_rounding:
+        state = ops.draw_rng_state(x.device, generator, ops.rng_state_shape(experts))
+    choice = ops.choice_arguments(scheme.four_over_six)
+    options = (scheme.block[0], detached("amax", amax), state, *choice)
     shape = as_matrix(x.shape) if experts is None else x.shape
     values = torch.ops.zerofp4.quantize_dequantize(x.contiguous().view(shape), *options)
     return values.view(x.shape)
-
-
-def _rng_state(
-    x: torch.Tensor, stochastic: bool, generator: torch.Generator | None, experts: int | None
-) -> torch.Tensor | None:
-    check_generator(generator, stochastic)
-    shape = ops.rng_state_shape(experts)
-    return ops.draw_rng_state(x.device, generator, shape) if stochastic else None
 
 
 def empty(
@@ -140,9 +133,8 @@ def empty(
     for a columnwise copy in blocks of 1x16, which does not follow from the rows that a cast writes.
     """
     device = torch.get_default_device() if device is None else torch.device(device)
-    ops.choice_arguments(four_over_six)
-    options = {"columnwise": weight_columns(block, columnwise), "scale_layouts": scale_layouts}
-    options |= {"block": block, "four_over_six": four_over_six}
-    record = allocate(shape, dtype=dtype, device=device, **options)
+    columnwise = weight_columns(block, columnwise)
+    options = {"block": block, "four_over_six": four_over_six, "scale_layouts": scale_layouts}
+    record = Scheme.checked(columnwise=columnwise, **options).allocate(shape, dtype, device)
     record.zero()
     return NVFP4Tensor(record)

@@ -1,25 +1,14 @@
 """Quantizer, quantize's options checked once, and quantize, which is a Quantizer used once."""
 
 import functools
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from zerofp4 import ops
 from zerofp4.format import BLOCK, FourOverSix
-from zerofp4.storage import (
-    NVFP4Storage,
-    Side,
-    allocate,
-    check_block,
-    check_layouts,
-    check_sides,
-    check_transform,
-    holds,
-    rebindings,
-)
+from zerofp4.storage import NVFP4Storage, Scheme, Side
 from zerofp4.tensors.arguments import check_generator, check_out, check_values, detached, kernel_input
 from zerofp4.tensors.initial_value import replace_initial_value
 from zerofp4.tensors.nvfp4 import NVFP4Tensor
@@ -30,75 +19,22 @@ _REMEMBERED = 64
 """Shapes whose layouts a quantizer remembers; after so many others it begins anew."""
 
 
-class _Buffer(NamedTuple):
-    """What torch.empty_strided, half the price of torch.empty, takes for a buffer."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def like(cls, buffer: torch.Tensor) -> "_Buffer":
-        return cls(buffer.shape, buffer.stride(), buffer.dtype)
-
-    def new(self, device: torch.device) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+_Layout = tuple[NVFP4Storage, ops.Quantization | None]
+"""What was worked out for a shape and dtype: a record like those of calls, on the meta device, and what
+quantizes into one; None for no elements.
+"""
 
 
-class _SideLayout(NamedTuple):
-    """The buffers of a side. amax: None where it shares the other side's."""
-
-    name: str
-    data: _Buffer
-    scales: list[tuple[str, _Buffer]]
-    amax: _Buffer | None
-
-
-class _Layout:
-    """What was worked out for a shape and dtype: further calls take no checks of options and no arithmetic.
-
-    quantization: None for no elements.
-    """
-
-    def __init__(self, record: NVFP4Storage):
-        self._shape, self._context, self._sides = record.shape, record.context(), []
-        for name, side in record.sides():
-            shares = bool(self._sides) and side.amax is record.amax
-            scales = [(layout, _Buffer.like(scale)) for layout, scale in side.scales.items()]
-            amax = None if shares else _Buffer.like(side.amax)
-            self._sides.append(_SideLayout(name, _Buffer.like(side.data), scales, amax))
-        self._wanted = [(side.name, [layout for layout, _ in side.scales]) for side in self._sides]
-        self.quantization = ops.Quantization.of(record) if record.shape.numel() else None
-        # The last record that fitted, which often is the next one.
-        self._last: Callable[[], NVFP4Storage | None] = lambda: None
-        self._seen: tuple | None = None
-        self._buffers: list[Callable[[], torch.Tensor | None]] = []
-
-    def new_record(self, device: torch.device) -> NVFP4Storage:
-        record, amax = NVFP4Storage.from_context(self._shape, self._context), None
-        for name, data, scales, own_amax in self._sides:
-            if own_amax is not None:
-                amax = own_amax.new(device)
-            buffers = {layout: scale.new(device) for layout, scale in scales}
-            setattr(record, name, Side(data.new(device), buffers, amax))
-        return record
-
-    def fits(self, record: NVFP4Storage, device: torch.device) -> bool:
-        """Whether the record is one of these, on the device, with the buffers asked for, all of them in
-        memory that is there.
-        """
-        if record.shape != self._shape or record.context() != self._context:
-            return False
-        if self._last() is not record or self._seen != (rebindings(), device):
-            for name, layouts in self._wanted:
-                side = getattr(record, name)
-                if side is None or not all(layout in side.scales for layout in layouts):
-                    return False
-            if record.device != device:
-                return False
-            self._last, self._seen = weakref.ref(record), (rebindings(), device)
-            self._buffers = [weakref.ref(buffer) for _, buffer in record.buffers()]
-        return all(buffer is not None and holds(buffer) for buffer in (known() for known in self._buffers))
+def _like(template: NVFP4Storage, device: torch.device) -> NVFP4Storage:
+    """A record with uninitialized buffers like the template's."""
+    record = NVFP4Storage.from_context(template.shape, template.context())
+    amax = None
+    for name, side in template.sides():
+        if amax is None or side.amax is not template.amax:
+            amax = torch.empty_like(side.amax, device=device)
+        scales = {layout: torch.empty_like(s, device=device) for layout, s in side.scale_places.items()}
+        setattr(record, name, Side(torch.empty_like(side.place, device=device), scales, amax))
+    return record
 
 
 class Quantizer:
@@ -124,19 +60,18 @@ class Quantizer:
         four_over_six: FourOverSix | None = None,
         scale_layouts: Sequence[str] = ("compact",),
     ):
-        check_block(block)
-        check_sides(rowwise, columnwise)
-        check_transform(block[0], columnwise, hadamard, random_signs)
+        self._scheme = Scheme.checked(
+            block=block,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            hadamard=hadamard,
+            random_signs=random_signs,
+            stochastic_rounding=stochastic_rounding,
+            four_over_six=four_over_six,
+            scale_layouts=scale_layouts,
+        )
         check_generator(generator, stochastic_rounding)
-        ops.check_rounding(stochastic_rounding, four_over_six)
-        self._wanted: dict[str, Any] = {
-            "block": tuple(block),
-            "rowwise": rowwise,
-            "columnwise": columnwise,
-            "scale_layouts": check_layouts(scale_layouts),
-        }
-        self._scheme = {"hadamard": hadamard, "random_signs": random_signs, "four_over_six": four_over_six}
-        self._stochastic, self._generator = stochastic_rounding, generator
+        self._generator = generator
         self._layouts: dict[tuple, _Layout] = {}
 
     def __call__(
@@ -163,9 +98,9 @@ class Quantizer:
         """q(x).record, for who has no use for the tensor around it."""
         layout = self._layout(x)
         if layout is None:
-            record = allocate(x.shape, dtype=x.dtype, device=x.device, **self._wanted, **self._scheme)
+            record = self._scheme.allocate(x.shape, x.dtype, x.device)
         else:
-            record = layout.new_record(x.device)
+            record = _like(layout[0], x.device)
         self._fill(record, layout, x, amax, columnwise_amax, None)
         return record
 
@@ -183,20 +118,18 @@ class Quantizer:
         out: of x's shape, dtype and device and of these options, with at least the buffers that they ask for.
         amax, columnwise_amax, skip: as of quantize. Returns out. Errors as quantize.
         """
-        layout = self._layout(x)
-        if layout is None or type(out) is not NVFP4Tensor or not layout.fits(out.record, x.device):
-            self._check_out(out, x)
+        layout, scheme = self._layout(x), self._scheme
+        copies = {name: getattr(scheme, name) for name in ("rowwise", "columnwise", "scale_layouts")}
+        check_out(out, NVFP4Tensor, x, block=scheme.block, **copies)
+        for name in ("hadamard", "random_signs", "four_over_six"):
+            if getattr(out.record, name) != getattr(scheme, name):
+                found = getattr(out.record, name)
+                raise ValueError(f"out must have {name} {getattr(scheme, name)}, got {found}")
         torch.autograd.graph.increment_version(out)
         self._fill(out.record, layout, x, amax, columnwise_amax, skip)
         if skip is None:
             replace_initial_value(out.record, x)
         return out
-
-    def _check_out(self, out: NVFP4Tensor, x: torch.Tensor) -> None:
-        check_out(out, NVFP4Tensor, x, **self._wanted)
-        for name, value in self._scheme.items():
-            if getattr(out.record, name) != value:
-                raise ValueError(f"out must have {name} {value}, got {getattr(out.record, name)}")
 
     def _layout(self, x: torch.Tensor) -> _Layout | None:
         """That of x's shape and dtype, remembered; None where somebody traces or transforms the call. Raises
@@ -208,18 +141,23 @@ class Quantizer:
         key = (x.shape, x.dtype)
         layout = self._layouts.get(key)
         if layout is None:
-            record = allocate(x.shape, dtype=x.dtype, device="meta", **self._wanted, **self._scheme)
+            template = self._scheme.allocate(x.shape, x.dtype, "meta")
             if len(self._layouts) == _REMEMBERED:
                 self._layouts.clear()
-            layout = self._layouts[key] = _Layout(record)
+            quantization = ops.Quantization.of(template) if x.numel() else None
+            layout = self._layouts[key] = template, quantization
         return layout
 
     def _fill(self, record: NVFP4Storage, layout: _Layout | None, x, amax, columnwise_amax, skip) -> None:
         x = kernel_input(x)
-        rng_state = self._rng_state(record) if self._stochastic else None
-        if layout is not None and layout.quantization is not None:
-            if amax is None and columnwise_amax is None and skip is None:
-                return layout.quantization.run(x, record, rng_state=rng_state)
+        rng_state = None
+        if self._scheme.stochastic_rounding:
+            shape = ops.rng_state_shape(record.experts)
+            rng_state = ops.draw_rng_state(record.device, self._generator, shape)
+        quantization = None if layout is None else layout[1]
+        if quantization is not None and amax is None and columnwise_amax is None and skip is None:
+            quantization.run(x, record, rng_state=rng_state)
+            return
         ops.quantize_into(
             x,
             record,
@@ -229,12 +167,9 @@ class Quantizer:
             skip=_apart(record, detached("skip", skip)),
         )
 
-    def _rng_state(self, record: NVFP4Storage) -> torch.Tensor:
-        return ops.draw_rng_state(record.device, self._generator, ops.rng_state_shape(record.experts))
-
     def __repr__(self) -> str:
-        options = {**self._wanted, **self._scheme, "stochastic_rounding": self._stochastic}
-        return f"Quantizer({', '.join(f'{name}={value}' for name, value in options.items())})"
+        options = (f"{name}={value}" for name, value in self._scheme._asdict().items())
+        return f"Quantizer({', '.join(options)})"
 
     def __deepcopy__(self, memo: dict) -> "Quantizer":
         """Itself: it never changes, and a generator goes on being drawn from."""
