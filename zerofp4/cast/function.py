@@ -11,7 +11,6 @@ from zerofp4.cast.plan import CastPlan
 from zerofp4.cast.plan_cache import Kept, PlanCache, advance_versions
 from zerofp4.cast.request import CastRequest, check_request
 from zerofp4.distributed import OwnError, attempt, resolve_group
-from zerofp4.ops import pointers
 from zerofp4.storage import weight_record
 
 
@@ -64,7 +63,7 @@ def cast_master_weights_to_nvfp4(
             manual_post_all_gather_processing,
         )
         kept = _fitting(kept, request, error, cache, group)
-        _take(kept, request)
+        kept.plan.let_go()
         kept.fingerprint = fingerprint
     cache.keep(kept)
     late = kept.plan.run(OwnError(), itertools.chain(master_weights, fsdp_shard_model_weights or ()))
@@ -86,8 +85,8 @@ def _fitting(
     cache: PlanCache,
     group: dist.ProcessGroup | None,
 ) -> Kept:
-    """The plan of these weights, if there is one and the checked request fits it; else a new one, where all
-    ranks come with a request that fits none.
+    """The plan of these weights, if there is one and the checked request fits it, with the request's tensors;
+    else a new one, where all ranks come with a request that fits none.
 
     Raises the error on this rank and, because it joins the step of the others, RuntimeError on them.
     """
@@ -95,6 +94,10 @@ def _fitting(
         if error:
             kept.plan.run(error)
         if kept.plan.fits(request):
+            kept.fingerprint = None  # until the addresses are those of a call
+            _, error = attempt(kept.plan.adopt, request)
+            if error:
+                kept.plan.run(error)
             return kept
         if not kept.plan.decline():
             raise ValueError(
@@ -103,24 +106,4 @@ def _fitting(
             )
         cache.drop()
     plan = CastPlan.of(request, error, group)
-    return Kept(plan, plan.records, plan.group, _places(request))
-
-
-def _take(kept: Kept, request: CastRequest) -> None:
-    """Make the tensors of a request that fits those of the next step. Between calls the plan has their
-    addresses, and keeps them alive only for CUDA graphs. An error is every rank's.
-    """
-    places = _places(request)
-    if places != kept.taken:
-        kept.fingerprint = kept.taken = None  # until the addresses are those of a call
-        _, error = attempt(kept.plan.adopt, request)
-        if error:
-            kept.plan.run(error)
-        kept.taken = places
-    kept.plan.let_go()
-
-
-def _places(request: CastRequest) -> tuple[bytes, list[torch.dtype]]:
-    buffers = [buffer for record in request.records for _, buffer in record.buffers()]
-    tensors = [*request.shard_tensors().values(), *buffers]
-    return pointers(tensors), [tensor.dtype for tensor in tensors]
+    return Kept(plan, plan.records, plan.group)

@@ -53,7 +53,7 @@ def _gather_checked(
 ) -> Kept:
     """Gather what _check_gather made of the arguments; returns the plan, the old one or a new one."""
     if kept is not None:
-        fits = not error and parsed[1] == kept.taken
+        fits = not error and parsed[1] == kept.shards
         if not error:  # else there may be no codes to gather
             kept.plan.bind_if_moved(gathered_buffers(kept.records))
         if kept.plan.run(GATHER_PRESENT if fits else GATHER_OTHER, error):

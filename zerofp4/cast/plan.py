@@ -523,7 +523,7 @@ class CastPlan:
             raise
 
     def let_go(self) -> None:
-        """Keep no master and no shard buffer, only their addresses."""
+        """Between calls: keep no master and no shard buffer alive, except for CUDA graphs."""
         request = self._request
         request.masters, request.shard_codes = [None] * len(request.records), None
         self.addresses = self._present_addresses(hold=False)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from zerofp4.distributed import GroupReference, attempt
 from zerofp4.ops import increment_versions, tensor_facts
+from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage, rebindings, weight_record
 from zerofp4.tensors import QuantizedTensor
 
@@ -27,16 +28,16 @@ _RECORD, _CODES = attrgetter("record"), attrgetter("rowwise.place")
 
 @dataclasses.dataclass(eq=False)
 class Kept:
-    """A plan that calls with the same weights in the same group use, and what it has of the last call."""
+    """A plan that calls with the same weights in the same group use."""
 
     plan: Any
     records: list[NVFP4Storage]
     """Keeps them alive, so that their ids stay theirs."""
     group: GroupReference
-    taken: Any = None
-    """What of a call's arguments the plan was made for, or has taken."""
+    shards: list[Shard] | None = None
+    """What this rank owns, of a gather."""
     fingerprint: list | None = None
-    """None where the next call must be checked."""
+    """Of the last call; None where the next one must be checked."""
 
 
 class PlanCache:
