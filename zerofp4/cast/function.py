@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4.cast.plan import CastPlan
-from zerofp4.cast.plan_cache import Kept, PlanCache, advance_versions
+from zerofp4.cast.plan_cache import Kept, PlanCache
 from zerofp4.cast.request import CastRequest, check_request
 from zerofp4.distributed import OwnError, attempt, resolve_group
 from zerofp4.storage import weight_record
@@ -69,7 +69,7 @@ def cast_master_weights_to_nvfp4(
     late = kept.plan.run(OwnError(), itertools.chain(master_weights, fsdp_shard_model_weights or ()))
     if kept.plan.held_for_graphs:
         cache.pin(kept)
-    advance_versions(model_weights)
+    cache.advance_versions()
     late.raise_if_any()
 
 

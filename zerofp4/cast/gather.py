@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4 import distributed
-from zerofp4.cast.plan_cache import Kept, PlanCache, advance_versions
+from zerofp4.cast.plan_cache import Kept, PlanCache
 from zerofp4.cast.request import check_lists, check_shard, check_weights, weight_name
 from zerofp4.cast.scales import gathered_buffers, gathered_shards
 from zerofp4.cast.signature import check_same_weights, describe
@@ -44,7 +44,7 @@ def all_gather_nvfp4(
         kept.fingerprint = fingerprint
     else:
         kept.plan.run()
-    advance_versions(model_weights)
+    cache.advance_versions()
     cache.keep(kept)
 
 
@@ -120,5 +120,5 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     kept.plan.run()
     if kept.plan.was_captured:
         cache.pin(kept)
-    advance_versions(model_weights)
+    cache.advance_versions()
     cache.keep(kept)

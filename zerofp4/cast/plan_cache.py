@@ -47,9 +47,9 @@ class PlanCache:
     """
 
     def __init__(self, kind: str, model_weights: Any, group: dist.ProcessGroup | None):
-        weights = model_weights if isinstance(model_weights, list | tuple) else ()
-        only_ours = all(issubclass(each, QuantizedTensor) for each in set(map(type, weights)))
-        self.records = list(map(_RECORD if only_ours else weight_record, weights))
+        self._weights = weights = model_weights if isinstance(model_weights, list | tuple) else ()
+        self._only_ours = all(issubclass(each, QuantizedTensor) for each in set(map(type, weights)))
+        self.records = list(map(_RECORD if self._only_ours else weight_record, weights))
         self._plans: dict[tuple, Kept] = {}
         if self.records and self.records[0] is not None:
             self._plans = self.records[0].attachments.setdefault(kind, {})
@@ -89,7 +89,9 @@ class PlanCache:
         for record in self.records[:1]:
             record.attachments.setdefault("captured_plans", {})[id(kept)] = kept
 
-
-def advance_versions(model_weights: Sequence[Any]) -> None:
-    """As after any update in place, a backward pass through the old values of the weights fails."""
-    increment_versions([weight for weight in model_weights if isinstance(weight, torch.Tensor)])
+    def advance_versions(self) -> None:
+        """As after any update in place, a backward pass through the old values of the weights fails."""
+        weights = self._weights
+        if not self._only_ours:
+            weights = [weight for weight in weights if isinstance(weight, torch.Tensor)]  # records have none
+        increment_versions(list(weights))

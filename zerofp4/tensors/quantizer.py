@@ -27,13 +27,17 @@ quantizes into one; None for no elements.
 
 def _like(template: NVFP4Storage, device: torch.device) -> NVFP4Storage:
     """A record with uninitialized buffers like the template's."""
+
+    def new(buffer: torch.Tensor) -> torch.Tensor:  # as empty_like, which is slow for one on the meta device
+        return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device)
+
     record = NVFP4Storage.from_context(template.shape, template.context())
     amax = None
     for name, side in template.sides():
         if amax is None or side.amax is not template.amax:
-            amax = torch.empty_like(side.amax, device=device)
-        scales = {layout: torch.empty_like(s, device=device) for layout, s in side.scale_places.items()}
-        setattr(record, name, Side(torch.empty_like(side.place, device=device), scales, amax))
+            amax = new(side.amax)
+        scales = {layout: new(scale) for layout, scale in side.scale_places.items()}
+        setattr(record, name, Side(new(side.place), scales, amax))
     return record
 
 
