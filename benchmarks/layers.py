@@ -15,10 +15,7 @@ from zerofp4.layout import round_up
 from zerofp4.nn import GroupedLinear, Linear, NVFP4Recipe, autocast
 from zerofp4.ops import SLOW_ON_CPU
 
-RECIPES = {
-    "linear": NVFP4Recipe(backend="exact"),
-    "linear_kept_dequantized": NVFP4Recipe(backend="exact", cache="dequantized"),
-}
+RECIPE = NVFP4Recipe(backend="exact")
 SHAPES = ((8192, 4096, 14336), (16384, 8192, 8192), (8192, 4096, 4096))
 """Tokens, in_features, out_features."""
 CPU_SHAPE = (256, 1024, 1024)
@@ -133,31 +130,28 @@ def milliseconds(
 
 
 def compare(session: Session, case: Case, x: torch.Tensor, gradient: torch.Tensor) -> float:
-    """Rows of torch's product and of ours by each recipe, and what ours saves for the backward pass. Returns
+    """Rows of torch's product and of ours, and what ours saves for the backward pass. Returns
     the milliseconds of torch's.
     """
     prefix, name = case.prefix, case.name
     x.requires_grad_()
     run, rule = trained(case.call, x, gradient), f"torch's {case.theirs} in bfloat16"
     theirs = milliseconds(session, case, f"bf16_{case.theirs}", run, x, gradient, rule)
-    for kind, recipe in RECIPES.items():
-        layer = case.make()
+    layer = case.make()
 
-        def call(given: torch.Tensor, layer: nn.Module = layer) -> torch.Tensor:
-            return layer(given, *case.more, False)
+    def call(given: torch.Tensor) -> torch.Tensor:
+        return layer(given, *case.more, False)
 
-        with autocast(recipe):
-            layer(x, *case.more, True)
-            rule = f"zerofp4.nn.{type(layer).__name__}, exact, weights cached: {recipe.cache}"
-            run = trained(call, x, gradient, layer)
-            ours = milliseconds(session, case, f"{prefix}{kind}", run, x, gradient, rule)
-            if kind == "linear":
-                saved = saved_bytes(call, x)
-                rule = "bytes saved for the backward pass, over those of the input in bfloat16"
-                row = f"{prefix}saved_over_bf16/{name}"
-                session.count(row, "ratio", saved / x.nbytes, rule, bytes=saved)
-        row = f"{prefix}{kind}_over_bf16/{name}"
-        session.count(row, "ratio", ours / theirs, "time over that of bfloat16")
+    with autocast(RECIPE):
+        layer(x, *case.more, True)
+        rule = f"zerofp4.nn.{type(layer).__name__}, exact, weights cached"
+        run = trained(call, x, gradient, layer)
+        ours = milliseconds(session, case, f"{prefix}linear", run, x, gradient, rule)
+        saved = saved_bytes(call, x)
+    rule = "bytes saved for the backward pass, over those of the input in bfloat16"
+    session.count(f"{prefix}saved_over_bf16/{name}", "ratio", saved / x.nbytes, rule, bytes=saved)
+    row = f"{prefix}linear_over_bf16/{name}"
+    session.count(row, "ratio", ours / theirs, "time over that of bfloat16")
     return theirs
 
 
@@ -201,13 +195,13 @@ def host_calls(session: Session) -> None:
     x = random(session, SIDE, SIDE)
     layer = Linear(SIDE, SIDE, device=session.device, dtype=torch.bfloat16).requires_grad_(False)
     plain = session.clock.host_us(lambda: F.linear(x, layer.weight, layer.bias))
-    with autocast(RECIPES["linear"]):
+    with autocast(RECIPE):
         layer(x, True)
         rule = "Linear forward with a cached weight, no gradients, less F.linear"
         session.host("host_layer_linear", lambda: layer(x, False), rule, less=plain, plain_us=plain)
     layer.requires_grad_()
     gradient, x = random(session, SIDE, SIDE), x.clone().requires_grad_()
-    with autocast(RECIPES["linear"]):
+    with autocast(RECIPE):
         rule = "Linear forward and backward with a cached weight, all gradients"
         both = trained(lambda given: layer(given, False), x, gradient, layer)
         session.host("host_layer_linear_both", both, rule)
@@ -233,7 +227,7 @@ def swizzles(session: Session, count: int) -> None:
 
     def step() -> None:
         quantizer.update_(cached, plain)
-        with autocast(RECIPES["linear"]):
+        with autocast(RECIPE):
             for _ in range(count):
                 model(x).sum().backward()
         optimizer.step()

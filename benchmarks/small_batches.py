@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 import zerofp4
-from benchmarks.layers import RECIPES
+from benchmarks.layers import RECIPE
 from benchmarks.ranks import Timer, free_memory
 from benchmarks.session import Session
 from benchmarks.workloads import CONFIGS, causal_loss, causal_model
@@ -78,7 +78,7 @@ def make_step(
 
     def step() -> None:
         optimizer.zero_grad()
-        with zerofp4.nn.autocast(RECIPES["linear"]) if way == "layers" else contextlib.nullcontext():
+        with zerofp4.nn.autocast(RECIPE) if way == "layers" else contextlib.nullcontext():
             loss = causal_loss(model, tokens)
         loss.backward()
         optimizer.step()

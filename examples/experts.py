@@ -16,8 +16,8 @@ class Experts(nn.Module):
     def __init__(self, count, size, hidden):
         super().__init__()
         self.count, self.router = count, nn.Linear(size, count)
-        self.up = zerofp4.nn.GroupedLinear(count, size, hidden, stacked=True)
-        self.down = zerofp4.nn.GroupedLinear(count, hidden, size, stacked=True)
+        self.up = zerofp4.nn.GroupedLinear(count, size, hidden)
+        self.down = zerofp4.nn.GroupedLinear(count, hidden, size)
 
     def forward(self, x):
         weight, expert = self.router(x).softmax(-1).max(-1)

@@ -25,13 +25,6 @@ inline THPObjectPtr to_python(c10::string_view text) {
     return checked(PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
 }
 
-inline THPObjectPtr to_python(c10::IntArrayRef numbers) {
-    THPObjectPtr list = checked(PyList_New(0));
-    for (const int64_t number : numbers)
-        if (PyList_Append(list, to_python(number).get()) < 0) throw_python_error();
-    return list;
-}
-
 // A list of tensors, some of which may not be there.
 template <class Tensors>
 THPObjectPtr to_python(const Tensors& tensors) {

@@ -15,12 +15,8 @@ inline constexpr c10::DispatchKeySet kPlain({c10::DispatchKey::CPU, c10::Dispatc
 
 // layer.cpp
 PyObject* configure_layer(PyObject*, PyObject* given);
-PyObject* groups(PyObject*, PyObject* const* given, Py_ssize_t count);
 PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t count);
 PyObject* scheme(PyObject*, PyObject* given);
-
-// layer_operators.cpp
-PyObject* implement_layer(PyObject*, PyObject* given);
 
 // linear.cpp
 PyObject* configure(PyObject*, PyObject* given);

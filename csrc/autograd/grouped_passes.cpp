@@ -1,21 +1,17 @@
-#include "autograd/grouped_passes.h"
-
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/segment_reduce.h>
-#include <ATen/ops/stack.h>
 
 #include <limits>
 #include <utility>
 #include <vector>
 
+#include "autograd/layer_passes.h"
 #include "common/scale.h"
 
-namespace zerofp4 {
+namespace zerofp4::grouped {
 namespace {
 
 // Of rows and columns of weights: grouped_mm wants multiples of 16 bytes of bfloat16.
@@ -58,58 +54,34 @@ GroupValues values_of(const Groups& groups, const Copy& copy, bool columnwise, c
     return {std::move(values), std::move(ends)};
 }
 
-// [groups, N, K], without global scales.
-Tensor values_of(const Codes& codes, int64_t count, const Launch& launch) {
-    if (codes.kept.defined()) return codes.kept;
-    const Copy& first = codes.copies[0];
-    const bool is_stack = first.data.dim() == 3;
+// [groups, N, K] of a stack, without global scales.
+Tensor values_of(const Copy& stack, const Launch& launch) {
+    const int64_t count = stack.data.size(0);
     std::vector<uintptr_t> data, scale;
-    const auto address = [is_stack](const Tensor& buffer, int64_t e) {
+    const auto address = [](const Tensor& buffer, int64_t e) {
         const auto begin = reinterpret_cast<uintptr_t>(buffer.const_data_ptr());
-        return begin + (is_stack ? static_cast<uintptr_t>(e * buffer.stride(0)) * buffer.itemsize() : 0);
+        return begin + static_cast<uintptr_t>(e * buffer.stride(0)) * buffer.itemsize();
     };
     for (int64_t e = 0; e < count; ++e) {
-        const Copy& copy = codes.copies[is_stack ? 0 : e];
-        data.push_back(address(copy.data, e));
-        scale.push_back(address(copy.scale, e));
+        data.push_back(address(stack.data, e));
+        scale.push_back(address(stack.scale, e));
     }
     const Tensor values =
-        at::empty({count, first.rows(), first.cols()}, first.data.options().dtype(at::kBFloat16));
+        at::empty({count, stack.rows(), stack.cols()}, stack.data.options().dtype(at::kBFloat16));
     const StackedOperand operand{count,        data.data(),  scale.data(),    values.mutable_data_ptr(),
-                                 first.rows(), first.cols(), first.block_rows};
+                                 stack.rows(), stack.cols(), stack.block_rows};
     check(kernels().stacked_values(launch.target, static_cast<DType>(dtype_code(at::kBFloat16)), operand,
                                    launch.neutral_amax.const_data_ptr()));
     return values;
 }
 
-// float32 [groups]
-Tensor amaxes_of(const Codes& codes) {
-    if (codes.copies.size() == 1) return codes.copies[0].amax;
-    std::vector<Tensor> each;
-    for (const Copy& copy : codes.copies) each.push_back(copy.amax);
-    return at::cat(each);
-}
-
 // Rows of groups with the transposes of their weights, or with those as they are.
-Tensor multiply(const QuantizedGroups& rows, const Codes& weights, bool transposed, const Launch& launch) {
-    const auto [values, ends] = values_of(rows.groups, rows.copies.rowwise, false, amaxes_of(weights),
-                                          weights.copies[0].e4m3_max, launch);
-    const Tensor others = values_of(weights, rows.groups.count(), launch);
+Tensor multiply(const Groups& groups, const Copy& rows, const Copy& weight, bool transposed,
+                const Launch& launch) {
+    const auto [values, ends] = values_of(groups, rows, false, weight.amax, weight.e4m3_max, launch);
+    const Tensor others = values_of(weight, launch);
     return at::_grouped_mm(values, transposed ? others.transpose(1, 2) : others, ends);
 }
-
-// A stack as one copy, and weights of their own too, unless each has to have memory of its own.
-Codes quantize_all(at::TensorList weights, const Scheme& scheme, const Launch& launch) {
-    Codes codes;
-    if (weights[0].dim() == 2 && !launch.apart) {
-        codes.copies.push_back(quantize_weights(weights, scheme, launch));
-    } else {
-        for (const Tensor& weight : weights) codes.copies.push_back(quantize_weight(weight, scheme, launch));
-    }
-    return codes;
-}
-
-// Biases
 
 // int64 [tokens]: the group of each row; the last one where splits are not valid.
 Tensor groups_of_rows(const Groups& groups) {
@@ -117,11 +89,6 @@ Tensor groups_of_rows(const Groups& groups) {
     const Tensor own = at::arange(groups.tokens, offsets.options());
     const Tensor inner = part_of(offsets, offsets.storage_offset() + 1, {groups.count() - 1}, at::kLong);
     return at::searchsorted(inner, own, false, true);
-}
-
-void add_biases(const Tensor& y, at::TensorList biases, const Groups& groups) {
-    const Tensor each = biases[0].dim() == 2 ? biases[0] : at::stack(biases);
-    y.add_(each.index_select(0, groups_of_rows(groups)));
 }
 
 // Conditions
@@ -136,39 +103,6 @@ bool are_splits(const Groups& groups) {
         sum += sizes.rows_of(g);
     }
     return sum == groups.tokens;
-}
-
-// Whether these are tensors of one shape for each of so many groups, or a stack of those.
-bool are_of_groups(at::TensorList tensors, int64_t count, c10::IntArrayRef one) {
-    std::vector<int64_t> sizes = one.vec();
-    const bool is_stack = tensors.size() == 1 && tensors[0].dim() == static_cast<int64_t>(one.size()) + 1;
-    if (is_stack) sizes.insert(sizes.begin(), count);
-    for (const Tensor& tensor : tensors) {
-        if (tensor.sizes() != sizes || tensor.scalar_type() != tensors[0].scalar_type() ||
-            tensor.is_inference() || dtype_code(tensor.scalar_type()) < 0)
-            return false;
-    }
-    return is_stack || static_cast<int64_t>(tensors.size()) == count;
-}
-
-bool are_biases(at::TensorList biases, const Groups& groups, int64_t rows, const c10::Device& device) {
-    for (const Tensor& bias : biases)
-        if (!is_plain(bias) || bias.device() != device || !holds(bias)) return false;
-    return biases.empty() || are_of_groups(biases, groups.count(), {rows});
-}
-
-bool are_codes(const Codes& codes, const Groups& groups, int64_t rows, const c10::Device& device) {
-    const bool is_stack = codes.copies[0].data.dim() == 3;
-    const int64_t count = groups.count(), cols = groups.cols;
-    if (static_cast<int64_t>(codes.copies.size()) != (is_stack ? 1 : count)) return false;
-    for (const Copy& copy : codes.copies) {
-        if (!are_codes(copy, rows, cols, device, is_stack ? count : 0) || copy.block_rows != kBlock ||
-            copy.e4m3_max != codes.copies[0].e4m3_max)
-            return false;
-    }
-    const Tensor& kept = codes.kept;
-    return !kept.defined() ||
-           (kept.scalar_type() == at::kBFloat16 && is_of(kept, {count, rows, cols}, device));
 }
 
 // Whether groups can be quantized of a matrix, and how large they are lies where that lies.
@@ -193,83 +127,60 @@ bool are_columns(const Copy& x, const Groups& groups, const c10::Device& device)
            reinterpret_cast<uintptr_t>(data.const_data_ptr()) % kDataAlignment == 0;
 }
 
-bool are_quantizable(at::TensorList weights, const Scheme& scheme, const c10::Device& device) {
-    for (const Tensor& weight : weights)
-        if (!is_quantizable(weight, scheme, device)) return false;
-    return true;
-}
+// Whether grouped_mm takes matrices of this size.
+bool are_sizes(int64_t rows, int64_t cols) { return rows % kSizeMultiple == 0 && cols % kSizeMultiple == 0; }
 
 }  // namespace
 
-bool fits_groups(const Tensor& x, const Tensor& splits, at::TensorList weights, at::TensorList biases,
-                 const Codes& codes, const Scheme& scheme) {
-    if (!are_rows(x, splits)) return false;
-    const Groups groups{splits, {}, {}, x.size(0), x.size(1)};
-    if (!are_splits(groups)) return false;
-    if (codes.defined() && (!codes.copies[0].defined() || codes.copies[0].data.dim() < 2)) return false;
-    if (!codes.defined() && (weights.empty() || weights[0].dim() < 2)) return false;
-    const int64_t rows = codes.defined() ? codes.copies[0].rows() : weights[0].size(-2);
-    if (rows % kSizeMultiple != 0 || groups.cols % kSizeMultiple != 0) return false;
-    if (!weights.empty() && !are_of_groups(weights, groups.count(), {rows, groups.cols})) return false;
-    return are_biases(biases, groups, rows, x.device()) &&
-           (codes.defined() ? are_codes(codes, groups, rows, x.device())
-                            : are_quantizable(weights, scheme, x.device()));
+bool fits_layer(const Tensor& x, const Tensor& splits, int64_t rows, int64_t cols, const Tensor& bias) {
+    if (!are_rows(x, splits) || !are_sizes(rows, cols)) return false;
+    const Groups groups{splits, {}, {}, x.size(0), cols};
+    return are_splits(groups) && (!bias.defined() || bias.sizes() == c10::IntArrayRef{groups.count(), rows});
 }
 
-bool fits_grouped_gradients(const Tensor& grad, const Groups& groups, const Copy& x, const Codes& weights) {
-    if (!are_rows(grad, groups.splits)) return false;
+bool fits_gradients(const Tensor& grad, const Groups& groups, const Copy& x, const Copy& weight) {
     const auto device = grad.device();
-    const int64_t rows = grad.size(1), count = groups.count();
-    if (rows % kSizeMultiple != 0 || groups.cols % kSizeMultiple != 0 ||
-        groups.offsets.scalar_type() != at::kLong || groups.error.scalar_type() != at::kInt ||
-        !is_of(groups.offsets, {3, count + 1}, device) || !is_of(groups.error, {1}, device))
-        return false;
-    return (!x.defined() || are_columns(x, groups, device)) &&
-           (!weights.defined() || are_codes(weights, groups, rows, device));
+    const int64_t count = groups.count();
+    return are_rows(grad, groups.splits) && are_sizes(grad.size(1), groups.cols) &&
+           groups.offsets.scalar_type() == at::kLong && groups.error.scalar_type() == at::kInt &&
+           is_of(groups.offsets, {3, count + 1}, device) && is_of(groups.error, {1}, device) &&
+           (!x.defined() || are_columns(x, groups, device)) &&
+           (!weight.defined() || are_codes(weight, grad.size(1), groups.cols, device, count));
 }
 
-// Passes
-
-GroupedOperands quantize_grouped_operands(const Tensor& x, const Tensor& splits, at::TensorList weights,
-                                          Codes codes, bool keeps_x, const Scheme& scheme,
-                                          const Launch& launch) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    if (!codes.defined()) codes = quantize_all(weights, scheme, launch);
-    return {quantize_groups(x, splits, true, keeps_x, Tensor(), scheme, launch), std::move(codes)};
-}
-
-Tensor multiply_grouped_operands(const GroupedOperands& operands, at::TensorList biases,
-                                 const Launch& launch) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    const Tensor y = multiply(operands.x, operands.weights, true, launch);
-    if (!biases.empty()) add_biases(y, biases, operands.x.groups);
+Tensor multiply_operands(const Operands& operands, const Tensor& bias, const Launch& launch) {
+    const Tensor y = multiply(operands.groups, operands.x.rowwise, operands.weight, true, launch);
+    if (bias.defined()) y.add_(bias.index_select(0, groups_of_rows(operands.groups)));
     return y;
 }
 
-QuantizedGroups quantize_grouped_gradient(const Tensor& grad, const Tensor& splits, bool rowwise,
-                                          bool columnwise, const Scheme& scheme, const Launch& launch) {
-    const Tensor rng_state = draw_rng_state(grad, {splits.size(0), 2}, scheme);
-    return quantize_groups(grad, splits, rowwise, columnwise, rng_state, scheme, launch);
+Gradients make_gradients(const Tensor& grad, const Groups& groups, const Copy& x, const Copy& weight,
+                         const GradientOptions& options, const Scheme& scheme, const Launch& launch) {
+    Gradients made;
+    if (x.defined() || weight.defined()) {
+        const Tensor rng_state = draw_rng_state(grad, {groups.count(), 2}, scheme);
+        const QuantizedGroups q =
+            quantize_groups(grad, groups.splits, weight.defined(), x.defined(), rng_state, scheme, launch);
+        if (weight.defined()) made.x = multiply(q.groups, q.copies.rowwise, weight, false, launch);
+        if (x.defined()) {
+            const int e4m3_max = static_cast<int>(kE4M3Max);
+            const auto left = values_of(q.groups, q.copies.columnwise, true, x.amax, e4m3_max, launch);
+            const auto right = values_of(groups, x, true, Tensor(), e4m3_max, launch);
+            const Tensor stack = at::_grouped_mm(left.values, right.values.t(), left.ends);
+            if (options.adds) {
+                options.out.add_(stack);
+            } else {
+                made.weight = stack.to(options.weight_dtype);
+            }
+        }
+    }
+    if (options.bias_needs) {
+        const Tensor& offsets = groups.offsets;
+        const Tensor first = part_of(offsets, offsets.storage_offset(), {offsets.size(1)}, at::kLong);
+        // unsafe: offsets are on the device, and no check of theirs may wait for it
+        made.bias = at::segment_reduce(grad.to(at::kFloat), "sum", {}, {}, first, 0, true, 0);
+    }
+    return made;
 }
 
-Tensor gradient_of_grouped_x(const QuantizedGroups& grad, const Codes& weights, const Launch& launch) {
-    return multiply(grad, weights, false, launch);
-}
-
-Tensor gradient_of_grouped_weights(const QuantizedGroups& grad, const Copy& x, const Groups& groups,
-                                   const Launch& launch) {
-    const auto [left, ends] =
-        values_of(grad.groups, grad.copies.columnwise, true, x.amax, static_cast<int>(kE4M3Max), launch);
-    const auto right = values_of(groups, x, true, Tensor(), static_cast<int>(kE4M3Max), launch);
-    return at::_grouped_mm(left, right.values.t(), ends);
-}
-
-Tensor gradient_of_grouped_biases(const Tensor& grad, const Tensor& offsets) {
-    const Tensor first = part_of(offsets, offsets.storage_offset(), {offsets.size(1)}, at::kLong);
-    // unsafe: offsets are on the device, and no check of theirs may wait for it
-    return at::segment_reduce(grad.to(at::kFloat), "sum", {}, {}, first, 0, true, 0);
-}
-
-}  // namespace zerofp4
+}  // namespace zerofp4::grouped

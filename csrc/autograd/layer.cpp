@@ -1,30 +1,249 @@
-// A linear layer of an NVFP4 recipe as an autograd node in C++: exact products of quantized operands in all
-// three passes. zerofp4/nn/native.py is its only caller. Whatever is not plain goes to the node in Python,
-// LinearFunction in zerofp4/nn/function.py, which computes the same bytes and says what is wrong.
+// zerofp4::linear and zerofp4::linear_gradients: a layer of a recipe, eager and compiled, with its formula of
+// autograd. zerofp4/nn/operators.py has the schemas, and the implementations in Python, to which goes what
+// C++ does not multiply, or is not plain: they compute the same bytes, and say what is wrong.
+//
+// layer() is the same call without the dispatcher, which takes the host longer than the layer does.
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/library.h>
 
 #include <mutex>
 #include <optional>
+#include <string>
+#include <tuple>
 #include <vector>
 
 #include "autograd/call_python.h"
-#include "autograd/grouped_passes.h"
 #include "autograd/layer_passes.h"
 
 namespace zerofp4 {
 namespace {
 
+using OptionalTensor = std::optional<Tensor>;
+using OptionalTensors = c10::List<std::optional<Tensor>>;
+
 // What configure_layer() was given, for as long as the process lives.
 struct {
-    PyObject* begin_backward;
-    PyObject* gradients;
-    PyObject* add_to_main_grads;
+    PyObject* linear;  // the implementations in Python
+    PyObject* linear_gradients;
+    PyObject* quantizers_of;
+    PyObject* cached_rows;
+    PyObject* gradient_place;
 } python;
+
+// The weight
+
+// The arguments of both operators that say what the weight is: the buffers of one that was quantized before,
+// or else a tensor, to be quantized unless a cache has it.
+struct WeightArguments {
+    const OptionalTensor& weight;
+    const OptionalTensors& primary;
+    int64_t e4m3_max;
+    c10::string_view recipe;
+    const OptionalTensor& cache;
+};
+
+// A buffer by its index in BUFFERS.
+enum Buffer : size_t { kRowwiseData = 0, kRowwiseScale = 1, kColumnwiseData = 4, kAmax = 8, kBuffers = 10 };
+
+Tensor buffer_of(const WeightArguments& given, Buffer index) {
+    return given.primary.size() == kBuffers ? given.primary.get(index).value_or(Tensor()) : Tensor();
+}
+
+// The rows of a weight, or of a stack of them, by its buffers; undefined where products read the columns.
+Copy primary_rows(const WeightArguments& given) {
+    Copy rows{buffer_of(given, kRowwiseData), buffer_of(given, kRowwiseScale), buffer_of(given, kAmax)};
+    for (const Tensor& matrix : {rows.data, rows.scale})
+        if (!matrix.defined() || matrix.dim() < 2) return {};
+    rows.block_rows = rows.scale.size(-2) == rows.data.size(-2) ? 1 : kBlock;
+    rows.e4m3_max = static_cast<int>(given.e4m3_max);
+    return rows.block_rows == 1 && buffer_of(given, kColumnwiseData).defined() ? Copy() : rows;
+}
+
+// From (data, scale, amax, block_rows, e4m3_max), or None. Needs the GIL.
+Copy rows_of(PyObject* found) {
+    if (found == Py_None) return {};
+    PyObject *data, *scale, *amax;
+    long long block_rows;
+    int e4m3_max;
+    if (!PyArg_ParseTuple(found, "OOOLi", &data, &scale, &amax, &block_rows, &e4m3_max)) throw_python_error();
+    return {unwrapped(data), unwrapped(scale), unwrapped(amax), block_rows, e4m3_max};
+}
+
+// [rows, cols], of a stack of so many, or of one matrix if that is 0.
+struct Shape {
+    int64_t rows, cols, experts;
+};
+
+std::optional<Shape> shape_of(const WeightArguments& given, const OptionalTensor& splits) {
+    const Tensor matrix = given.weight ? *given.weight : buffer_of(given, kRowwiseData);
+    if (!matrix.defined() || matrix.dim() != (splits ? 3 : 2)) return std::nullopt;
+    if (splits && (splits->dim() != 1 || splits->size(0) != matrix.size(0))) return std::nullopt;
+    const int64_t cols = (given.weight ? 1 : 2) * matrix.size(-1);
+    return Shape{matrix.size(-2), cols, splits ? matrix.size(0) : 0};
+}
+
+// Groups are multiplied with weights in blocks of 16x16.
+bool are_rows(const Copy& codes, const Shape& shape, const c10::Device& device) {
+    return are_codes(codes, shape.rows, shape.cols, device, shape.experts) &&
+           (shape.experts == 0 || codes.block_rows == kBlock);
+}
+
+// What C++ runs
+
+// The Quantizers of a recipe on the tensor's device. Needs the GIL.
+THPObjectPtr quantizers_of(c10::string_view recipe, const Tensor& tensor) {
+    THPObjectPtr device = checked(THPDevice_New(tensor.device()));
+    return call_python(python.quantizers_of, recipe, device.get());
+}
+
+// Nothing where C++ does not multiply.
+const Scheme* scheme_of(PyObject* quantizers) {
+    THPObjectPtr capsule = checked(PyObject_GetAttrString(quantizers, "scheme"));
+    if (capsule.get() == Py_None) return nullptr;
+    void* scheme = PyCapsule_GetPointer(capsule, kSchemeCapsule);
+    if (scheme == nullptr) throw_python_error();
+    return static_cast<const Scheme*>(scheme);
+}
+
+struct Pass {
+    Scheme scheme;
+    Launch launch;
+    Copy weight;  // its rows; undefined where it is quantized in the pass
+};
+
+// The rows of a weight that is not quantized in the pass. Needs the GIL.
+Copy find_rows(PyObject* quantizers, const WeightArguments& given) {
+    if (!given.primary.empty()) return primary_rows(given);
+    if (!given.weight || !given.cache) return {};
+    return rows_of(call_python(python.cached_rows, quantizers, *given.weight, *given.cache).get());
+}
+
+// Nothing where Python is to run the pass.
+std::optional<Pass> begin_linear(const Tensor& x, const OptionalTensor& splits, const OptionalTensor& bias,
+                                 const WeightArguments& given) {
+    const auto shape = shape_of(given, splits);
+    if (!shape || c10::InferenceMode::is_enabled()) return std::nullopt;
+    Gil gil;
+    THPObjectPtr quantizers = quantizers_of(given.recipe, x);
+    const Scheme* scheme = scheme_of(quantizers);
+    if (scheme == nullptr ||
+        !fits_layer(x, splits.value_or(Tensor()), shape->rows, shape->cols, bias.value_or(Tensor()), *scheme))
+        return std::nullopt;
+    Copy rows;
+    if (given.primary.empty() && !given.cache) {
+        if (!is_quantizable(*given.weight, *scheme, x.device())) return std::nullopt;
+    } else {
+        rows = find_rows(quantizers, given);
+        if (!are_rows(rows, *shape, x.device())) return std::nullopt;
+    }
+    return Pass{*scheme, begin_launch(x, *scheme, true), std::move(rows)};
+}
+
+void append(std::vector<Tensor>& tensors, const Copy& copy) {
+    tensors.insert(tensors.end(), {copy.data, copy.scale, copy.amax});
+}
+
+std::vector<Tensor> unpacked(PyObject* list) {
+    std::vector<Tensor> tensors;
+    for (Py_ssize_t i = 0; i < PyList_Size(list); ++i) tensors.push_back(unwrapped(PyList_GetItem(list, i)));
+    return tensors;
+}
+
+// zerofp4::linear
+std::vector<Tensor> run_linear(const Tensor& x, at::TensorList x_copies, const OptionalTensor& splits,
+                               const OptionalTensor& bias, const OptionalTensor& weight,
+                               const OptionalTensors& primary, at::ScalarType dtype, int64_t e4m3_max,
+                               c10::string_view recipe, const OptionalTensor& cache,
+                               const OptionalTensor& main_grad, bool x_needs, bool weight_needs) {
+    std::optional<Pass> pass;
+    if (x_copies.empty()) pass = begin_linear(x, splits, bias, {weight, primary, e4m3_max, recipe, cache});
+    if (!pass) {
+        Gil gil;
+        return unpacked(call_python(python.linear, x, x_copies, splits, bias, weight, primary, dtype,
+                                    e4m3_max, recipe, cache, main_grad, x_needs, weight_needs));
+    }
+    const auto& [scheme, launch, rows] = *pass;
+    const Operands made = quantize_operands(x, splits.value_or(Tensor()), weight.value_or(Tensor()), rows,
+                                            weight_needs, scheme, launch);
+    std::vector<Tensor> results{multiply_operands(x, made, bias.value_or(Tensor()), launch)};
+    if (splits) results.insert(results.end(), {made.groups.offsets, made.groups.error});
+    if (weight_needs) append(results, made.x.columnwise);
+    if (x_needs && !rows.defined()) append(results, made.weight);
+    return results;
+}
+
+// Of three buffers, or undefined.
+Copy copy_of(at::TensorList buffers, int64_t block_rows, int e4m3_max) {
+    if (buffers.size() != 3) return {};
+    return {buffers[0], buffers[1], buffers[2], block_rows, e4m3_max};
+}
+
+Groups groups_of(at::TensorList buffers, const Tensor& grad, int64_t cols) {
+    if (buffers.size() != 3) return {};
+    return {buffers[0], buffers[1], buffers[2], grad.size(0), cols};
+}
+
+// Whether gradients [size of grad's last dimension, cols], or a stack of them, can be added to a buffer.
+bool takes_sums(const Tensor& buffer, const Groups& groups, int64_t cols, const Tensor& grad) {
+    c10::SmallVector<int64_t, 3> sizes{grad.size(-1), cols};
+    if (groups.defined()) sizes.insert(sizes.begin(), groups.count());
+    return buffer.scalar_type() == at::kFloat && is_of(buffer, sizes, grad.device());
+}
+
+using GradientTuple = std::tuple<Tensor, Tensor, Tensor>;
+
+// zerofp4::linear_gradients
+GradientTuple run_gradients(const Tensor& grad, at::TensorList groups, at::TensorList x, int64_t cols,
+                            at::TensorList own, const OptionalTensor& weight, const OptionalTensors& primary,
+                            at::ScalarType dtype, int64_t e4m3_max, c10::string_view recipe,
+                            const OptionalTensor& cache, const OptionalTensor& out, bool adds,
+                            at::ScalarType x_dtype, bool x_needs, bool bias_needs) {
+    const Groups of_x = groups_of(groups, grad, cols);
+    const auto begin = [&]() -> std::optional<std::pair<Pass, Copy>> {
+        if (!is_plain(grad) || dtype_code(x_dtype) < 0 || dtype_code(dtype) < 0) return std::nullopt;
+        Gil gil;
+        THPObjectPtr quantizers = quantizers_of(recipe, grad);
+        const Scheme* scheme = scheme_of(quantizers);
+        if (scheme == nullptr || c10::InferenceMode::is_enabled()) return std::nullopt;
+        const Copy columns = copy_of(x, 1, e4m3_max_of(scheme->choice));
+        Copy rows = copy_of(own, kBlock, e4m3_max_of(scheme->choice));
+        if (x_needs && own.empty()) rows = find_rows(quantizers, {weight, primary, e4m3_max, recipe, cache});
+        const Shape shape{grad.size(-1), cols, of_x.defined() ? of_x.count() : 0};
+        const bool is_known = (columns.defined() || x.empty()) && (!out || adds) &&
+                              (!x_needs || are_rows(rows, shape, grad.device())) &&
+                              (own.empty() || scheme->has_tiles) &&
+                              (!adds || takes_sums(*out, of_x, cols, grad)) &&
+                              fits_gradients(grad, of_x, columns, rows, cols, *scheme);
+        if (!is_known) return std::nullopt;
+        return std::pair(Pass{*scheme, begin_launch(grad, *scheme), std::move(rows)}, columns);
+    };
+    const auto begun = begin();
+    if (!begun) {
+        Gil gil;
+        THPObjectPtr found =
+            call_python(python.linear_gradients, grad, groups, x, cols, own, weight, primary, dtype, e4m3_max,
+                        recipe, cache, out, adds, x_dtype, x_needs, bias_needs);
+        PyObject *of_input, *of_weight, *of_bias;
+        if (!PyArg_ParseTuple(found, "OOO", &of_input, &of_weight, &of_bias)) throw_python_error();
+        return {unwrapped(of_input), unwrapped(of_weight), unwrapped(of_bias)};
+    }
+    const auto& [pass, columns] = *begun;
+    const GradientOptions options{x_dtype, dtype, out.value_or(Tensor()), adds, bias_needs};
+    Gradients made = make_gradients(grad, of_x, columns, pass.weight, options, pass.scheme, pass.launch);
+    for (Tensor* each : {&made.x, &made.weight, &made.bias})
+        if (!each->defined()) *each = at::empty({0}, grad.options());
+    return {made.x, made.weight, made.bias};
+}
+
+// The formula
 
 // A reference to an object of Python that any thread may drop.
 class Held {
@@ -47,395 +266,308 @@ class Held {
     PyObject* object_ = nullptr;
 };
 
-// A copy that autograd keeps.
-struct SavedCopy {
-    SavedVariable data, scale, amax;
-    int64_t block_rows;
-    int e4m3_max;
-
-    void save(const Copy& copy) {
-        data = SavedVariable(copy.data, false);
-        scale = SavedVariable(copy.scale, false);
-        amax = SavedVariable(copy.amax, false);
-        block_rows = copy.block_rows;
-        e4m3_max = copy.e4m3_max;
-    }
-    Copy unpack(const NodePointer& node) const {
-        return {data.unpack(node), scale.unpack(node), amax.unpack(node), block_rows, e4m3_max};
-    }
-    void reset() {
-        data.reset_data();
-        scale.reset_data();
-        amax.reset_data();
-    }
-};
-
-// Whether gradients [size of grad's last dimension, cols] can be added to a MainGrad's buffer.
-bool takes_sums(const Tensor& buffer, int64_t cols, const Tensor& grad) {
-    return buffer.defined() && is_plain(buffer) && buffer.scalar_type() == at::kFloat && buffer.dim() == 2 &&
-           buffer.size(0) == grad.size(-1) && buffer.size(1) == cols && buffer.is_contiguous() &&
-           buffer.device() == grad.device() && holds(buffer);
-}
-
-// A weight that is NVFP4 itself, and its version when forward read its buffers.
-struct Primary {
-    Tensor weight;
-    uint32_t version;
-};
-
-PyObject* to_dtype(at::ScalarType dtype) { return reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype)); }
-
-// data, scale and amax, or None.
-THPObjectPtr to_buffers(const Copy& copy) {
-    if (!copy.defined()) return checked(Py_NewRef(Py_None));
-    THPObjectPtr data = wrapped(copy.data), scale = wrapped(copy.scale), amax = wrapped(copy.amax);
-    return checked(PyTuple_Pack(3, data.get(), scale.get(), amax.get()));
-}
-
 uint32_t version_of(const Tensor& tensor) {
     return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
 }
 
-// Of a linear layer, and of one of groups of rows, which has a weight and a bias of each or a stack of those.
 struct LayerBackward : Node {
-    SavedCopy x;
-    c10::SmallVector<SavedCopy, 1> weights;
-    Codes cached;  // in their place where values are kept: more than a call's buffers, and not saved
-    c10::SmallVector<Primary, 1> primaries;
+    using Saved = c10::SmallVector<SavedVariable, 3>;
+
+    Saved x, own;   // copies of x and of the weight, as zerofp4::linear returns them
     Groups groups;  // of x, in a layer of those
     uint32_t splits_version = 0;
-    Scheme scheme;
-    Held context;
+    Tensor weight;  // where the gradient of x reads its buffers or its cache, or main_grad is its
+    OptionalTensors primary;  // as the operator was given them
+    uint32_t weight_version = 0;
+    OptionalTensor cache, main_grad;
+    std::string recipe;
     at::ScalarType x_dtype, weight_dtype;
     std::optional<at::ScalarType> bias_dtype;  // where one needs a gradient
-    size_t weight_count, bias_count;           // among the inputs, behind x
-    bool is_stack;                             // whether one weight is all of them, and so its gradient
+    int64_t cols;
+    bool x_needs, weight_needs;
+    // Of a call of layer(): `own` is the rows of the weight, whoever has them. is_current says whether a
+    // cache still has what it had.
+    std::optional<Scheme> scheme;
+    int64_t block_rows = kBlock;
+    int e4m3_max = static_cast<int>(kE4M3Max);
+    Held is_current;
     bool released = false;
     std::mutex mutex;  // two threads may go back through one graph
 
     std::string name() const override { return "LayerBackward"; }
 
-    void save(const Copy& of_x, Codes of_weights) {
-        if (of_x.defined()) x.save(of_x);
-        if (of_weights.kept.defined()) {
-            cached = std::move(of_weights);
-            return;
-        }
-        for (const Copy& copy : of_weights.copies) {
-            weights.emplace_back();
-            weights.back().save(copy);
-        }
-    }
-
     void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
-        TORCH_CHECK(false,
-                    "compiled autograd cannot trace the node in C++ of a layer in NVFP4: set "
-                    "ZEROFP4_AUTOGRAD=0, which takes the one in Python");
+        TORCH_CHECK(
+            false,
+            "compiled autograd cannot trace the node of a layer of a recipe: compile its forward pass "
+            "instead");
     }
 
     void release_variables() override {
         std::lock_guard<std::mutex> lock(mutex);
-        x.reset();
-        for (SavedCopy& weight : weights) weight.reset();
-        cached = {};
-        primaries.clear();
+        for (Saved* saved : {&x, &own})
+            for (SavedVariable& each : *saved) each.reset_data();
         groups = {};
+        weight.reset();
+        primary = OptionalTensors();
+        main_grad.reset();
         released = true;
+    }
+
+    std::vector<Tensor> unpack(const Saved& saved) {
+        std::vector<Tensor> tensors;
+        for (const SavedVariable& each : saved) tensors.push_back(each.unpack(getptr()));
+        return tensors;
+    }
+
+    bool reads_weight() const { return x_needs && weight.defined() && (scheme || own.empty()); }
+
+    // Raises unless everything is as the forward pass read it.
+    void check_current() const {
+        constexpr const char* kWritten =
+            "the weight of a layer was written to between its forward and its backward pass: call backward "
+            "first";
+        TORCH_CHECK(!reads_weight() || version_of(weight) == weight_version, kWritten);
+        TORCH_CHECK(!groups.defined() || version_of(groups.splits) == splits_version,
+                    "m_splits was written to between the forward and the backward pass of a layer: call "
+                    "backward first, or give each call a tensor of its own");
+        if (is_current.get() == nullptr || !x_needs) return;
+        Gil gil;
+        TORCH_CHECK(call_python(is_current.get()).get() == Py_True, kWritten);
     }
 
     variable_list apply(variable_list&& grads) override {
         std::lock_guard<std::mutex> lock(mutex);
         TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
         const Tensor grad = grads[0].defined() ? std::move(grads[0]) : input_metadata(0).zeros_like();
-        const Copy saved_x = x.unpack(getptr());
-        Codes saved_weights = cached;
-        for (const SavedCopy& weight : weights) saved_weights.copies.push_back(weight.unpack(getptr()));
-        for (const Primary& primary : primaries)
-            TORCH_CHECK(!saved_weights.defined() || primary.weight._version() == primary.version,
-                        "the weight of a layer was written to between its forward and its backward pass: "
-                        "call backward first");
-        TORCH_CHECK(!groups.defined() || version_of(groups.splits) == splits_version,
-                    "m_splits was written to between the forward and the backward pass of a layer: call "
-                    "backward first, or give each call a tensor of its own");
-        bool is_fast = is_default_state(false) && !at::GradMode::is_enabled() && is_plain(grad) &&
-                       dtype_code(grad.scalar_type()) >= 0 && holds(grad) && is_readable(saved_x) &&
-                       !has_tangent(grad);
-        for (const Copy& copy : saved_weights.copies) is_fast = is_fast && is_readable(copy);
-        if (!is_fast) return python_gradients(grad, saved_x, saved_weights);
-        return groups.defined() ? gradients_of_groups(grad, saved_x, saved_weights)
-                                : gradients(grad, saved_x, saved_weights);
+        const auto of_x = unpack(x), of_weight = unpack(own);
+        check_current();
+        const bool is_usual = is_default_state(false) && !at::GradMode::is_enabled();
+        OptionalTensor out = main_grad;
+        if (is_usual && weight_needs && !main_grad && !groups.defined()) out = gradient_place();
+        std::optional<Gradients> made;
+        if (is_usual && scheme) made = run(grad, of_x, of_weight, out);
+        if (!made) made = call_operator(grad, of_x, of_weight, out);
+        variable_list result{made->x, weight_needs ? made->weight : Tensor(),
+                             bias_dtype ? made->bias.to(*bias_dtype) : Tensor()};
+        if (main_grad) {
+            result[1] = weight_needs ? after_sum() : Tensor();
+        } else if (out && result[1].numel() == 0) {
+            result[1] = *out;
+        }
+        return at::GradMode::is_enabled() && grad.requires_grad() ? without_derivative(grad, result) : result;
     }
 
-    // What Python knows of a backward pass: the stream, the neutral amax, and for the weight's gradient
-    // memory to write to, or the MainGrad whose memory it is added to; of groups those of all weights.
-    struct Begun {
-        int64_t stream;
-        Tensor neutral_amax, out;
-        Held main_grad;
-    };
-
-    Begun begin(const Tensor& grad, bool x_saved, bool weight_saved) {
+    // Memory for the gradient of the weight, if it has a place.
+    OptionalTensor gradient_place() {
         Gil gil;
         THPObjectPtr node = checked(torch::autograd::functionToPyObject(getptr()));
-        // The gradients of groups have no memory to be written to.
-        PyObject* dtype = x_saved && !groups.defined() ? to_dtype(weight_dtype) : Py_None;
-        THPObjectPtr found =
-            checked(PyObject_CallFunctionObjArgs(python.begin_backward, node.get(), context.get(), dtype,
-                                                 weight_saved ? Py_True : Py_False, nullptr));
-        PyObject *neutral_amax, *out, *main_grad;
-        if (!PyArg_ParseTuple(found, "OOO", &neutral_amax, &out, &main_grad)) throw_python_error();
-        if (groups.defined()) main_grad = PyTuple_GetItem(context.get(), 1);
-        if (main_grad == nullptr) throw_python_error();
-        const int64_t stream = grad.is_cuda() ? current_stream(grad.device().index()) : 0;
-        return {stream, unwrapped(neutral_amax), unwrapped(out),
-                main_grad == Py_None ? Held() : Held(main_grad)};
+        THPObjectPtr place = call_python(python.gradient_place, node.get(), int64_t{1}, weight_dtype);
+        return place.get() == Py_None ? std::nullopt : OptionalTensor(unwrapped(place));
     }
 
-    // Of x, weight and bias.
-    variable_list gradients(const Tensor& grad, const Copy& saved_x, const Codes& saved_weight) {
-        const bool x_needs = saved_weight.defined();
-        const Begun begun = begin(grad, saved_x.defined(), x_needs);
-        if (begun.main_grad.get() != nullptr && !takes_sums(begun.out, saved_x.rows(), grad))
-            return python_gradients(grad, saved_x, saved_weight);  // which says what is wrong
-        variable_list result(3);
-        if (saved_x.defined() || x_needs) {
-            const Launch launch(grad, begun.stream, begun.neutral_amax, scheme);
-            const Quantized q = quantize_gradient(grad, x_needs, saved_x.defined(), scheme, launch);
-            if (x_needs) result[0] = gradient_of_x(grad, q.rowwise, saved_weight, x_dtype, launch);
-            if (saved_x.defined()) result[1] = of_weight(q.columnwise, saved_x, begun, launch);
+    // Without the dispatcher. Nothing where that has to see what the gradient is.
+    std::optional<Gradients> run(const Tensor& grad, at::TensorList of_x, at::TensorList of_weight,
+                                 const OptionalTensor& out) {
+        const Copy columns = copy_of(of_x, 1, e4m3_max_of(scheme->choice));
+        const Copy rows = copy_of(of_weight, block_rows, e4m3_max);
+        if (!fits_gradients(grad, groups, columns, rows, cols, *scheme) || has_tangent(grad) ||
+            (main_grad && weight_needs && !takes_sums(*main_grad, groups, cols, grad)))
+            return std::nullopt;
+        const auto launch = [&] {
+            Gil gil;
+            return begin_launch(grad, *scheme);
+        }();
+        const GradientOptions options{x_dtype, weight_dtype, out.value_or(Tensor()), main_grad.has_value(),
+                                      bias_dtype.has_value()};
+        Gradients made = make_gradients(grad, groups, columns, rows, options, *scheme, launch);
+        return made;
+    }
+
+    Gradients call_operator(const Tensor& grad, at::TensorList of_x, at::TensorList of_weight,
+                            const OptionalTensor& out) {
+        static const auto itself = c10::Dispatcher::singleton()
+                                       .findSchemaOrThrow("zerofp4::linear_gradients", "")
+                                       .typed<decltype(run_gradients)>();
+        OptionalTensors buffers = primary;
+        if (scheme && !of_weight.empty()) {
+            for (size_t i = 0; i < kBuffers; ++i) buffers.push_back(std::nullopt);
+            buffers.set(kRowwiseData, of_weight[0]);
+            buffers.set(kRowwiseScale, of_weight[1]);
+            buffers.set(kAmax, of_weight[2]);
         }
-        if (bias_dtype) result[2] = as_rows(grad).sum(0).to(*bias_dtype);
-        return result;
+        std::vector<Tensor> of_groups;
+        if (groups.defined()) of_groups = {groups.splits, groups.offsets, groups.error};
+        const bool is_given = !scheme && x_needs && of_weight.empty();
+        const at::NoGradGuard no_grad;
+        auto [of_input, of_parameter, of_bias] =
+            itself.call(grad, of_groups, of_x, cols, scheme ? at::TensorList() : of_weight,
+                        is_given ? OptionalTensor(weight) : std::nullopt, buffers, weight_dtype, e4m3_max,
+                        recipe, is_given ? cache : std::nullopt, weight_needs ? out : std::nullopt,
+                        main_grad.has_value() && weight_needs, x_dtype, x_needs, bias_dtype.has_value());
+        return {x_needs ? of_input : Tensor(), of_parameter, of_bias};
     }
 
-    Tensor of_weight(const Copy& q_grad, const Copy& saved_x, const Begun& begun, const Launch& launch) {
-        if (begun.main_grad.get() == nullptr)
-            return gradient_of_weight(q_grad, saved_x, weight_dtype, begun.out, launch);
-        add_gradient_of_weight(q_grad, saved_x, begun.out, launch);
+    // What autograd gets after the gradient was added to main_grad: nothing, or, where the framework asks for
+    // it by a flag of the parameter, zeros without memory, for the sake of hooks.
+    Tensor after_sum() {
+        constexpr const char* kFlag = "grad_added_to_main_grad";
         Gil gil;
-        THPObjectPtr gradient = checked(PyObject_CallMethod(begun.main_grad.get(), "gradient", nullptr));
-        return unwrapped(gradient);
+        THPObjectPtr parameter = wrapped(weight);
+        if (!PyObject_HasAttrString(parameter, kFlag)) return Tensor();
+        if (PyObject_SetAttrString(parameter, kFlag, Py_True) < 0) throw_python_error();
+        return at::zeros({}, weight.options()).expand(weight.sizes());
     }
 
-    // Of x, all weights and all biases.
-    variable_list gradients_of_groups(const Tensor& grad, const Copy& saved_x, const Codes& saved_weights) {
-        const bool x_needs = saved_weights.defined();
-        const Begun begun = begin(grad, saved_x.defined(), x_needs);
-        variable_list result(1 + weight_count + bias_count);
-        if (saved_x.defined() || x_needs) {
-            const Launch launch(grad, begun.stream, begun.neutral_amax, scheme);
-            const QuantizedGroups q =
-                quantize_grouped_gradient(grad, groups.splits, x_needs, saved_x.defined(), scheme, launch);
-            if (x_needs) result[0] = gradient_of_grouped_x(q, saved_weights, launch);
-            if (saved_x.defined())
-                spread_weights(gradient_of_grouped_weights(q, saved_x, groups, launch), begun, result);
+    static variable_list without_derivative(const Tensor& grad, variable_list result) {
+        const auto error = new_node<torch::autograd::Error>(
+            std::string("a layer of a recipe can be differentiated once: trying to differentiate twice"),
+            torch::autograd::collect_next_edges(grad));
+        for (Tensor& each : result) {
+            if (!each.defined()) continue;
+            each = each.detach();
+            torch::autograd::set_history(each, error);
         }
-        if (bias_dtype)
-            spread(gradient_of_grouped_biases(grad, groups.offsets), *bias_dtype, bias_count,
-                   &result[1 + weight_count]);
-        return result;
-    }
-
-    void spread_weights(const Tensor& stack, const Begun& begun, variable_list& result) {
-        if (begun.main_grad.get() == nullptr) return spread(stack, weight_dtype, weight_count, &result[1]);
-        variable_list gradients(weight_count);
-        spread(stack, stack.scalar_type(), weight_count, gradients.data());
-        Gil gil;
-        unpack_gradients(
-            call_python(python.add_to_main_grads, begun.main_grad.get(), gradients, weight_dtype), 1, result);
-    }
-
-    // A stack to its matrices, where each is an input of its own.
-    void spread(const Tensor& stack, at::ScalarType dtype, size_t count, Tensor* result) {
-        const Tensor whole = stack.to(dtype);
-        if (is_stack) {
-            *result = whole;
-            return;
-        }
-        int64_t offset = whole.storage_offset();
-        for (size_t e = 0; e < count; ++e, offset += whole.stride(0))
-            result[e] = part_of(whole, offset, whole.sizes().slice(1), dtype);
-    }
-
-    static void unpack_gradients(PyObject* found, size_t first, variable_list& result) {
-        const Py_ssize_t count = PySequence_Size(found);
-        if (count < 0) throw_python_error();
-        for (Py_ssize_t i = 0; i < count; ++i) {
-            THPObjectPtr gradient = checked(PySequence_GetItem(found, i));
-            result.at(first + static_cast<size_t>(i)) = unwrapped(gradient);
-        }
-    }
-
-    variable_list python_gradients(const Tensor& grad, const Copy& saved_x, const Codes& saved_weights) {
-        Gil gil;
-        THPObjectPtr node = checked(torch::autograd::functionToPyObject(getptr()));
-        THPObjectPtr own_x = to_buffers(saved_x), own_weights = checked(PyList_New(0));
-        for (const Copy& copy : saved_weights.copies)
-            if (PyList_Append(own_weights, to_buffers(copy)) < 0) throw_python_error();
-        const int64_t e4m3_max = saved_weights.defined() ? saved_weights.copies[0].e4m3_max : 0;
-        THPObjectPtr own_groups = checked(Py_NewRef(Py_None));
-        if (groups.defined()) {
-            THPObjectPtr splits = wrapped(groups.splits), offsets = wrapped(groups.offsets);
-            THPObjectPtr error = wrapped(groups.error), cols = to_python(groups.cols);
-            own_groups = checked(PyTuple_Pack(5, splits.get(), offsets.get(), error.get(), cols.get(),
-                                              is_stack ? Py_True : Py_False));
-        }
-        PyObject* bias = bias_dtype ? to_dtype(*bias_dtype) : Py_None;
-        variable_list result(1 + weight_count + bias_count);
-        unpack_gradients(call_python(python.gradients, node.get(), context.get(), grad, own_groups.get(),
-                                     own_x.get(), own_weights.get(), e4m3_max, x_dtype, weight_dtype, bias),
-                         0, result);
         return result;
     }
 };
 
 LayerBackward& layer_of(const NodePointer& node) { return *static_cast<LayerBackward*>(&*node); }
 
-// The node of a layer, if anything needs a gradient. is_primary: whether the weights are NVFP4 themselves.
-NodePointer begin_node(const Tensor& x, at::TensorList weights, at::TensorList biases, bool is_primary,
-                       const Scheme& scheme, Held context) {
-    if (!at::GradMode::is_enabled() || !torch::autograd::compute_requires_grad(x, weights, biases)) return {};
+// The node of a layer, if anything needs a gradient.
+NodePointer begin_node(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                       const OptionalTensor& main_grad, c10::string_view recipe) {
+    if (!at::GradMode::is_enabled() || !torch::autograd::compute_requires_grad(x, weight, bias)) return {};
     NodePointer node = new_node<LayerBackward>();
-    node->set_next_edges(torch::autograd::collect_next_edges(x, weights, biases));
+    node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
     LayerBackward& made = layer_of(node);
-    if (is_primary)
-        for (const Tensor& weight : weights)
-            made.primaries.push_back({weight, static_cast<uint32_t>(weight._version())});
-    made.scheme = scheme;
-    made.context = std::move(context);
+    made.recipe = std::string(recipe);
+    made.main_grad = main_grad;
     made.x_dtype = x.scalar_type();
-    made.weight_dtype = weights[0].scalar_type();
-    if (any_requires_grad(biases)) made.bias_dtype = biases[0].scalar_type();
-    made.weight_count = weights.size();
-    made.bias_count = biases.size();
-    made.is_stack = weights[0].dim() == 3;
+    made.weight_dtype = weight.scalar_type();
+    if (bias.defined() && bias.requires_grad()) made.bias_dtype = bias.scalar_type();
+    made.cols = x.size(-1);
+    made.x_needs = x.requires_grad();
+    made.weight_needs = weight.requires_grad();
     return node;
 }
 
-// codes: of the weight, none where it is quantized here. bias may be undefined.
-Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, Codes codes, const Scheme& scheme,
-               const Launch& launch, bool is_primary, Held context) {
-    const NodePointer node = begin_node(x, weight, bias, is_primary, scheme, std::move(context));
-    const bool saves_x = node && weight.requires_grad(), saves_weight = node && x.requires_grad();
-    const Operands operands = quantize_operands(x, weight, std::move(codes), saves_x, scheme, launch);
+void save(LayerBackward::Saved& saved, at::TensorList tensors) {
+    for (const Tensor& tensor : tensors) saved.emplace_back(tensor, false);
+}
+
+void save(LayerBackward::Saved& saved, const Copy& copy) {
+    if (!copy.defined()) return;
+    for (const Tensor& tensor : {copy.data, copy.scale, copy.amax}) saved.emplace_back(tensor, false);
+}
+
+void keep_weight(LayerBackward& node, const Tensor& weight) {
+    node.weight = weight;
+    node.weight_version = version_of(weight);
+}
+
+// What autograd does with zerofp4::linear.
+std::vector<Tensor> differentiated(c10::DispatchKeySet keys, const Tensor& x, at::TensorList x_copies,
+                                   const OptionalTensor& splits, const OptionalTensor& bias,
+                                   const OptionalTensor& weight, const OptionalTensors& primary,
+                                   at::ScalarType dtype, int64_t e4m3_max, c10::string_view recipe,
+                                   const OptionalTensor& cache, const OptionalTensor& main_grad, bool x_needs,
+                                   bool weight_needs) {
+    static const auto itself =
+        c10::Dispatcher::singleton().findSchemaOrThrow("zerofp4::linear", "").typed<decltype(run_linear)>();
+    const NodePointer node =
+        weight ? begin_node(x, *weight, bias.value_or(Tensor()), main_grad, recipe) : NodePointer();
+    std::vector<Tensor> results;
+    {
+        at::AutoDispatchBelowAutograd below;
+        results =
+            itself.redispatch(keys & c10::after_autograd_keyset, x, x_copies, splits, bias, weight, primary,
+                              dtype, e4m3_max, recipe, cache, main_grad, x_needs, weight_needs);
+    }
+    if (!node) return results;
+    LayerBackward& made = layer_of(node);
+    const at::TensorList kept = at::TensorList(results).slice(splits ? 3 : 1);
+    // Copies of x and of a weight have as many buffers as each other; of groups x has three.
+    const size_t of_both = splits ? 3 : kept.size() / 2;
+    const size_t count = !weight_needs ? 0 : kept.size() > 3 ? of_both : kept.size();
+    save(made.x, kept.slice(0, count));
+    save(made.own, kept.slice(count));
+    made.cache = cache;
+    if (splits) {
+        made.groups = {*splits, results[1], results[2], x.size(0), x.size(-1)};
+        made.splits_version = version_of(*splits);
+    }
+    if (main_grad || (x_needs && kept.size() == count)) keep_weight(made, *weight);
+    if (x_needs) made.primary = primary;
+    torch::autograd::set_history(results[0], node);
+    return results;
+}
+
+// The same without the dispatcher. rows: of the weight, undefined where it is quantized here.
+Tensor forward(const Tensor& x, const Tensor& splits, const Tensor& weight, const Tensor& bias, Copy rows,
+               const Scheme& scheme, c10::string_view recipe, const OptionalTensor& main_grad,
+               bool is_primary, Held is_current, const Launch& launch) {
+    const NodePointer node = begin_node(x, weight, bias, main_grad, recipe);
+    const bool keeps_x = node && weight.requires_grad();
+    const Operands operands = quantize_operands(x, splits, weight, std::move(rows), keeps_x, scheme, launch);
     // Before the product, which a checkpoint leaves out that needs no more than what is saved.
-    if (node) layer_of(node).save(operands.x.columnwise, saves_weight ? operands.weight : Codes());
+    if (node) {
+        LayerBackward& made = layer_of(node);
+        made.scheme = scheme;
+        made.is_current = std::move(is_current);
+        made.block_rows = operands.weight.block_rows;
+        made.e4m3_max = operands.weight.e4m3_max;
+        if (keeps_x) save(made.x, operands.x.columnwise);
+        if (made.x_needs) save(made.own, operands.weight);
+        if (is_primary || main_grad) keep_weight(made, weight);
+        made.groups = operands.groups;
+        if (splits.defined()) made.splits_version = version_of(splits);
+    }
     const Tensor y = multiply_operands(x, operands, bias, launch);
     if (node) torch::autograd::set_history(y, node);
     return y;
 }
 
-// The same of groups of rows.
-Tensor forward(const Tensor& x, const Tensor& splits, at::TensorList weights, at::TensorList biases,
-               Codes codes, const Scheme& scheme, const Launch& launch, bool is_primary, Held context) {
-    const NodePointer node = begin_node(x, weights, biases, is_primary, scheme, std::move(context));
-    const bool saves_x = node && any_requires_grad(weights), saves_weights = node && x.requires_grad();
-    const GroupedOperands operands =
-        quantize_grouped_operands(x, splits, weights, std::move(codes), saves_x, scheme, launch);
-    if (node) {
-        LayerBackward& made = layer_of(node);
-        made.save(operands.x.copies.columnwise, saves_weights ? operands.weights : Codes());
-        made.groups = operands.x.groups;
-        made.splits_version = version_of(made.groups.splits);
-    }
-    const Tensor y = multiply_grouped_operands(operands, biases, launch);
-    if (node) torch::autograd::set_history(y, node);
-    return y;
-}
-
-bool is_weight(PyObject* object) { return is_exact(object) || Py_TYPE(object) == weight_type(); }
-
 }  // namespace
 
-// layer(x, weight, bias, data, scale, amax, values, block_rows, e4m3_max, scheme, context): y; None for what
-// the Python node has to do. data, scale, amax: of the rowwise copy of the weight; data is None where the
-// weight is quantized for this call. values: those of the copy, or None. bias may be None. context: what
-// begin_backward() and gradients() are handed.
+// layer(x, splits, weight, bias, rows, scheme, recipe, main_grad, is_current): y; None for what the
+// operator has to see. splits: of groups of rows, with a stack of weights; else None. rows: (data, scale,
+// amax, block_rows, e4m3_max) of the weight, or None where it is quantized for this call. bias, main_grad:
+// may be None. is_current: of rows in a cache, whether they are what they were; else None.
 PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 11, "layer() takes 11 arguments, got ", count);
-    if (!is_default_state(true) || !is_exact(given[0]) || !is_weight(given[1])) Py_RETURN_NONE;
-    for (int i : {2, 3, 4, 5, 6})
+    TORCH_CHECK_TYPE(count == 9, "layer() takes 9 arguments, got ", count);
+    const bool is_primary = Py_TYPE(given[2]) == weight_type();
+    if (!is_default_state(true) || !is_exact(given[0]) || !(is_primary || is_exact(given[2]))) Py_RETURN_NONE;
+    for (int i : {1, 3, 7})
         if (given[i] != Py_None && !is_exact(given[i])) Py_RETURN_NONE;
     const Tensor& x = THPVariable_Unpack(given[0]);
-    const Tensor& weight = THPVariable_Unpack(given[1]);
-    const Tensor bias = unwrapped(given[2]);
-    Copy copy{unwrapped(given[3]), unwrapped(given[4]), unwrapped(given[5])};
-    copy.block_rows = PyLong_AsLong(given[7]);
-    copy.e4m3_max = static_cast<int>(PyLong_AsLong(given[8]));
-    if (PyErr_Occurred()) return nullptr;
-    const auto* scheme = static_cast<const Scheme*>(PyCapsule_GetPointer(given[9], kSchemeCapsule));
-    if (scheme == nullptr) return nullptr;
-    Codes codes;
-    if (copy.defined()) codes = {{std::move(copy)}, unwrapped(given[6])};
-    const bool is_fast =
-        is_plain(x) && !weight.is_inference() && weight.dim() == 2 && dtype_code(x.scalar_type()) >= 0 &&
-        dtype_code(weight.scalar_type()) >= 0 &&
-        fits_layer(x, weight.size(0), weight.size(1), bias, *scheme) &&
-        (codes.defined() ? are_codes(codes, weight.size(0), weight.size(1), x.device(), x.scalar_type())
-                         : is_quantizable(weight, *scheme, x.device()));
-    if (!is_fast) Py_RETURN_NONE;
+    const Tensor& weight = THPVariable_Unpack(given[2]);
+    const Tensor splits = unwrapped(given[1]), bias = unwrapped(given[3]);
+    Copy rows = rows_of(given[4]);
+    const auto* scheme = static_cast<const Scheme*>(PyCapsule_GetPointer(given[5], kSchemeCapsule));
+    Py_ssize_t size;
+    const char* recipe = scheme ? PyUnicode_AsUTF8AndSize(given[6], &size) : nullptr;
+    if (recipe == nullptr) return nullptr;
+    const OptionalTensor main_grad =
+        given[7] == Py_None ? std::nullopt : OptionalTensor(THPVariable_Unpack(given[7]));
+    if (weight.is_inference() || dtype_code(weight.scalar_type()) < 0 ||
+        weight.dim() != (splits.defined() ? 3 : 2) ||
+        (splits.defined() && (splits.dim() != 1 || splits.size(0) != weight.size(0))))
+        Py_RETURN_NONE;
+    const Shape shape{weight.size(-2), weight.size(-1), splits.defined() ? weight.size(0) : 0};
+    if (!fits_layer(x, splits, shape.rows, shape.cols, bias, *scheme) ||
+        !(rows.defined() ? are_rows(rows, shape, x.device()) : is_quantizable(weight, *scheme, x.device())))
+        Py_RETURN_NONE;
     const Launch launch = begin_launch(x, *scheme);
-    const bool is_primary = Py_TYPE(given[1]) == weight_type();
-    Held context(given[10]);
+    Held is_current = given[8] == Py_None ? Held() : Held(given[8]);
     Tensor y;
     {
         NoGil released;
         if (!has_tangent(x) && !has_tangent(weight) && !has_tangent(bias))
-            y = forward(x, weight, bias, std::move(codes), *scheme, launch, is_primary, std::move(context));
-    }
-    if (!y.defined()) Py_RETURN_NONE;
-    return THPVariable_Wrap(std::move(y));
-    END_HANDLE_TH_ERRORS
-}
-
-namespace {
-
-// Of a list; nothing where one is of another class.
-std::optional<std::vector<Tensor>> tensors_of(PyObject* list, bool (*is_known)(PyObject*)) {
-    std::vector<Tensor> tensors;
-    for (Py_ssize_t i = 0; i < PyList_Size(list); ++i) {
-        PyObject* object = PyList_GetItem(list, i);
-        if (!is_known(object)) return std::nullopt;
-        tensors.push_back(THPVariable_Unpack(object));
-    }
-    return tensors;
-}
-
-bool any_has_tangent(at::TensorList tensors) {
-    for (const Tensor& tensor : tensors)
-        if (has_tangent(tensor)) return true;
-    return false;
-}
-
-}  // namespace
-
-// groups(x, splits, weights, biases, copies, values, e4m3_max, scheme, context): y of groups of rows, None as
-// of layer(). weights, biases: lists of all, or of one stack of all; no biases where there are none. copies:
-// (data, scale, amax) of their rows in blocks of 16x16, of each or of a stack; None where they are quantized
-// for this call. values: those of the copies, or None. splits lie on x's device.
-PyObject* groups(PyObject*, PyObject* const* given, Py_ssize_t count) {
-    HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 9, "groups() takes 9 arguments, got ", count);
-    if (!is_default_state(true) || !is_exact(given[0]) || !is_exact(given[1])) Py_RETURN_NONE;
-    const auto weights = tensors_of(given[2], &is_weight), biases = tensors_of(given[3], &is_exact);
-    const int e4m3_max = static_cast<int>(PyLong_AsLong(given[6]));
-    if (PyErr_Occurred()) return nullptr;
-    auto codes = codes_of(given[4], given[5], e4m3_max);
-    if (!weights || weights->empty() || !biases || !codes) Py_RETURN_NONE;
-    const auto* scheme = static_cast<const Scheme*>(PyCapsule_GetPointer(given[7], kSchemeCapsule));
-    if (scheme == nullptr) return nullptr;
-    const Tensor &x = THPVariable_Unpack(given[0]), &splits = THPVariable_Unpack(given[1]);
-    if (!fits_groups(x, splits, *weights, *biases, *codes, *scheme)) Py_RETURN_NONE;
-    const Launch launch = begin_launch(x, *scheme);
-    const bool is_primary = Py_TYPE(PyList_GetItem(given[2], 0)) == weight_type();
-    Held context(given[8]);
-    Tensor y;
-    {
-        NoGil released;
-        if (!has_tangent(x) && !any_has_tangent(*weights) && !any_has_tangent(*biases))
-            y = forward(x, splits, *weights, *biases, *std::move(codes), *scheme, launch, is_primary,
-                        std::move(context));
+            y = forward(x, splits, weight, bias, std::move(rows), *scheme,
+                        {recipe, static_cast<size_t>(size)}, main_grad, is_primary, std::move(is_current),
+                        launch);
     }
     if (!y.defined()) Py_RETURN_NONE;
     return THPVariable_Wrap(std::move(y));
@@ -472,12 +604,16 @@ PyTypeObject node_type;
 
 }  // namespace
 
-// configure_layer(neutral_amax, begin_backward, gradients, add_to_main_grads, functions)
+// configure_layer(functions, neutral_amax, linear, linear_gradients, quantizers_of, cached_rows,
+// gradient_place): dispatch the operators of layers here; linear and linear_gradients are their
+// implementations in Python. quantizers_of(recipe, device) is what a recipe quantizes with, by its key, and
+// has a scheme or None. cached_rows(quantizers, weight, cache) is what layer() takes as rows of the weight
+// that a cache keeps, or None. gradient_place(node, index, dtype) is memory for a gradient, or None.
 PyObject* configure_layer(PyObject*, PyObject* given) {
     HANDLE_TH_ERRORS
     PyObject *neutral_amax, *capsule;
-    if (!PyArg_ParseTuple(given, "OOOOO", &neutral_amax, &python.begin_backward, &python.gradients,
-                          &python.add_to_main_grads, &capsule))
+    if (!PyArg_ParseTuple(given, "OOOOOOO", &capsule, &neutral_amax, &python.linear, &python.linear_gradients,
+                          &python.quantizers_of, &python.cached_rows, &python.gradient_place))
         return nullptr;
     void* functions = PyCapsule_GetPointer(capsule, kLayerCapsule);
     if (functions == nullptr) return nullptr;
@@ -485,6 +621,14 @@ PyObject* configure_layer(PyObject*, PyObject* given) {
     Py_INCREF(given);  // and all that it holds
     torch::autograd::_initFunctionPyTypeObject(node_type, "LayerBackward", kProperties, nullptr);
     torch::autograd::registerCppFunction(typeid(LayerBackward), &node_type);
+    // Not a static of the file: nothing of torch is touched before its version was compared.
+    static auto* library =
+        new torch::Library(torch::Library::FRAGMENT, "zerofp4", std::nullopt, __FILE__, __LINE__);
+    for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
+        library->impl("linear", torch::dispatch(key, TORCH_FN(run_linear)));
+        library->impl("linear_gradients", torch::dispatch(key, TORCH_FN(run_gradients)));
+    }
+    library->impl("linear", torch::dispatch(c10::DispatchKey::Autograd, TORCH_FN(differentiated)));
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
 }

@@ -11,8 +11,7 @@
 namespace zerofp4 {
 
 // A factor of a product: a copy of a quantized matrix as it is stored, in compact scales, and where its
-// values [rows, cols] go, without the global scale: null for one of two factors whose values are there
-// already.
+// values [rows, cols] go, without the global scale.
 struct ProductOperand {
     const void* data;
     const void* scale;

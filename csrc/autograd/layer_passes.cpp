@@ -20,12 +20,10 @@ Tensor rows_like(const Tensor& rows, const Tensor& tensor) {
 
 // Products
 
-// What is multiplied: values [rows, contraction], or the transpose of those. kept: the values, where they are
-// there already.
+// What is multiplied: values [rows, contraction], or the transpose of those.
 struct Factor {
     const Copy& copy;
     bool transposed = false;
-    Tensor kept = {};
 
     int64_t rows() const { return transposed ? copy.cols() : copy.rows(); }
     int64_t contraction() const { return transposed ? copy.rows() : copy.cols(); }
@@ -39,7 +37,7 @@ struct Values {
 
 Values values_of(const Factor& a, const Factor& b, at::ScalarType dtype, const Launch& launch) {
     const auto piece = [&](const Factor& factor) {
-        return Piece{{factor.kept.defined() ? 0 : factor.copy.rows(), factor.copy.cols()}, dtype};
+        return Piece{{factor.copy.rows(), factor.copy.cols()}, dtype};
     };
     auto [left, right, alpha] = allocate<3>(a.copy.data.options(), {piece(a), piece(b), {{1}, at::kFloat}});
     const auto operand = [](const Factor& factor, const Tensor& values) {
@@ -47,7 +45,7 @@ Values values_of(const Factor& a, const Factor& b, at::ScalarType dtype, const L
         return ProductOperand{copy.data.const_data_ptr(),
                               copy.scale.const_data_ptr(),
                               copy.amax.const_data_ptr(),
-                              factor.kept.defined() ? nullptr : values.mutable_data_ptr(),
+                              values.mutable_data_ptr(),
                               copy.rows(),
                               copy.cols(),
                               copy.block_rows,
@@ -56,8 +54,7 @@ Values values_of(const Factor& a, const Factor& b, at::ScalarType dtype, const L
     check(kernels().product_values(launch.target, static_cast<DType>(dtype_code(dtype)), operand(a, left),
                                    operand(b, right), launch.neutral_amax.const_data_ptr(),
                                    alpha.mutable_data_ptr()));
-    return {a.kept.defined() ? a.kept : std::move(left), b.kept.defined() ? b.kept : std::move(right),
-            std::move(alpha)};
+    return {std::move(left), std::move(right), std::move(alpha)};
 }
 
 uint32_t alignment_of(const Tensor& tensor) {
@@ -136,65 +133,83 @@ Tensor multiply(const Factor& a, const Factor& b, at::ScalarType dtype, const Te
     return rounded(product_of_torch(a, b, values, bias), dtype, out);
 }
 
-}  // namespace
-
-bool are_codes(const Codes& codes, int64_t rows, int64_t cols, const c10::Device& device,
-               at::ScalarType x_dtype) {
-    if (codes.copies.size() != 1 || !are_codes(codes.copies[0], rows, cols, device)) return false;
-    const Tensor& kept = codes.kept;
-    return !kept.defined() || (kept.scalar_type() == factor_dtype(codes.copies[0], x_dtype) &&
-                               is_of(kept, {rows, cols}, device));
+// The product, unrounded, added to float32 `out`.
+void add_product(const Factor& a, const Factor& b, const Tensor& out, const Launch& launch) {
+    const Values values = values_of(a, b, factor_dtype(a.copy, at::kFloat), launch);
+    if (launch.by_cublaslt && run_cublaslt(a, b, values, Tensor(), out, true, launch)) return;
+    out.add_(product_of_torch(a, b, values, Tensor()));
 }
 
-bool fits_layer(const Tensor& x, int64_t rows, int64_t cols, const Tensor& bias, const Scheme& scheme) {
-    if (x.dim() == 0 || x.size(-1) != cols || rows % 2 != 0 || cols % 2 != 0 || !holds(x)) return false;
+}  // namespace
+
+bool fits_layer(const Tensor& x, const Tensor& splits, int64_t rows, int64_t cols, const Tensor& bias,
+                const Scheme& scheme) {
+    if (!is_plain(x) || dtype_code(x.scalar_type()) < 0 || x.dim() == 0 || x.size(-1) != cols || !holds(x))
+        return false;
+    if (bias.defined() && (!is_plain(bias) || !holds(bias) || bias.device() != x.device() ||
+                           bias.size(-1) != rows || dtype_code(bias.scalar_type()) < 0))
+        return false;
+    if (splits.defined()) return grouped::fits_layer(x, splits, rows, cols, bias);
     if (!scheme.hadamard && x.numel() / cols % 2 != 0) return false;  // has no columnwise copy
-    if (!bias.defined()) return true;
-    return is_plain(bias) && bias.dim() == 1 && bias.size(0) == rows && holds(bias) &&
-           bias.device() == x.device() && dtype_code(bias.scalar_type()) >= 0;
+    return rows % 2 == 0 && cols % 2 == 0 && (!bias.defined() || bias.dim() == 1);
+}
+
+bool fits_gradients(const Tensor& grad, const Groups& groups, const Copy& x, const Copy& weight, int64_t cols,
+                    const Scheme& scheme) {
+    if (!is_plain(grad) || dtype_code(grad.scalar_type()) < 0 || !holds(grad)) return false;
+    if (groups.defined()) return grouped::fits_gradients(grad, groups, x, weight);
+    const int64_t rows = grad.size(-1), tokens = grad.numel() / rows;
+    const int64_t columns = scheme.hadamard ? round_up(tokens, kBlock) : tokens;
+    return (!x.defined() || are_codes(x, cols, columns, grad.device())) &&
+           (!weight.defined() || are_codes(weight, rows, cols, grad.device()));
 }
 
 // Passes
 
-Operands quantize_operands(const Tensor& x, const Tensor& weight, Codes codes, bool keeps_x,
-                           const Scheme& scheme, const Launch& launch) {
+Operands quantize_operands(const Tensor& x, const Tensor& splits, const Tensor& weight, Copy rows,
+                           bool keeps_x, const Scheme& scheme, const Launch& launch) {
     at::AutoDispatchBelowADInplaceOrView below;
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    if (!codes.defined()) codes.copies = {quantize_weight(weight, scheme, launch)};
-    return {quantize(x, true, keeps_x, scheme.choice, Tensor(), scheme, launch), std::move(codes)};
+    if (!rows.defined()) rows = quantize_weight(weight, scheme, launch);
+    if (!splits.defined())
+        return {{}, quantize(x, true, keeps_x, scheme.choice, Tensor(), scheme, launch), std::move(rows)};
+    auto [groups, copies] = quantize_groups(x, splits, true, keeps_x, Tensor(), scheme, launch);
+    return {std::move(groups), std::move(copies), std::move(rows)};
 }
 
 Tensor multiply_operands(const Tensor& x, const Operands& operands, const Tensor& bias,
                          const Launch& launch) {
     at::AutoDispatchBelowADInplaceOrView below;
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    const Factor factor{operands.weight.copies[0], false, operands.weight.kept};
-    const Tensor rows = multiply({operands.x.rowwise}, factor, x.scalar_type(), bias, Tensor(), launch);
+    if (operands.groups.defined()) return grouped::multiply_operands(operands, bias, launch);
+    const Tensor rows =
+        multiply({operands.x.rowwise}, {operands.weight}, x.scalar_type(), bias, Tensor(), launch);
     return rows_like(rows, x);
 }
 
-Quantized quantize_gradient(const Tensor& grad, bool rowwise, bool columnwise, const Scheme& scheme,
-                            const Launch& launch) {
-    const Tensor rng_state = draw_rng_state(grad, {2}, scheme);
-    return quantize(grad, rowwise, columnwise, FourOverSix{}, rng_state, scheme, launch);
-}
-
-Tensor gradient_of_x(const Tensor& grad, const Copy& q_grad, const Codes& weight, at::ScalarType dtype,
-                     const Launch& launch) {
-    const Factor factor{weight.copies[0], true, weight.kept};
-    return rows_like(multiply({q_grad}, factor, dtype, Tensor(), Tensor(), launch), grad);
-}
-
-Tensor gradient_of_weight(const Copy& q_grad, const Copy& x, at::ScalarType dtype, const Tensor& out,
-                          const Launch& launch) {
-    return multiply({q_grad}, {x}, dtype, Tensor(), out, launch);
-}
-
-void add_gradient_of_weight(const Copy& q_grad, const Copy& x, const Tensor& out, const Launch& launch) {
-    const Factor a{q_grad}, b{x};
-    const Values values = values_of(a, b, factor_dtype(q_grad, at::kFloat), launch);
-    if (launch.by_cublaslt && run_cublaslt(a, b, values, Tensor(), out, true, launch)) return;
-    out.add_(product_of_torch(a, b, values, Tensor()));
+Gradients make_gradients(const Tensor& grad, const Groups& groups, const Copy& x, const Copy& weight,
+                         const GradientOptions& options, const Scheme& scheme, const Launch& launch) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    if (groups.defined()) return grouped::make_gradients(grad, groups, x, weight, options, scheme, launch);
+    const auto& [x_dtype, weight_dtype, out, adds, bias_needs] = options;
+    Gradients made;
+    if (x.defined() || weight.defined()) {
+        const Tensor rng_state = draw_rng_state(grad, {2}, scheme);
+        const Quantized q =
+            quantize(grad, weight.defined(), x.defined(), FourOverSix{}, rng_state, scheme, launch);
+        if (weight.defined()) {
+            const Factor columns{weight, true};
+            made.x = rows_like(multiply({q.rowwise}, columns, x_dtype, Tensor(), Tensor(), launch), grad);
+        }
+        if (x.defined() && adds) {
+            add_product({q.columnwise}, {x}, out, launch);
+        } else if (x.defined()) {
+            made.weight = multiply({q.columnwise}, {x}, weight_dtype, Tensor(), out, launch);
+        }
+    }
+    if (bias_needs) made.bias = as_rows(grad).sum(0);
+    return made;
 }
 
 }  // namespace zerofp4

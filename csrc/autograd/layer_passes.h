@@ -1,6 +1,7 @@
 #pragma once
-// The passes of a linear layer of an NVFP4 recipe: exact products of quantized operands in all three. Its
-// node (layer.cpp) and the operators that compiled code calls (layer_operators.cpp) run them.
+// The passes of a layer of an NVFP4 recipe: exact products of quantized operands in all three. A linear layer
+// has one weight. A layer of groups has a stack of weights, one for each group of rows, which torch's
+// grouped_mm multiplies in one launch; zerofp4/gemm/grouped.py says how that rounds.
 
 #include "autograd/quantization.h"
 
@@ -8,36 +9,53 @@ namespace zerofp4 {
 
 // Conditions
 
-// Whether these are the codes of a weight [rows, cols] on the device, with values, if there are some, as
-// products of x read them.
-bool are_codes(const Codes& codes, int64_t rows, int64_t cols, const c10::Device& device,
-               at::ScalarType x_dtype);
-// Whether a layer with a weight [rows, cols] can take x and bias, which may be undefined.
-bool fits_layer(const Tensor& x, int64_t rows, int64_t cols, const Tensor& bias, const Scheme& scheme);
+// Whether a layer with a weight [rows, cols], or a stack of those, can take x, splits and bias. splits and
+// bias may be undefined; splits are on x's device.
+bool fits_layer(const Tensor& x, const Tensor& splits, int64_t rows, int64_t cols, const Tensor& bias,
+                const Scheme& scheme);
+// Whether y's gradient, the groups of x, its columnwise copy and the rows of the weight belong to one call of
+// such a layer. x, or the weight, may be undefined.
+bool fits_gradients(const Tensor& grad, const Groups& groups, const Copy& x, const Copy& weight, int64_t cols,
+                    const Scheme& scheme);
 
 // Passes
 
 struct Operands {
-    Quantized x;  // with its columnwise copy, if that was asked for
-    Codes weight;
+    Groups groups;  // of x, in a layer of those
+    Quantized x;    // with its columnwise copy, if that was asked for
+    Copy weight;
 };
 
-// Of y [..., N] from x [..., K]. codes: of the weight, none where it is quantized here.
-Operands quantize_operands(const Tensor& x, const Tensor& weight, Codes codes, bool keeps_x,
-                           const Scheme& scheme, const Launch& launch);
+// Of y from x. weight: quantized here if `rows` is undefined.
+Operands quantize_operands(const Tensor& x, const Tensor& splits, const Tensor& weight, Copy rows,
+                           bool keeps_x, const Scheme& scheme, const Launch& launch);
 // y, of what was quantized.
 Tensor multiply_operands(const Tensor& x, const Operands& operands, const Tensor& bias, const Launch& launch);
 
-// y's gradient [..., N], whose random numbers are drawn here.
-Quantized quantize_gradient(const Tensor& grad, bool rowwise, bool columnwise, const Scheme& scheme,
-                            const Launch& launch);
-// [..., K], from the rowwise copy of y's gradient [..., N].
-Tensor gradient_of_x(const Tensor& grad, const Copy& q_grad, const Codes& weight, at::ScalarType dtype,
-                     const Launch& launch);
-// [N, K], from the columnwise copies; in `out` if that is defined.
-Tensor gradient_of_weight(const Copy& q_grad, const Copy& x, at::ScalarType dtype, const Tensor& out,
-                          const Launch& launch);
-// The same, unrounded, added to float32 `out`.
-void add_gradient_of_weight(const Copy& q_grad, const Copy& x, const Tensor& out, const Launch& launch);
+// Gradients of x, of the weight and of the bias; undefined if not asked for.
+struct Gradients {
+    Tensor x, weight, bias;
+};
+
+struct GradientOptions {
+    at::ScalarType x_dtype, weight_dtype;
+    Tensor out;  // of the weight's gradient, undefined for new memory
+    bool adds;   // to out, in float32
+    bool bias_needs;
+};
+
+// From y's gradient, whose random numbers are drawn here. x: its columnwise copy, for the gradient of the
+// weight. weight: its rows, for the gradient of x.
+Gradients make_gradients(const Tensor& grad, const Groups& groups, const Copy& x, const Copy& weight,
+                         const GradientOptions& options, const Scheme& scheme, const Launch& launch);
+
+// The passes of groups, which those above call.
+namespace grouped {
+bool fits_layer(const Tensor& x, const Tensor& splits, int64_t rows, int64_t cols, const Tensor& bias);
+bool fits_gradients(const Tensor& grad, const Groups& groups, const Copy& x, const Copy& weight);
+Tensor multiply_operands(const Operands& operands, const Tensor& bias, const Launch& launch);
+Gradients make_gradients(const Tensor& grad, const Groups& groups, const Copy& x, const Copy& weight,
+                         const GradientOptions& options, const Scheme& scheme, const Launch& launch);
+}  // namespace grouped
 
 }  // namespace zerofp4

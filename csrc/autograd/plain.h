@@ -12,6 +12,7 @@
 
 #include <memory>
 #include <type_traits>
+#include <utility>
 
 #include "autograd/functions.h"
 
@@ -113,23 +114,17 @@ inline bool holds(const Tensor& tensor) {
     return tensor.is_cpu() || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.itemsize() == 0;
 }
 
-inline bool any_requires_grad(at::TensorList tensors) {
-    for (const Tensor& tensor : tensors)
-        if (tensor.defined() && tensor.requires_grad()) return true;
-    return false;
-}
-
 // Nodes
 
 // std::shared_ptr<Node>, or from torch 2.13 on an intrusive pointer.
 using NodePointer = decltype(torch::autograd::Edge::function);
 
-template <class T, class Pointer = NodePointer>
-Pointer new_node() {
-    if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
-        return Pointer(new T());
+template <class T, class... Arguments>
+NodePointer new_node(Arguments&&... given) {
+    if constexpr (std::is_same_v<NodePointer, std::shared_ptr<Node>>) {
+        return NodePointer(new T(std::forward<Arguments>(given)...));
     } else {
-        return c10::make_intrusive<T>();
+        return c10::make_intrusive<T>(std::forward<Arguments>(given)...);
     }
 }
 

@@ -162,31 +162,10 @@ Quantization begin_quantization(const Tensor& x, const CopyShape* rowwise, const
     return q;
 }
 
-void quantize_tiles(const Tensor& weight, const Copy& made, int64_t experts, const Scheme& scheme,
-                    const Launch& launch) {
-    QuantizeArgs args = arguments_of(weight, kBlock, scheme.choice);
-    write_rowwise(args, made);
-    check(kernels().quantize(launch.target, args, experts, made.amax.mutable_data_ptr<float>(), nullptr));
-}
-
 }  // namespace
 
 int e4m3_max_of(const FourOverSix& choice) {
     return static_cast<int>(choice.e4m3_max ? choice.e4m3_max : kE4M3Max);
-}
-
-std::optional<Codes> codes_of(PyObject* copies, PyObject* values, int e4m3_max) {
-    Codes codes;
-    if (copies == Py_None) return codes;
-    for (Py_ssize_t i = 0; i < PyList_Size(copies); ++i) {
-        PyObject *data, *scale, *amax;
-        if (!PyArg_ParseTuple(PyList_GetItem(copies, i), "OOO", &data, &scale, &amax)) throw_python_error();
-        for (PyObject* buffer : {data, scale, amax})
-            if (!is_exact(buffer)) return std::nullopt;
-        codes.copies.push_back({unwrapped(data), unwrapped(scale), unwrapped(amax), kBlock, e4m3_max});
-    }
-    codes.kept = unwrapped(values);
-    return codes;
 }
 
 GroupSplits Groups::sizes() const {
@@ -195,13 +174,6 @@ GroupSplits Groups::sizes() const {
 }
 
 // Conditions
-
-bool is_readable(const Copy& copy) {
-    if (!copy.defined()) return true;
-    for (const Tensor& tensor : {copy.data, copy.scale, copy.amax})
-        if (!is_plain(tensor) || !holds(tensor)) return false;
-    return true;
-}
 
 bool is_of(const Tensor& tensor, c10::IntArrayRef sizes, const c10::Device& device) {
     return is_plain(tensor) && tensor.sizes() == sizes && tensor.is_contiguous() &&
@@ -221,7 +193,8 @@ bool are_codes(const Copy& codes, int64_t rows, int64_t cols, const c10::Device&
 }
 
 bool is_quantizable(const Tensor& weight, const Scheme& scheme, const c10::Device& device) {
-    return scheme.has_tiles && is_plain(weight) && weight.device() == device && holds(weight);
+    return scheme.has_tiles && is_plain(weight) && dtype_code(weight.scalar_type()) >= 0 &&
+           weight.device() == device && holds(weight);
 }
 
 // Quantization
@@ -259,24 +232,10 @@ Copy quantize_weight(const Tensor& weight, const Scheme& scheme, const Launch& l
     const int64_t experts = whole.dim() == 3 ? whole.size(0) : 0;
     const CopyShape shape = shape_of(whole.size(-2), whole.size(-1), kBlock, experts);
     Copy made = new_copy(whole, shape, scheme.choice, kBlock, launch.apart);
-    quantize_tiles(whole, made, experts ? experts : 1, scheme, launch);
-    return made;
-}
-
-Copy quantize_weights(at::TensorList weights, const Scheme& scheme, const Launch& launch) {
-    const Tensor& first = weights[0];
-    const int64_t rows = first.size(0), cols = first.size(1), count = static_cast<int64_t>(weights.size());
-    Copy made = new_copy(first, shape_of(rows, cols, kBlock, count), scheme.choice, kBlock, launch.apart);
-    const CopyShape one = shape_of(rows, cols, kBlock);
-    const auto part = [](const Tensor& stack, int64_t e, c10::IntArrayRef sizes) {
-        const int64_t offset = stack.storage_offset() + e * c10::multiply_integers(sizes);
-        return part_of(stack, offset, sizes, stack.scalar_type());
-    };
-    for (int64_t e = 0; e < count; ++e) {
-        const Copy own{part(made.data, e, one.data), part(made.scale, e, one.scale), part(made.amax, e, {1}),
-                       kBlock, made.e4m3_max};
-        quantize_tiles(weights[e].contiguous(), own, 1, scheme, launch);
-    }
+    QuantizeArgs args = arguments_of(whole, kBlock, scheme.choice);
+    write_rowwise(args, made);
+    check(kernels().quantize(launch.target, args, experts ? experts : 1, made.amax.mutable_data_ptr<float>(),
+                             nullptr));
     return made;
 }
 

@@ -87,19 +87,6 @@ struct Quantized {
     Copy rowwise, columnwise;
 };
 
-// The weights of a layer: one copy, or of groups one of each, or one of all of them as a stack. kept: the
-// values [N, K] or [groups, N, K], without global scales, where they are there already.
-struct Codes {
-    c10::SmallVector<Copy, 1> copies;
-    Tensor kept;
-
-    bool defined() const { return !copies.empty(); }
-};
-
-// From a list of (data, scale, amax) in blocks of 16x16, and their values or None. Codes that are not
-// defined() if `copies` is None, and nullopt where a tensor is not plain. Needs the GIL.
-std::optional<Codes> codes_of(PyObject* copies, PyObject* values, int e4m3_max);
-
 // Groups of rows of a matrix [tokens, cols]. splits: int32 or int64 [groups], their rows. offsets int64
 // [3, groups + 1] and error int32 [1] are what zerofp4::quantize_grouped writes.
 struct Groups {
@@ -118,7 +105,6 @@ struct QuantizedGroups {
 
 // Conditions
 
-bool is_readable(const Copy& copy);
 bool is_of(const Tensor& tensor, c10::IntArrayRef sizes, const c10::Device& device);
 
 // Whether these are the codes of a matrix [rows, cols] on the device, or of a stack of so many.
@@ -134,10 +120,8 @@ Quantized quantize(const Tensor& x, bool rowwise, bool columnwise, const FourOve
 // x [tokens, K] in groups, each with an amax of its own. rng_state: of each.
 QuantizedGroups quantize_groups(const Tensor& x, const Tensor& splits, bool rowwise, bool columnwise,
                                 const Tensor& rng_state, const Scheme& scheme, const Launch& launch);
-// The rows of weights of one shape in blocks of 16x16: [N, K], or a stack of them, as one copy; as many
-// weights [N, K] as a stack of copies.
+// The rows of a weight [N, K], or of a stack of them, in blocks of 16x16.
 Copy quantize_weight(const Tensor& weight, const Scheme& scheme, const Launch& launch);
-Copy quantize_weights(at::TensorList weights, const Scheme& scheme, const Launch& launch);
 
 // For stochastic rounding, drawn as ops.draw_rng_state draws them; undefined where the scheme has none.
 Tensor draw_rng_state(const Tensor& like, c10::IntArrayRef sizes, const Scheme& scheme);

@@ -91,9 +91,8 @@ const char* values_for_layer(const Target& target, DType dtype, const ProductOpe
         const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
         const ProductScale scale =
             product_scale(address(a.amax), a.e4m3_max, address(b.amax), b.e4m3_max, address(alpha));
-        std::vector<DequantizeDescriptor> items;
-        for (const ProductOperand& operand : {a, b})
-            if (operand.values != nullptr) items.push_back(descriptor_of(operand, neutral_amax));
+        std::vector<DequantizeDescriptor> items{descriptor_of(a, neutral_amax),
+                                                descriptor_of(b, neutral_amax)};
         DequantizeList(target.is_cpu(), std::move(items), static_cast<int>(dtype)).run_product(target, scale);
     });
 }

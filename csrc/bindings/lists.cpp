@@ -38,12 +38,10 @@ const char* dequantize_call(const DequantizeCall& call) noexcept {
 }
 
 // The operands of a product in one launch, without their global scales: [rows, cols] and compact scales each.
-// One of them may have no output: its values are there already.
 void product_values(const Target& target, int dtype, const std::array<ProductOperand, 2>& operands,
                     uintptr_t neutral_amax, uintptr_t alpha) {
     std::vector<DequantizeDescriptor> items;
     for (const auto& [data, scale, output, rows, cols, block_rows, amax, e4m3_max] : operands) {
-        if (output == 0) continue;
         items.push_back(dequantize_descriptor(data, scale, neutral_amax, output, rows, cols, false,
                                               block_rows, kCompact, static_cast<int>(kE4M3Max)));
     }

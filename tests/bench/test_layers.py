@@ -39,16 +39,16 @@ def test_rows(tmp_path, monkeypatch):
     assert len(rows) == len(result["rows"])
     assert all(row["kind"] in KINDS and row["rule"] and row["target"] is None for row in rows.values())
     for name in SHAPES:
-        for kind in ("linear", "linear_kept_dequantized"):
-            ratio = rows[f"{kind}/{name}"]["milliseconds"] / rows[f"bf16_linear/{name}"]["milliseconds"]
-            assert rows[f"{kind}_over_bf16/{name}"]["ratio"] == pytest.approx(ratio)
+        ratio = rows[f"linear/{name}"]["milliseconds"] / rows[f"bf16_linear/{name}"]["milliseconds"]
+        assert rows[f"linear_over_bf16/{name}"]["ratio"] == pytest.approx(ratio)
         assert 0.28 <= rows[f"saved_over_bf16/{name}"]["ratio"] <= 0.30
         ratio = rows[f"converted_linear/{name}"]["milliseconds"] / rows[f"bf16_linear/{name}"]["milliseconds"]
         assert rows[f"converted_linear_over_bf16/{name}"]["ratio"] == pytest.approx(ratio)
         assert 0.5 < rows[f"converted_weight/{name}"]["bytes_per_parameter"] < 0.52
-    for kind in ("grouped_linear", "grouped_linear_kept_dequantized"):
-        ratio = rows[f"{kind}/{EXPERTS}"]["milliseconds"] / rows[f"bf16_grouped_mm/{EXPERTS}"]["milliseconds"]
-        assert rows[f"{kind}_over_bf16/{EXPERTS}"]["ratio"] == pytest.approx(ratio)
+    ratio = (
+        rows[f"grouped_linear/{EXPERTS}"]["milliseconds"] / rows[f"bf16_grouped_mm/{EXPERTS}"]["milliseconds"]
+    )
+    assert rows[f"grouped_linear_over_bf16/{EXPERTS}"]["ratio"] == pytest.approx(ratio)
     assert rows[f"grouped_saved_over_bf16/{EXPERTS}"]["ratio"] <= 0.30
     for other in ("bf16", "float32"):
         times = [rows[f"cpu_{kind}_linear/8x32x64"]["milliseconds"] for kind in ("converted", other)]

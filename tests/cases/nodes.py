@@ -1,4 +1,4 @@
-"""Runs of what has an autograd node in C++ and one in Python."""
+"""Runs of what C++ computes and what Python computes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 from helpers import assert_bytes_equal
+
+from zerofp4.nn.quantizers import Quantizers
 
 
 def by_both(module: ModuleType, name: str, run: Callable) -> tuple:
@@ -22,12 +24,36 @@ def by_both(module: ModuleType, name: str, run: Callable) -> tuple:
 
 def assert_same(module: ModuleType, name: str, run: Callable) -> None:
     """run() gives tensors by name, None among them: of the same bytes by both."""
-    native, python = by_both(module, name, run)
+    _assert_same(*by_both(module, name, run))
+
+
+def _assert_same(native: dict, python: dict) -> None:
     assert native.keys() == python.keys()
     for key, tensor in native.items():
         assert (tensor is None) == (python[key] is None), key
         if tensor is not None:
             assert_bytes_equal(tensor.detach(), python[key].detach(), key)
+
+
+_IN_PYTHON = property(lambda _: None, lambda quantizers, value: vars(quantizers).update(scheme=value))
+
+
+def in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on Python multiplies in layers."""
+    monkeypatch.setattr(Quantizers, "scheme", _IN_PYTHON, raising=False)
+
+
+def layers_by_both(run: Callable) -> tuple:
+    """What run() returns where C++ multiplies in layers, and where Python does."""
+    native = run()
+    with pytest.MonkeyPatch.context() as patch:
+        in_python(patch)
+        return native, run()
+
+
+def layers_same(run: Callable) -> None:
+    """run() gives tensors by name, None among them: of the same bytes by both."""
+    _assert_same(*layers_by_both(run))
 
 
 def gradients_of(layer: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor | None]:

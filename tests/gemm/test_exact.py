@@ -9,7 +9,7 @@ from tensor_helpers import values
 import zerofp4
 from zerofp4 import FourOverSix, Operand, ops, reference
 from zerofp4.format import SCALE_DTYPE
-from zerofp4.gemm import exact, keep_values
+from zerofp4.gemm import exact
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -75,28 +75,6 @@ def test_alpha_comes_with_the_values(device, maxima):
     b.copy.amax.mul_(7e5)
     *_, found = exact.factors(a, b, torch.bfloat16)
     assert_bytes_equal(found.cpu(), alpha(a, b), "alpha")
-
-
-@pytest.mark.parametrize("keeping", ["a", "b", "ab"])
-def test_alpha_comes_with_the_values_of_the_other(device, keeping, monkeypatch):
-    """Of two operands of which one or both keep theirs."""
-    a, b = (operand(32, 64, "rowwise", nvfp4(), device=device, seed=seed) for seed in (0, 1))
-    expected = exact.factors(a, b, torch.bfloat16)
-    for name, each in (("a", a), ("b", b)):
-        if name in keeping:
-            keep_values(each.record)
-    made = []
-    values_of = exact.ops.product_values
-    monkeypatch.setattr(
-        exact.ops, "product_values", lambda *given: made.append(given[3]) or values_of(*given)
-    )
-    for _ in range(2):
-        found = exact.factors(a, b, torch.bfloat16)
-        for name, mine, other in zip(("a", "b", "alpha"), found, expected, strict=True):
-            assert_bytes_equal(mine, other, name)
-    first, *rest = [[there is not None for there in kept] for kept in made]
-    assert first == [False, False]
-    assert rest == ([] if keeping == "ab" else [[name in keeping for name in "ab"]])
 
 
 def test_mxfp8_has_no_alpha(device):

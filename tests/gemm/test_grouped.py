@@ -11,7 +11,7 @@ from helpers import assert_bytes_equal, poisoned_allocations
 
 import zerofp4
 from zerofp4 import Operand, ops, reference
-from zerofp4.gemm import grouped, keep_values, refresh_values
+from zerofp4.gemm import grouped
 
 SPLITS = [[16, 0, 17, 3], [0, 0, 36, 0], [130, 1, 62, 64], [5]]
 
@@ -205,24 +205,6 @@ def test_a_stack_is_its_matrices(device, shape, side):
             torch.bfloat16,
         )
         assert_bytes_equal(values_of_one, exact, "values")
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_kept_values_stay_where_they_are(device, stacked):
-    weights = weights_of(3, device)
-    if stacked:
-        weights = [zerofp4.quantize(torch.stack([each.dequantize() for each in weights]), columnwise=True)]
-    operand = grouped_operand(weights)
-    assert operand.values() is not operand.values()
-    for weight in weights:
-        keep_values(weight.record)
-    kept = operand.values()
-    assert operand.values().data_ptr() == kept.data_ptr()
-    assert grouped_operand(weights).values().data_ptr() == kept.data_ptr()
-    weights[-1].copy_(values([40], 48, device, seed=8).expand(weights[-1].shape))
-    refresh_values(weights[-1].record)
-    assert_bytes_equal(operand.values(), operand._made(), "written again")
-    assert operand.values().data_ptr() == kept.data_ptr()
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zerofp4.gemm import grouped
-from zerofp4.nn import grouped_function
+from zerofp4.nn import grouped_linear
 from zerofp4.tensors import Quantizer
 
 
@@ -17,12 +17,12 @@ def multiplied_at_once(monkeypatch, device):
         pytest.skip(f"torch {torch.__version__} has no grouped_mm")
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in grouped.CAPABILITIES:
         pytest.skip("grouped_mm is not one kernel on this GPU")
-    why_not = grouped_function.why_not_grouped
+    why_not = grouped_linear.why_not_grouped
 
     def why_not_here(of: torch.device, *others) -> str | None:
         return None if of.type == "cpu" else why_not(of, *others)
 
-    monkeypatch.setattr(grouped_function, "why_not_grouped", why_not_here)
+    monkeypatch.setattr(grouped_linear, "why_not_grouped", why_not_here)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofp4
 from zerofp4.nn import LayerNormLinear, LayerNormMLP, Linear, NVFP4Recipe, autocast
-from zerofp4.nn.operators import NO_CACHE
 from zerofp4.nn.quantizers import WeightCache
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("fresh_compiler")]
@@ -232,11 +231,15 @@ def test_opcheck(device, name):
     layer, recipe, ops = made("Linear", device), RECIPES[name], torch.ops.zerofp4
     x, grad = values(32, 64, device=device), values(32, 48, device=device, seed=1)
     with autocast(recipe):
-        common = ([], torch.bfloat16, 448, recipe.key, NO_CACHE)
-        arguments = (x, layer.bias, layer.weight, *common, False, True, True)
+        common = ([], torch.bfloat16, 448, recipe.key, None)
+        arguments = (x, [], None, layer.bias, layer.weight, *common, None, True, True)
         checks = ("test_autograd_registration", "test_faketensor")
         torch.library.opcheck(ops.linear.default, arguments, test_utils=checks)
         kept = [each.detach() for each in ops.linear(*arguments)[1:]]
         count = len(kept) // 2
-        arguments = (grad, kept[:count], 64, kept[count:], None, *common, torch.bfloat16, True)
-        torch.library.opcheck(ops.linear_gradients.default, arguments, test_utils=checks[1:])
+        for out, adds in ((None, False), (torch.zeros(48, 64, device=device), True)):
+            own = kept[:count], 64, kept[count:]
+            arguments = (grad, [], *own, None, *common, out, adds, torch.bfloat16, True, True)
+            torch.library.opcheck(ops.linear_gradients.default, arguments, test_utils=checks[1:])
+        arguments = (layer._weight_cache.handle, layer.weight.detach(), recipe.key, True)
+        torch.library.opcheck(ops.cache_weight.default, arguments, test_utils=checks[1:])

@@ -68,7 +68,6 @@ class Run:
 RECIPES = {
     "weights": None,
     "layers": NVFP4Recipe(),
-    "layers, values cached": NVFP4Recipe(cache="dequantized"),
     "layers, dequantized": NVFP4Recipe(backward="dequantized"),
 }
 

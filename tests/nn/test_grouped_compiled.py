@@ -47,10 +47,9 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"primary_weights": True}], ids=str)
-@pytest.mark.parametrize("stacked", [False, True])
-def test_one_graph_and_the_same_bytes(device, stacked, options):
+def test_one_graph_and_the_same_bytes(device, options):
     """Splits that change are no other graph."""
-    module, recipe = made(device, stacked=stacked, **options), NVFP4Recipe()
+    module, recipe = made(device, **options), NVFP4Recipe()
     run = torch.compile(module, fullgraph=True, backend="aot_eager")
     for splits in (SPLITS, [9, 9, 9, 9]):
         given = torch.tensor(splits, device=device)
@@ -59,9 +58,8 @@ def test_one_graph_and_the_same_bytes(device, stacked, options):
         assert_same(actual, step(module, module, recipe, given))
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_splits_on_the_host_and_one_layer_that_needs_no_gradient(device, stacked):
-    module, recipe = made(device, stacked=stacked, bias=False), NVFP4Recipe(hadamard=False)
+def test_splits_on_the_host_and_one_layer_that_needs_no_gradient(device):
+    module, recipe = made(device, bias=False), NVFP4Recipe(hadamard=False)
     run = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert_same(step(module, run, recipe, SPLITS), step(module, module, recipe, SPLITS))
     for parameter in module.parameters():
@@ -69,7 +67,7 @@ def test_splits_on_the_host_and_one_layer_that_needs_no_gradient(device, stacked
     assert_same(step(module, run, recipe, SPLITS), step(module, module, recipe, SPLITS))
 
 
-@pytest.mark.parametrize("options", [{}, {"stacked": True}, {"primary_weights": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"primary_weights": True}], ids=str)
 def test_the_cache_is_that_of_the_layer(device, options):
     module, recipe = made(device, **options), NVFP4Recipe(stochastic_rounding=False)
     run = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -82,14 +80,14 @@ def test_the_cache_is_that_of_the_layer(device, options):
 
 
 def test_weights_in_rows_of_16_are_quantized_one_by_one(device):
-    module = made(device, stacked=True)
+    module = made(device)
     recipe = NVFP4Recipe(weight_block=(1, 16), stochastic_rounding=False)
     run = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert_same(step(module, run, recipe, SPLITS), step(module, module, recipe, SPLITS))
 
 
 def test_main_grad_is_outside_of_the_graph(device):
-    module, recipe = made(device, stacked=True, fuse_wgrad_accumulation=True), NVFP4Recipe()
+    module, recipe = made(device, fuse_wgrad_accumulation=True), NVFP4Recipe()
     results = []
     for run in (torch.compile(module, backend="aot_eager"), module):
         module.weight.main_grad = torch.zeros(4, 48, 64, device=device)
@@ -97,33 +95,16 @@ def test_main_grad_is_outside_of_the_graph(device):
     assert_same(*results)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_opcheck(device, stacked):
-    module, recipe = made(device, stacked=stacked), NVFP4Recipe(stochastic_rounding=False)
-    weights = [module.weight] if stacked else [each.weight for each in module.experts]
-    biases = [module.bias] if stacked else [each.bias for each in module.experts]
+def test_opcheck(device):
+    module, recipe = made(device), NVFP4Recipe(stochastic_rounding=False)
     x, splits = values(36, 64, device=device), torch.tensor(SPLITS, device=device)
     with autocast(recipe):
-        common = (weights, [], [], torch.bfloat16, recipe.key, [])
-        arguments = (x, splits, biases, *common, False, True, True)
-        utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(ZEROFP4.grouped_linear.default, arguments, test_utils=utils[1:])
-        _, offsets, error, *kept = ZEROFP4.grouped_linear(*arguments)
-        grad = values(36, 48, device=device, seed=1)
-        detached = [each.detach() for each in kept]
-        arguments = (
-            grad,
-            splits,
-            offsets,
-            error,
-            detached[:3],
-            64,
-            detached[3:],
-            [],
-            *common[1:],
-            True,
-            True,
-        )
-        torch.library.opcheck(
-            ZEROFP4.grouped_linear_gradients.default, arguments, test_utils=("test_faketensor",)
-        )
+        common = ([], torch.bfloat16, 448, recipe.key, None)
+        arguments = (x, [], splits, module.bias, module.weight, *common, None, True, True)
+        utils = ("test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(ZEROFP4.linear.default, arguments, test_utils=utils)
+        _, offsets, error, *kept = (each.detach() for each in ZEROFP4.linear(*arguments))
+        grad, groups = values(36, 48, device=device, seed=1), [splits, offsets, error]
+        for out, adds in ((None, False), (torch.zeros(4, 48, 64, device=device), True)):
+            arguments = (grad, groups, kept[:3], 64, kept[3:], None, *common, out, adds, x.dtype, True, True)
+            torch.library.opcheck(ZEROFP4.linear_gradients.default, arguments, test_utils=utils[1:])

@@ -9,7 +9,7 @@ from helpers import assert_bytes_equal
 from tensor_helpers import values
 
 import zerofp4
-from zerofp4.nn import GroupedLinear, NVFP4Recipe, autocast
+from zerofp4.nn import GroupedLinear, Linear, NVFP4Recipe, autocast
 
 SPLITS = [[16, 0, 17, 3], [0, 0, 36, 0], [9, 9, 9, 9]]
 SOME = ["nvfp4", "nvfp4, no transform", "nvfp4, dequantized", "mxfp8"]
@@ -31,11 +31,26 @@ def train(call, parameters, recipe, seed=7):
     return [y.detach(), x.grad, *(p.grad for p in parameters)]
 
 
-def one_by_one(module, splits, first=None):
-    """The last group goes back first, as autograd does it."""
-    return lambda x: torch.cat(
-        [e(piece, first) for e, piece in zip(module.experts, x.split(splits), strict=True)]
-    )
+def layers(module) -> list[Linear]:
+    """A layer for each group, with its weight and its bias."""
+    made = []
+    for e in range(module.num_gemms):
+        layer = Linear(64, 48, dtype=torch.bfloat16)
+        layer.weight = torch.nn.Parameter(module.weight.detach()[e].clone())
+        layer.bias = torch.nn.Parameter(module.bias.detach()[e].clone())
+        made.append(layer)
+    return made
+
+
+def by_layers(module, splits, recipe):
+    """What train() gives of those. The last group goes back first, as autograd does it."""
+    experts = layers(module)
+
+    def call(x):
+        return torch.cat([e(piece) for e, piece in zip(experts, x.split(splits), strict=True)])
+
+    y, grad, *grads = train(call, [*(e.weight for e in experts), *(e.bias for e in experts)], recipe)
+    return [y, grad, torch.stack(grads[:4]), torch.stack(grads[4:])]
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
@@ -46,7 +61,7 @@ def test_each_group_has_its_layer(splits, name, primary):
         pytest.skip("MXFP8 does not multiply NVFP4 weights")
     module = experts(primary_weights=primary)
     parameters = list(module.parameters())
-    expected = train(one_by_one(module, splits), parameters, RECIPES[name])
+    expected = by_layers(module, splits, RECIPES[name])
     for given in (splits, tuple(splits), torch.tensor(splits)):
         for first in (None, True, False):
             call = functools.partial(module, m_splits=given, is_first_microbatch=first)
@@ -66,8 +81,8 @@ def test_a_group_is_quantized_alone():
 def test_experts_without_tokens_get_gradients_of_zeros():
     module = experts()
     train(lambda x: module(x, [0, 36, 0, 0]), list(module.parameters()), NVFP4Recipe())
-    for index, expert in enumerate(module.experts):
-        assert expert.weight.grad.any() == (index == 1) and expert.bias.grad.any() == (index == 1)
+    for index, (weight, bias) in enumerate(zip(module.weight.grad, module.bias.grad, strict=True)):
+        assert weight.any() == (index == 1) and bias.any() == (index == 1)
 
 
 @pytest.mark.parametrize("count", [1, 4, 16])
@@ -89,11 +104,51 @@ def test_micro_batches_with_and_without_the_cache(count):
 def test_outside_it_is_an_ordinary_layer():
     module, x = experts(), values(36, 64)
     expected = [
-        torch.nn.functional.linear(p, e.weight, e.bias)
-        for e, p in zip(module.experts, x.split(9), strict=True)
+        torch.nn.functional.linear(piece, weight, bias)
+        for piece, weight, bias in zip(x.split(9), module.weight, module.bias, strict=True)
     ]
     assert torch.equal(module(x, [9] * 4), torch.cat(expected))
-    assert zerofp4.convert_model(module).converted == [f"experts.{i}" for i in range(4)]
+    assert zerofp4.convert_model(torch.nn.ModuleDict({"experts": module})).converted == ["experts"]
+
+
+def test_state_dicts():
+    """In the names of each group, and of both storages that there were before: a stack and a list."""
+    module, other = experts(), experts()
+    names = [f"{name}{e}" for name in ("weight", "bias") for e in range(4)]
+    assert list(module.state_dict()) == names
+    assert module.state_dict()["weight2"].data_ptr() == module.weight[2].data_ptr()
+    stack = {name: values(*p.shape, seed=3) for name, p in module.named_parameters()}
+    of_list = {f"experts.{e}.{name}": p[e] for name, p in stack.items() for e in range(4)}
+    of_groups = {f"{name}{e}": p[e] for name, p in stack.items() for e in range(4)}
+    for saved in (stack, of_list, of_groups):
+        module = torch.nn.ModuleDict({"moe": experts()})
+        module.load_state_dict({f"moe.{name}": p for name, p in saved.items()})
+        for name, parameter in module["moe"].named_parameters():
+            assert_bytes_equal(parameter.detach(), stack[name], name)
+    del of_list["experts.1.weight"]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict(of_list)
+
+
+def test_state_dicts_of_codes():
+    """Codes come back as they are, from a list of layers too; values are quantized."""
+    module = experts(primary_weights=True)
+    saved = {name: value.clone() for name, value in module.state_dict().items()}
+    assert isinstance(saved["weight1"], zerofp4.NVFP4Tensor)
+    expected = module.weight.record.rowwise.data.clone()
+    bias = {name: value for name, value in saved.items() if name.startswith("bias")}
+    of_list = {f"experts.{e}.weight": saved[f"weight{e}"] for e in range(4)}
+    for given in (saved, of_list | bias):
+        other = experts(primary_weights=True)
+        with torch.no_grad():
+            other.weight.copy_(values(4, 48, 64, seed=5))
+        other.load_state_dict(given)
+        assert_bytes_equal(other.weight.record.rowwise.data, expected, "codes")
+        assert_bytes_equal(other.weight.amax, module.weight.amax, "amax")
+    zerofp4.register_plain_state_dict(module)
+    plain = module.state_dict()
+    assert all(type(value) is torch.Tensor for value in plain.values())
+    assert_bytes_equal(plain["weight3"], module.weight.detach()[3].dequantize(), "values")
 
 
 @pytest.mark.parametrize(

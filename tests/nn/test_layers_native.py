@@ -19,6 +19,9 @@ from zerofp4.nn import (
     NVFP4Recipe,
     autocast,
 )
+from zerofp4.nn.operators import _linear, _linear_gradients
+from zerofp4.nn.quantizers import quantizers_of
+from zerofp4.storage import BUFFERS
 
 BF16 = torch.bfloat16
 RECIPES = {
@@ -42,12 +45,23 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(module, x, recipe, *arguments) -> collections.Counter:
-    with Calls() as calls, autocast(recipe):
-        y = module(x, *arguments)
-        y.backward(torch.empty_like(y))
-    assert x.grad.shape == x.shape
-    assert all(p.grad.shape == p.shape for p in module.parameters())
+def step(module, x, recipe, first=None, main_grad=None) -> collections.Counter:
+    """What the implementations of zerofp4::linear and its gradients call, with all that they are given."""
+    weight, handle = module.weight, None
+    is_primary = isinstance(weight, NVFP4Tensor)
+    with Calls() as calls, autocast(recipe), torch.no_grad():
+        if first is not None and not is_primary:
+            handle = module._weight_cache.handle
+            module._weight_cache.get(weight, quantizers_of(recipe, x.device), first)
+        primary = [weight.record.buffer(name) for name in BUFFERS] if is_primary else []
+        given = (None if is_primary else weight, primary, BF16, 448, recipe.key, handle)
+        y, *kept = _linear(x, [], None, module.bias, *given, None, True, True)
+        count = len(kept) if is_primary or handle is not None else len(kept) // 2
+        x_kept, own = kept[:count], kept[count:]
+        sums = main_grad, main_grad is not None
+        grads = _linear_gradients(y, [], x_kept, x.shape[-1], own, *given, *sums, BF16, True, True)
+    of_weight = torch.Size([0]) if main_grad is not None else weight.shape
+    assert [each.shape for each in grads] == [x.shape, of_weight, module.bias.shape]
     return calls.names
 
 
@@ -103,21 +117,29 @@ def test_saved_operands_keep_one_layout_of_scales(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_other_layers(name):
+    """Their shapes: what they compute are the products of Linear."""
     recipe, options = RECIPES[name], {"dtype": BF16, "device": "meta"}
-    assert step(LayerNormLinear(64, 96, **options), meta(8, 64), recipe)["_scaled_mm_v2"] == 3
+    modules = [(LayerNormLinear(64, 96, **options), (8, 64), ())]
     for activation in ("gelu", "relu2", "swiglu", "geglu"):
         module = LayerNormMLP(64, 96, normalization="RMSNorm", activation=activation, **options)
-        assert step(module, meta(2, 4, 64), recipe)["_scaled_mm_v2"] == 6
-    assert step(GroupedLinear(3, 64, 96, **options), meta(33, 64), recipe, [16, 1, 16])["_scaled_mm_v2"] == 9
+        modules.append((module, (2, 4, 64), ()))
+    modules.append((GroupedLinear(3, 64, 96, **options), (33, 64), ([16, 1, 16],)))
+    for module, shape, arguments in modules:
+        x = meta(*shape)
+        with autocast(recipe):
+            y = module(x, *arguments)
+            y.backward(torch.empty_like(y))
+        assert x.grad.shape == x.shape
+        assert all(p.grad.shape == p.shape for p in module.parameters())
 
 
 def test_accumulation_into_main_grad():
     module = Linear(64, 96, dtype=BF16, device="meta", fuse_wgrad_accumulation=True)
-    module.weight.main_grad = torch.zeros(96, 64, device="meta")
-    x = meta(8, 64)
-    with Calls() as calls, autocast(RECIPES["nvfp4"]):
-        module(x).backward(torch.empty(8, 96, dtype=BF16, device="meta"))
-    assert calls.names["_scaled_mm_v2"] == 3 and module.weight.grad is None
+    main_grad = module.weight.main_grad = torch.zeros(96, 64, device="meta")
+    assert step(module, meta(8, 64), RECIPES["nvfp4"], main_grad=main_grad)["_scaled_mm_v2"] == 3
+    with autocast(RECIPES["nvfp4"]):
+        module(meta(8, 64)).backward(torch.empty(8, 96, dtype=BF16, device="meta"))
+    assert module.weight.grad is None
 
 
 def test_cpu_tensors_are_refused():

@@ -1,17 +1,15 @@
 """The weight cache of zerofp4.nn.Linear: the same bytes, fewer quantizations, never a stale weight."""
 
-import dataclasses
-
 import pytest
 import torch
 from cases.layers import RECIPES
-from helpers import assert_bytes_equal
+from cases.nodes import in_python
+from helpers import assert_bytes_equal, needs_gpu
 from tensor_helpers import values
 from torch import nn
 
 import zerofp4
-from zerofp4.gemm import exact
-from zerofp4.nn import Linear, autocast, native, quantizers
+from zerofp4.nn import GroupedLinear, Linear, autocast, quantizers
 
 
 def layer(in_features=64, out_features=48, **options):
@@ -21,7 +19,7 @@ def layer(in_features=64, out_features=48, **options):
 
 def counted(monkeypatch):
     """The roles of what Python quantizes from here on, all of it."""
-    monkeypatch.setattr(native, "_layer", None)
+    in_python(monkeypatch)
     roles = []
     record, update = quantizers.Quantizers.record, quantizers.Quantizers.update_
 
@@ -102,7 +100,7 @@ def test_buffers_stay_where_they_are(name):
     module, x = layer(), values(16, 64)
 
     def addresses():
-        return [buffer.data_ptr() for _, buffer in module._weight_cache._tensor.record.buffers()]
+        return [buffer.data_ptr() for _, buffer in module._weight_cache._tensors[0].record.buffers()]
 
     with autocast(RECIPES[name]), torch.no_grad():
         module(x, True)
@@ -183,120 +181,31 @@ def test_a_later_micro_batch_needs_a_first():
         layer()(values(16, 64), False)
 
 
-# cache="dequantized"
-
-DEQUANTIZED = {
-    name: dataclasses.replace(RECIPES[name], cache="dequantized")
-    for name in ("nvfp4", "nvfp4, weights 1x16", "nvfp4, dequantized", "mxfp8")
-}
-
-
-def dequantizations(monkeypatch):
-    """The operands whose values are made for products from here on, by their sizes as they are stored."""
-    monkeypatch.setattr(native, "_layer", None)
-    made, make = [], exact.ops.product_values
-
-    def noting(a, b, dtype, kept):
-        for (data, *_), there in zip((a, b), kept, strict=True):
-            if there is None:
-                made.append((data.shape[0], 2 * data.shape[1]))
-        return make(a, b, dtype, kept)
-
-    monkeypatch.setattr(exact.ops, "product_values", noting)
-    return made
+@needs_gpu
+@pytest.mark.parametrize("make", [Linear, lambda *sizes, **more: GroupedLinear(2, *sizes, **more)])
+def test_a_layer_that_moves_keeps_nothing_where_it_was(make):
+    device = torch.device("cuda", 0)
+    module = make(64, 48, dtype=torch.bfloat16, device=device, bias=False)
+    with torch.no_grad(), autocast(RECIPES["nvfp4, weights 1x16"]):
+        splits = () if isinstance(module, Linear) else ([8, 8],)
+        y = module(values(16, 64, device=device), *splits, True).cpu()
+        allocated = torch.cuda.memory_allocated()
+        module.cpu()
+        assert torch.cuda.memory_allocated() < allocated - 2 * 48 * 64 * (len(splits) + 1)
+        assert y.isfinite().all()
 
 
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("name", DEQUANTIZED)
-@pytest.mark.parametrize("primary", [False, True])
-def test_kept_values_change_no_byte(device, name, count, primary):
-    if primary and name in ("nvfp4, weights 1x16", "mxfp8"):
-        pytest.skip("not for primary weights")
-    module = layer(50, 34, primary_weights=primary, device=device)
-    batches = [
-        (values(16, 50, seed=i, device=device), values(16, 34, seed=i + 9, device=device))
-        for i in range(count)
-    ]
-    for _ in range(3):
-        expected = step(module, batches, RECIPES[name], False)
-        for index, pair in enumerate(
-            zip(step(module, batches, DEQUANTIZED[name], True), expected, strict=True)
-        ):
-            assert_bytes_equal(*pair, f"result {index}")
-        with torch.no_grad():
-            module.weight.copy_(values(34, 50, seed=index + 20, device=device))
-
-
-@pytest.mark.parametrize("primary", [False, True])
-def test_the_weight_is_dequantized_once_per_step(monkeypatch, primary):
-    module, made = layer(64, 48, primary_weights=primary), dequantizations(monkeypatch)
-    batches = [(values(16, 64, seed=i), values(16, 48, seed=i)) for i in range(4)]
-    step(module, batches, DEQUANTIZED["nvfp4"], True)
-    assert made.count((48, 64)) == 1 and made.count((64, 48)) == 0  # one for both products
-    assert made.count((16, 64)) == made.count((16, 48)) == 4  # rows of inputs and gradients
-    assert made.count((64, 16)) == made.count((48, 16)) == 4  # their columns
-    made.clear()
-    step(module, batches, DEQUANTIZED["nvfp4"], False)
-    assert made.count((48, 64)) == 2 * 4  # in every product
-
-
-@pytest.mark.parametrize("primary", [False, True])
-def test_kept_values_are_never_stale_and_stay_where_they_are(primary):
-    module, x, recipe = layer(primary_weights=primary), values(16, 64), DEQUANTIZED["nvfp4"]
-
-    def addresses():
-        kept = module._weight_cache._tensor.record.attachments.values()
-        return [buffer.data_ptr() for each in kept for buffer in each.values()]
-
-    with torch.no_grad(), autocast(recipe):
-        module(x, True)
-        before = addresses()
-        assert len(before) == 1
-        for first in (False, True):
-            module.weight.copy_(values(48, 64, seed=5 + first))
-            assert_bytes_equal(module(x, first), module(x), "y")
-            assert addresses() == before
-    other = layer(primary_weights=primary)
-    with autocast(recipe):
-        y = module(x.requires_grad_(), False)
-        with torch.no_grad():
-            module.weight.copy_(other.weight)
-        module(x.detach(), False)
-    with pytest.raises(RuntimeError, match="written to between its forward and its backward pass"):
-        y.backward(values(16, 48))
-
-
-@pytest.mark.parametrize("primary", [False, True])
-def test_a_module_with_kept_values_moves(primary):
-    module, x = layer(primary_weights=primary), values(16, 64)
-    with torch.no_grad(), autocast(DEQUANTIZED["nvfp4"]):
-        expected = module(x, True)
-        module.to("cpu")
-        assert_bytes_equal(module(x, False), expected, "y")
-        module.weight.copy_(values(48, 64, seed=5))
-        assert_bytes_equal(module(x, False), module(x), "y of new values")
-
-
-def test_a_step_of_the_optimizer_is_seen_by_kept_values():
-    model = nn.Sequential(layer(primary_weights=True))
-    optimizer = zerofp4.optim.ZeroFP4Optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    batches = [(values(16, 64), values(16, 48, seed=1))]
-    for _ in range(2):
-        step(model[0], batches, DEQUANTIZED["nvfp4"], True, optimizer)
-        with torch.no_grad(), autocast(DEQUANTIZED["nvfp4"]):
-            assert_bytes_equal(model[0](values(16, 64), False), model[0](values(16, 64)), "y")
-
-
-def test_inference_mode_keeps_values_of_its_own():
-    module, x = layer(), values(16, 64)
-    with autocast(DEQUANTIZED["nvfp4"]):
-        with torch.inference_mode():
-            expected = module(x, True).clone()
-        y = module(x.clone().requires_grad_(), True)
-        y.backward(values(16, 48))
-        assert_bytes_equal(module(x, True).detach(), expected, "y")
-
-
-def test_cache_is_judged_when_the_recipe_is_made():
-    with pytest.raises(ValueError, match=r"cache must be one of \('operands', 'dequantized'\), got 'values'"):
-        zerofp4.nn.NVFP4Recipe(cache="values")
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4, weights 1x16", "mxfp8"])
+def test_a_layer_that_moves_drops_its_cache(name):
+    """And nothing of one that stays where it is: captured graphs read it there."""
+    for module, splits in ((layer(), ()), (GroupedLinear(2, 64, 48, dtype=torch.bfloat16), ([8, 8],))):
+        x, recipe = values(16, 64), RECIPES[name]
+        with torch.no_grad(), autocast(recipe):
+            module(x, *splits, True)
+            kept = module._weight_cache._tensors
+            module.to("cpu", torch.bfloat16)
+            assert module._weight_cache._tensors is kept
+            module.float()
+            assert not module._weight_cache._tensors
+            x = x.float()
+            assert_bytes_equal(module(x, *splits, False), module(x, *splits), "y")

@@ -30,10 +30,9 @@ def captured(call):
 
 
 @needs_gpu
-@pytest.mark.parametrize("cache", ["operands", "dequantized"])
 @pytest.mark.parametrize("primary", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_captured_call_reads_what_a_step_of_the_optimizer_has_left(name, primary, cache):
+def test_a_captured_call_reads_what_a_step_of_the_optimizer_has_left(name, primary):
     device = torch.device("cuda", 0)
     torch.manual_seed(0)
     module = LAYERS[name](device=device, dtype=torch.bfloat16, primary_weights=primary)
@@ -45,7 +44,7 @@ def test_a_captured_call_reads_what_a_step_of_the_optimizer_has_left(name, prima
         y = module(x, first)
         return [y, *torch.autograd.grad(y, [x, *parameters], torch.ones_like(y))]
 
-    with autocast(NVFP4Recipe(stochastic_rounding=False, cache=cache)):
+    with autocast(NVFP4Recipe(stochastic_rounding=False)):
         before = [each.detach().clone() for each in call(True)]
         graph, results = captured(lambda: call(False))
         for parameter, gradient in zip(parameters, before[2:], strict=True):

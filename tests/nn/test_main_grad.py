@@ -16,7 +16,6 @@ LAYERS = {
     "LayerNormLinear": lambda **options: LayerNormLinear(64, 48, **options),
     "LayerNormMLP": lambda **options: LayerNormMLP(64, 48, **options),
     "GroupedLinear": lambda **options: GroupedLinear(2, 64, 48, **options),
-    "stacked": lambda **options: GroupedLinear(2, 64, 48, stacked=True, **options),
 }
 
 
@@ -74,7 +73,7 @@ def test_the_flag_and_a_missing_buffer():
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("primary", [False, True])
-@pytest.mark.parametrize("name", ["Linear", "GroupedLinear", "stacked"])
+@pytest.mark.parametrize("name", ["Linear", "GroupedLinear"])
 def test_compiled_layers(fresh_compiler, device, name, primary):
     """The addition breaks the graph."""
     options = {"dtype": torch.bfloat16, "device": device, "primary_weights": primary}

@@ -1,5 +1,5 @@
-"""GroupedLinear by zerofp4._autograd: it gives the bytes of the nodes in Python, and leaves to those what is
-not plain.
+"""GroupedLinear where C++ multiplies: it gives the bytes of the products in Python, to which it leaves what
+is not plain.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import torch
 from cases import nodes
 from cases.frames import frames
 from cases.nodes import gradients_of
+from cases.nodes import layers_by_both as by_both
+from cases.nodes import layers_same as assert_same
 from helpers import assert_bytes_equal
 from tensor_helpers import VIEWS, values
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zerofp4
-from zerofp4 import ops
-from zerofp4.nn import GroupedLinear, NVFP4Recipe, autocast, grouped_function, grouped_linear, native
+from zerofp4.nn import GroupedLinear, NVFP4Recipe, autocast, grouped_linear, operators
 from zerofp4.tensors import grouped
-
-pytestmark = pytest.mark.skipif(ops.why_python_autograd() is not None, reason=str(ops.why_python_autograd()))
 
 KINDS = ["primary", "cached", "of the call"]
 RECIPE = NVFP4Recipe(backend="exact")
@@ -47,7 +46,7 @@ class Case:
         torch.manual_seed(1)
         made = GroupedLinear(self.count, 64, 48, primary_weights=self.kind == "primary", **self.options)
         for name, parameter in made.named_parameters():
-            parameter.requires_grad_(name.split(".")[-1] not in self.frozen)
+            parameter.requires_grad_(name not in self.frozen)
         return made
 
     def x(self) -> torch.Tensor:
@@ -75,27 +74,24 @@ def one_by_one(monkeypatch):
     monkeypatch.setattr(grouped_linear, "why_one_by_one", lambda *_: "for a test")
 
 
-of_parts = partial(nodes.assert_same, native, "_layer")
-
-
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stack_one_by_one(device, kind, bias, quantized):
     """But for what has no tokens Python quantizes the weights, in one call, and nothing else."""
-    case = Case(device, stacked=True, kind=kind, bias=bias)
+    case = Case(device, kind=kind, bias=bias)
     layer, x = case.layer(), case.x()
     quantized.clear()
     case.call(layer, x).backward(case.grad)
     of_weights = [] if kind == "primary" else [(4, 48, 64)]
     assert [shape for shape in quantized if shape[0]] == of_weights
-    of_parts(case.run)
+    assert_same(case.run)
 
 
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("kind", ["primary", "cached"])
 def test_a_stack_one_by_one_that_is_written_to_in_between(device, kind):
-    case = Case(device, stacked=True, kind=kind)
+    case = Case(device, kind=kind)
 
     def run():
         layer, x = case.layer(), case.x()
@@ -108,12 +104,12 @@ def test_a_stack_one_by_one_that_is_written_to_in_between(device, kind):
             y.backward(case.grad)
         return {}
 
-    of_parts(run)
+    assert_same(run)
 
 
 @pytest.mark.usefixtures("one_by_one")
 def test_a_stack_one_by_one_adds_to_main_grad(device):
-    case = Case(device, stacked=True, fuse_wgrad_accumulation=True)
+    case = Case(device, fuse_wgrad_accumulation=True)
 
     def run():
         layer, x = case.layer(), case.x()
@@ -122,14 +118,12 @@ def test_a_stack_one_by_one_adds_to_main_grad(device):
         case.call(layer, x).backward(case.grad)
         return {**gradients_of(layer, x), "main_grad": layer.weight.main_grad}
 
-    of_parts(run)
+    assert_same(run)
 
 
 # All groups at once
 
 at_once = pytest.mark.usefixtures("multiplied_at_once")
-assert_same = partial(nodes.assert_same, native, "_groups")
-by_both = partial(nodes.by_both, native, "_groups")
 SPLITS = [(16, 0, 17, 3), (0, 0, 36, 0), (9, 9, 9, 9)]
 RECIPES = {
     "default": RECIPE,
@@ -146,18 +140,12 @@ class Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def is_native(y: torch.Tensor) -> bool:
-    return type(y.grad_fn).__name__ == "LayerBackward"
-
-
 @at_once
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stacked", [False, True])
-def test_bytes(device, stacked, kind, bias, splits):
-    case = Case(device, splits, kind=kind, stacked=stacked, bias=bias)
-    assert is_native(case.call(case.layer(), case.x()))
+def test_bytes(device, kind, bias, splits):
+    case = Case(device, splits, kind=kind, bias=bias)
     assert_same(case.run)
 
 
@@ -166,24 +154,21 @@ def test_bytes(device, stacked, kind, bias, splits):
 @pytest.mark.parametrize("kind", KINDS)
 def test_recipes(device, kind, name):
     case = Case(device, kind=kind, recipe=RECIPES[name])
-    assert is_native(case.call(case.layer(), case.x()))
     assert_same(case.run)
 
 
 @at_once
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("stacked", [False, True])
-def test_dtypes_of_parameters(device, stacked, dtype):
+def test_dtypes_of_parameters(device, dtype):
     """x is what torch's autocast makes of it."""
-    case = Case(device, stacked=stacked, dtype=dtype)
+    case = Case(device, dtype=dtype)
 
     def run():
         with torch.autocast(device.type, torch.bfloat16):
             return case.run()
 
     with torch.autocast(device.type, torch.bfloat16):
-        assert is_native(case.call(case.layer(), case.x()))
-    assert_same(run)
+        assert_same(run)
 
 
 @at_once
@@ -214,27 +199,11 @@ def test_what_is_frozen(device, kind, frozen):
 
 
 @at_once
-def test_one_expert_that_is_frozen(device):
-    case = Case(device)
-
-    def run():
-        layer, x = case.layer(), case.x()
-        layer.experts[1].requires_grad_(False)
-        torch.manual_seed(7)
-        case.call(layer, x).backward(case.grad)
-        return gradients_of(layer, x)
-
-    assert_same(run)
-
-
-@at_once
 @pytest.mark.parametrize("experts", [1, 40])
-@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_and_many_experts(device, kind, stacked, experts):
+def test_few_and_many_experts(device, kind, experts):
     """More than a kernel takes in its arguments."""
-    case = Case(device, [3] * experts, kind=kind, stacked=stacked)
-    assert is_native(case.call(case.layer(), case.x()))
+    case = Case(device, [3] * experts, kind=kind)
     assert_same(case.run)
 
 
@@ -253,52 +222,16 @@ def test_memory_out_of_order(device, view):
 
 
 @at_once
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("kind", ["primary", "cached"])
-def test_kept_values(device, kind, stacked):
-    """They are read in both passes, and of the weights nothing is saved."""
-    recipe = dataclasses.replace(RECIPE, cache="dequantized")
-    case, saved = Case(device, kind=kind, stacked=stacked, recipe=recipe), []
-
-    def run():
-        layer, x = case.layer(), case.x()
-        for first in (True, False):
-            case.first = first
-            saved.clear()
-            with torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: (saved.append(tensor.shape), tensor)[1], lambda tensor: tensor
-            ):
-                y = case.call(layer, x)
-            torch.manual_seed(7)
-            caches = [layer] if stacked else layer.experts
-            for each in caches:
-                each._weight_cache._tensor.rowwise_data.zero_()
-            y.backward(case.grad)
-        return {"y": y, **gradients_of(layer, x)}
-
-    with autocast(recipe):
-        assert is_native(case.layer()(case.x(), case.splits, True))
-    run()
-    assert len(saved) == 3  # of x
-    assert_same(run)
-    assert run()["x"].count_nonzero() > 0
-
-
-@at_once
 def test_weights_of_four_over_six(device):
     """Their e4m3_max is in the products of both passes, also where Python goes back."""
     case = Case(device)
-    weights = [
-        zerofp4.quantize(values(48, 64, device=device, seed=e), four_over_six=zerofp4.FourOverSix(256))
-        for e in range(4)
-    ]
+    given = values(4, 48, 64, device=device)
+    weight = zerofp4.quantize(given, four_over_six=zerofp4.FourOverSix(256))
 
     def run(**options):
         layer, x = case.layer(), case.x()
-        for expert, weight in zip(layer.experts, weights, strict=True):
-            expert.weight = torch.nn.Parameter(weight)
+        layer.weight = torch.nn.Parameter(weight)
         y = case.call(layer, x)
-        assert native._groups is None or is_native(y)
         torch.manual_seed(7)
         found = torch.autograd.grad(y, [x, *layer.parameters()], case.grad, **options)
         return {"y": y, **{str(i): each for i, each in enumerate(found)}}
@@ -309,11 +242,10 @@ def test_weights_of_four_over_six(device):
 
 
 @at_once
-@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_python_goes_back(device, kind, stacked):
+def test_python_goes_back(device, kind):
     """Where a graph of the gradients is asked for, which has nothing behind it."""
-    case = Case(device, kind=kind, stacked=stacked)
+    case = Case(device, kind=kind)
 
     def run():
         layer, x = case.layer(), case.x()
@@ -333,37 +265,33 @@ def test_python_goes_back(device, kind, stacked):
 @at_once
 @pytest.mark.parametrize("goes_back", ["native", "python"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("stacked", [False, True])
-def test_main_grad(device, stacked, dtype, goes_back):
-    case = Case(device, stacked=stacked, dtype=dtype, fuse_wgrad_accumulation=True)
+def test_main_grad(device, dtype, goes_back):
+    case = Case(device, dtype=dtype, fuse_wgrad_accumulation=True)
 
     def run():
         layer, x = case.layer(), case.x()
-        weights = [layer.weight] if stacked else [expert.weight for expert in layer.experts]
-        for weight in weights:
-            weight.main_grad = torch.ones(weight.shape, device=device)
-        weights[0].grad_added_to_main_grad = False
+        layer.weight.main_grad = torch.ones(layer.weight.shape, device=device)
+        layer.weight.grad_added_to_main_grad = False
         with torch.autocast(device.type, torch.bfloat16):
             y = case.call(layer, x)
         torch.manual_seed(7)
         with Mode() if goes_back == "python" else contextlib.nullcontext():
             y.backward(case.grad)
-        assert weights[0].grad_added_to_main_grad
-        main_grads = {f"main_grad {i}": weight.main_grad for i, weight in enumerate(weights)}
-        return {"y": y, **gradients_of(layer, x), **main_grads}
+        assert layer.weight.grad_added_to_main_grad
+        return {"y": y, **gradients_of(layer, x), "main_grad": layer.weight.main_grad}
 
     assert_same(run)
 
 
 @at_once
-@pytest.mark.parametrize("buffer", [None, torch.ones(48, 63)], ids=["none", "another size"])
+@pytest.mark.parametrize("buffer", [None, torch.ones(4, 48, 63)], ids=["none", "another size"])
 def test_a_wrong_main_grad_is_the_same_error(device, buffer):
     case = Case(device, fuse_wgrad_accumulation=True)
 
     def run():
         layer, x = case.layer(), case.x()
-        for expert in layer.experts if buffer is not None else ():
-            expert.weight.main_grad = buffer.to(device)
+        if buffer is not None:
+            layer.weight.main_grad = buffer.to(device)
         with pytest.raises(RuntimeError) as error:
             case.call(layer, x).backward(case.grad)
         return str(error.value)
@@ -373,17 +301,15 @@ def test_a_wrong_main_grad_is_the_same_error(device, buffer):
 
 
 @at_once
-@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("kind", ["primary", "cached"])
-def test_a_weight_that_is_written_to_in_between(device, kind, stacked):
-    case = Case(device, kind=kind, stacked=stacked)
+def test_a_weight_that_is_written_to_in_between(device, kind):
+    case = Case(device, kind=kind)
 
     def run():
         layer, x = case.layer(), case.x()
         y = case.call(layer, x)
         with torch.no_grad():
-            last = list(layer.parameters())[-2]
-            last.copy_(values(*last.shape, device=device, seed=9))
+            layer.weight.copy_(values(4, 48, 64, device=device, seed=9))
         if kind == "cached":
             case.call(layer, x)
         with pytest.raises(RuntimeError, match=r"written to between|modified by an inplace"):
@@ -474,7 +400,7 @@ def test_a_checkpoint_computes_no_product_that_nothing_needs(device):
 
 @at_once
 def test_what_is_saved(device):
-    """Of x its columnwise copy, of weights that are quantized for the call one stack of rows."""
+    """Of x its columnwise copy, of a weight that is quantized for the call its rows."""
     case, saved = Case(device, frozen=("bias",)), []
     layer, x = case.layer(), case.x()
     with torch.autograd.graph.saved_tensors_hooks(
@@ -492,27 +418,24 @@ def test_what_is_saved(device):
 @at_once
 def test_python_quantizes_nothing(device, quantized, monkeypatch):
     case, called = Case(device), []
-    quantize = grouped_function.quantize_grouped
-    monkeypatch.setattr(
-        grouped_function, "quantize_grouped", lambda *a, **k: called.append(1) or quantize(*a, **k)
-    )
+    quantize = operators.quantize_grouped
+    monkeypatch.setattr(operators, "quantize_grouped", lambda *a, **k: called.append(1) or quantize(*a, **k))
     layer, x = case.layer(), case.x()
     made, expected = by_both(
         lambda: (case.call(layer, x).backward(case.grad), len(quantized), len(called))[1:]
     )
-    assert (made, expected) == ((0, 0), (4, 2))
+    assert (made, expected) == ((0, 0), (1, 2))
 
 
 @at_once
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stacked", [False, True])
-def test_frames_of_this_package(kind, stacked):
-    """On the CPU, where the backward pass runs in the thread that asks for it. Of a stack they do not depend
-    on the number of experts.
+def test_frames_of_this_package(kind):
+    """On the CPU, where the backward pass runs in the thread that asks for it. They do not depend on the
+    number of experts.
     """
     found = []
     for experts in (4, 8):
-        case = Case("cpu", [4] * experts, kind=kind, stacked=stacked)
+        case = Case("cpu", [4] * experts, kind=kind)
         layer, outputs, case.splits = case.layer(), [], torch.tensor(case.splits)
         for first in (True, False, False) if kind == "cached" else (None,) * 3:
             case.first, x = first, case.x()
@@ -521,10 +444,7 @@ def test_frames_of_this_package(kind, stacked):
         found.append((forward.total(), backward.total()))
     (forward, backward), (more_forward, more_backward) = found
     assert forward <= 76 and backward <= 14
-    if stacked:
-        assert (forward, backward) == (more_forward, more_backward)
-    if kind != "cached":
-        assert backward == more_backward == 4
+    assert (forward, backward) == (more_forward, more_backward)
 
 
 # What Python does
@@ -546,28 +466,10 @@ def test_wrong_splits_on_a_cpu_are_the_same_error(splits):
 
 
 @at_once
-@pytest.mark.parametrize("stacked", [False, True])
-def test_weights_in_blocks_of_1x16(device, stacked):
+def test_weights_in_blocks_of_1x16(device):
     recipe = dataclasses.replace(RECIPE, weight_block=(1, 16))
-    case = Case(device, stacked=stacked, recipe=recipe)
-    assert not is_native(case.call(case.layer(), case.x()))
+    case = Case(device, recipe=recipe)
     assert_same(case.run)
-
-
-@at_once
-def test_weights_of_different_dtypes(device):
-    case = Case(device)
-
-    def run():
-        layer, x = case.layer(), case.x()
-        layer.experts[2].weight = torch.nn.Parameter(layer.experts[2].weight.detach().float())
-        y = case.call(layer, x)
-        assert not is_native(y)
-        torch.manual_seed(7)
-        y.backward(case.grad)
-        return {"y": y, **gradients_of(layer, x)}
-
-    assert_same(run)
 
 
 @at_once

@@ -154,7 +154,7 @@ def one_of(name, device):
             return layers[0](hidden) + layers[1](hidden)
 
         return shared, layers
-    layer = GroupedLinear(2, 64, 64, stacked=name == "stacked", **options)
+    layer = GroupedLinear(2, 64, 64, **options)
     return lambda x: layer(x, [8, 16]), layer
 
 
@@ -167,7 +167,7 @@ def gradients(module, x, y, around=None):
     return made
 
 
-@pytest.mark.parametrize("name", ["LayerNormMLP", "GroupedLinear", "stacked", "quantize_input"])
+@pytest.mark.parametrize("name", ["LayerNormMLP", "GroupedLinear", "quantize_input"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_needs_no_context_around_the_backward_pass(device, name, reentrant):
     """Layers use the recipe of their last forward pass, or none, whatever is around the backward pass: on a

@@ -58,7 +58,7 @@ def test_it_is_quantized_and_saved_once(monkeypatch, primary):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(RECIPES["nvfp4"]):
         module(x).sum().backward()
-    assert roles.count("input") == 1 and roles.count("gradient") == 3
+    assert roles.count("input") == 1  # C++ quantizes the gradients
     assert list(saved.values()).count((64, 128)) == 1  # codes of the columnwise copy
 
 

@@ -1,4 +1,4 @@
-"""Experts in one parameter [E, N, K]: GroupedLinear(stacked=True), and convert_model of such parameters."""
+"""Experts in one parameter [E, N, K]: GroupedLinear, and convert_model of such parameters."""
 
 import copy
 
@@ -13,31 +13,43 @@ from torch.nn import functional as F
 
 import zerofp4
 from zerofp4 import reference
-from zerofp4.nn import GroupedLinear, NVFP4Recipe, autocast
+from zerofp4.nn import GroupedLinear, Linear, NVFP4Recipe, autocast
 from zerofp4.optim import ZeroFP4Optimizer
 
 SPLITS = [[16, 0, 17, 3], [0, 0, 36, 0], [9, 9, 9, 9]]
 NAMES = ["nvfp4", "nvfp4, dequantized", "nvfp4, weights 1x16", "nvfp4, four over six", "mxfp8"]
 
 
+class Layers(nn.Module):
+    """A layer for each group."""
+
+    def __init__(self, count, *arguments, **options):
+        super().__init__()
+        self.experts = nn.ModuleList(Linear(*arguments, **options) for _ in range(count))
+
+    def forward(self, x, splits, first=None):
+        pieces = zip(self.experts, x.split(splits), strict=True)
+        return torch.cat([layer(piece, first) for layer, piece in pieces])
+
+
 def pair(device="cpu", **options):
-    """A layer of a list of experts and one of a stack, with the same values."""
+    """A list of layers and a layer of groups, with the same values."""
     modules = []
-    for stacked in (False, True):
+    for kind in (Layers, GroupedLinear):
         torch.manual_seed(0)
-        modules.append(GroupedLinear(4, 64, 48, dtype=torch.bfloat16, stacked=stacked, **options).to(device))
+        modules.append(kind(4, 64, 48, dtype=torch.bfloat16, **options).to(device))
     return modules
 
 
 def parameters(module) -> list[list[torch.Tensor]]:
     """Weights and biases of the experts."""
-    if module.stacked:
+    if isinstance(module, GroupedLinear):
         return [list(module.weight), list(module.bias)]
     return [[e.weight for e in module.experts], [e.bias for e in module.experts]]
 
 
 def gradients(module) -> list[torch.Tensor]:
-    if module.stacked:
+    if isinstance(module, GroupedLinear):
         return [module.weight.grad, module.bias.grad]
     return [torch.stack([p.grad for p in some]) for some in parameters(module)]
 
@@ -63,7 +75,7 @@ def test_initial_values_are_those_of_layers():
         for a, b in zip(mine, other, strict=True):
             assert_bytes_equal(a.detach(), b.detach(), "values")
     assert [tuple(p.shape) for p in pair()[1].parameters()] == [(4, 48, 64), (4, 48)]
-    assert list(pair(bias=False)[1].state_dict()) == ["weight"]
+    assert list(dict(pair(bias=False)[1].named_parameters())) == ["weight"]
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
@@ -127,18 +139,18 @@ def test_the_cache_of_a_step():
         with pytest.raises(RuntimeError, match="there is none"):
             stack(x, SPLITS[0], False)
         stack(x, SPLITS[0], True)
-        buffer, filled = stack._weight_cache._tensor.rowwise_data, []
+        buffer, filled = stack._weight_cache._tensors[0].rowwise_data, []
         codes, fill = buffer.clone(), stack._weight_cache._fill
         stack._weight_cache._fill = lambda *arguments: (filled.append(1), fill(*arguments))
         stack(x, SPLITS[0], False)
         assert not filled
         stack.weight[2].mul_(-3)  # written to in between
         y = stack(x, SPLITS[0], False)
-        assert len(filled) == 1 and stack._weight_cache._tensor.rowwise_data is buffer
+        assert len(filled) == 1 and stack._weight_cache._tensors[0].rowwise_data is buffer
         assert_bytes_equal(y, stack(x, SPLITS[0]), "y")
     same = [torch.equal(a, b) for a, b in zip(buffer, codes, strict=True)]
     assert same == [True, True, False, True]
-    assert copy.deepcopy(stack)._weight_cache._tensor is None
+    assert copy.deepcopy(stack)._weight_cache._tensors is None
 
 
 def test_a_weight_that_is_cast_into_before_backward():
@@ -158,13 +170,13 @@ def test_state_dicts_and_bad_arguments():
     stack.load_state_dict(other.state_dict())
     assert_record_equals(stack.weight.record, reference.quantize_experts(other.weight.detach()), "loaded")
     stack.load_state_dict(saved)
-    assert_bytes_equal(stack.weight.amax, saved["weight"].amax, "amax")
+    assert_bytes_equal(stack.weight.amax[2:3], saved["weight2"].amax, "amax")
     with pytest.raises(ValueError, match="m_splits must have 4 entries, got 1"):
         stack(values(36, 64), [36])
     with autocast(RECIPES["nvfp4"]), pytest.raises(ValueError, match="x must have 64 values"):
         stack(values(36, 62), [9] * 4)
     with pytest.raises(RuntimeError, match="which is on the meta device"):
-        GroupedLinear(2, 16, 16, device="meta", stacked=True, primary_weights=True)
+        GroupedLinear(2, 16, 16, device="meta", primary_weights=True)
 
 
 # convert_model

@@ -48,15 +48,6 @@ def test_values_and_alpha(device, dtype):
     assert_bytes_equal(alpha.cpu(), reference.gemm_alpha(*amaxes), "alpha")
 
 
-def test_alpha_of_values_that_are_there(device):
-    arguments = copies(device)
-    *both, expected = ZEROFP4.product_values(*arguments, BF16)
-    with poisoned_allocations():
-        *kept, alpha = ops.product_values(*zip(*arguments, strict=True), BF16, both)
-    assert all(one is other for one, other in zip(kept, both, strict=True))
-    assert_bytes_equal(alpha, expected, "alpha")
-
-
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("transposed", list(itertools.product([False, True], repeat=2)), ids=str)
 def test_any_orientation(device, transposed, dtype):

@@ -1,6 +1,5 @@
 """Products of quantized matrices: one function, two backends; and those of groups of rows."""
 
-from zerofp4.gemm.exact import kept_rows, refresh_values
 from zerofp4.gemm.grouped import (
     GroupedOperand,
     grouped_gemm,
@@ -8,7 +7,6 @@ from zerofp4.gemm.grouped import (
     groups_of_rows,
     why_not_grouped,
 )
-from zerofp4.gemm.kept import keep_values, keeps_values
 from zerofp4.gemm.operand import Operand
 from zerofp4.gemm.product import BACKENDS, chosen_backend, gemm, gemm_into
 
@@ -22,9 +20,5 @@ __all__ = [
     "grouped_gemm",
     "grouped_wgrad",
     "groups_of_rows",
-    "keep_values",
-    "keeps_values",
-    "kept_rows",
-    "refresh_values",
     "why_not_grouped",
 ]

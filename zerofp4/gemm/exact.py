@@ -11,10 +11,7 @@ ops.products_by() says so: alpha is written by the kernel that makes the values,
 import torch
 
 from zerofp4 import ops
-from zerofp4.format import E4M3_MAX
-from zerofp4.gemm.kept import find_values, kept_values, note_values, rewrite_values
 from zerofp4.gemm.operand import Operand
-from zerofp4.storage import Storage
 
 
 def multiply(
@@ -52,25 +49,11 @@ def factors(
     """(values of a, values of b, alpha): [rows, contraction] without their global scales, the last group of
     a transform completed, and the float32 [1] that is the product of those; None for no factor.
     """
-    left, right, alpha = _stored_factors(a, b, dtype)
+    if a.is_nvfp4 and 0 not in (*a.shape, *b.shape):
+        left, right, alpha = ops.product_values(_copy(a), _copy(b), dtype)
+    else:
+        left, right, alpha = _apart(a, dtype), _apart(b, dtype), None
     return left.t() if a.is_transposed else left, right.t() if b.is_transposed else right, alpha
-
-
-def _stored_factors(
-    a: Operand, b: Operand, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The same, values as the copies have them."""
-    if not a.is_nvfp4:
-        return kept_values(a, dtype, _apart), kept_values(b, dtype, _apart), None
-    if 0 in (*a.shape, *b.shape):
-        return _apart(a, dtype), _apart(b, dtype), None
-    kept = find_values(a, dtype), find_values(b, dtype)
-    if all(values is not None for values in kept):
-        return *kept, a.global_scale() * b.global_scale()
-    left, right, alpha = ops.product_values(_copy(a), _copy(b), dtype, kept)
-    note_values(a, left)
-    note_values(b, right)
-    return left, right, alpha
 
 
 def _copy(operand: Operand) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
@@ -89,31 +72,3 @@ def _apart(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
     scale = copy.scales["compact"]
     stored = torch.ops.zerofp4.dequantize_mxfp8(copy.data, scale, columnwise, "compact", torch.bfloat16)
     return (stored.t() if columnwise else stored).to(dtype)
-
-
-def _values(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
-    """Those of one operand alone."""
-    if not operand.is_nvfp4:
-        return _apart(operand, dtype)
-    data, scale, _, block_rows, _ = _copy(operand)
-    neutral = ops.neutral_amax(operand.device)
-    return ops.values_of(data, scale, neutral, block_rows, int(E4M3_MAX), False, dtype)
-
-
-def kept_rows(record: Storage, out_dtype: torch.dtype) -> torch.Tensor:
-    """The values of the rowwise copy that products into out_dtype read, of a record that keeps them."""
-    operand = Operand(record)
-    return kept_values(operand, factor_dtype(operand, out_dtype), _values)
-
-
-def refresh_values(record: Storage) -> None:
-    """The record was written to: so is what keep_values lets it keep."""
-    rewrite_values(record, _values_of_side)
-
-
-def _values_of_side(record: Storage, side: str, dtype: torch.dtype) -> torch.Tensor:
-    """Those of one side; of a stack those of all its matrices."""
-    if getattr(record, "experts", None) is None:
-        return _values(Operand(record, columnwise=side == "columnwise"), dtype)
-    copy = getattr(record, side)
-    return ops.stacked_values_of(copy.data.unbind(), copy.scales["compact"].unbind(), record.block[0], dtype)

@@ -5,7 +5,7 @@ Groups are a tensors.GroupedNVFP4. grouped_mm takes bfloat16, adds in float32 an
 and has no factor for a group. So the factor of a group, amax * amax * (1/2688)^2, is in the values of its
 rows, of a gradient of weights in those of the first operand, which are rounded to bfloat16 then: an error of
 2^-9 at most in each product. Multiplied into an output that was rounded to bfloat16 already it would be as
-large, and cost a pass. The values of weights are exact, and may be kept.
+large, and cost a pass. The values of weights are exact.
 
 Splits that are not valid, which only the device knows, give NaN.
 """
@@ -17,7 +17,6 @@ import torch
 from torch.nn import functional as F
 
 from zerofp4 import ops
-from zerofp4.gemm.kept import kept_stack
 from zerofp4.storage import NVFP4Storage, unstack
 
 SIZE_MULTIPLE = 8
@@ -69,15 +68,10 @@ class GroupedOperand:
         return torch.cat(self._amaxes)
 
     def values(self) -> torch.Tensor:
-        """bfloat16 [groups, rows, contraction], exact, without global scales; kept where all records keep
-        theirs.
-        """
-        values = kept_stack(self._records, self._side, torch.bfloat16, self._made)
-        return values.transpose(1, 2) if self._transposed else values
-
-    def _made(self) -> torch.Tensor:
+        """bfloat16 [groups, rows, contraction], exact, without global scales."""
         data = [each.data for each in self._sides]  # which may be on its way, each time anew
-        return ops.stacked_values_of(data, self._scales, self._block_rows, torch.bfloat16)
+        values = ops.stacked_values_of(data, self._scales, self._block_rows, torch.bfloat16)
+        return values.transpose(1, 2) if self._transposed else values
 
 
 def grouped_gemm(groups: Any, weights: GroupedOperand) -> torch.Tensor:

@@ -24,10 +24,10 @@ class Operand:
     stack of matrices, of which tensor[e] is one.
     """
 
-    __slots__ = ("copy", "device", "is_nvfp4", "is_transposed", "record", "shape", "side", "tensor")
+    __slots__ = ("copy", "device", "is_nvfp4", "is_transposed", "record", "shape", "side")
 
     def __init__(self, tensor: Any, *, columnwise: bool = False):
-        self.tensor, self.side = tensor, SIDES[columnwise]
+        self.side = SIDES[columnwise]
         self.record: NVFP4Storage | MXFP8Storage = _quantized("tensor", tensor)
         copy: Side | None = getattr(self.record, self.side)
         if copy is None or copy.data is None:

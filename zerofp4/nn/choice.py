@@ -206,6 +206,11 @@ def linear_forward(module: nn.Module) -> Callable | None:
     return bases[0].forward if bases else None
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D itself, and not of a class made of it."""
+    return type(module).__name__ == CONV1D and linear_forward(module) is type(module).forward
+
+
 def _why_not(
     module: nn.Module,
     module_name: str,

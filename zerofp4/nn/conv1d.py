@@ -3,14 +3,12 @@
 import torch
 from torch import nn
 
-from zerofp4.nn.choice import CONV1D
-from zerofp4.nn.convert import LAYERS
-from zerofp4.nn.function import LinearCall, LinearFunction
-from zerofp4.nn.linear import refuse_shared
-from zerofp4.nn.quantizers import check_primary, quantizers_of, weight_state, with_columns
+from zerofp4.nn.linear import by_autocast, refuse_shared
+from zerofp4.nn.operators import layer_product
+from zerofp4.nn.quantizers import check_primary, weight_state, with_columns
 from zerofp4.nn.recipe import Recipe, current_recipe
 from zerofp4.storage import NVFP4Storage
-from zerofp4.tensors import NVFP4Tensor, QuantizedTensor
+from zerofp4.tensors import NVFP4Tensor
 
 
 class Conv1D(nn.Module):
@@ -33,6 +31,10 @@ class Conv1D(nn.Module):
             return rows.view(*x.shape[:-1], self.nf)
         return _by_recipe(self, x, recipe)
 
+    @classmethod
+    def _adopt(cls, module: nn.Module) -> None:
+        module.__class__ = cls
+
     def extra_repr(self) -> str:
         return f"nf={self.nf}, nx={self.weight.shape[0]}"
 
@@ -45,16 +47,12 @@ def _by_recipe(layer: Conv1D, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
             f"x must have {weight.shape[0]} values in its last dimension, got shape {tuple(x.shape)}"
         )
     check_primary(weight, recipe)
-    rows = x
-    if not isinstance(x, QuantizedTensor):
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # which meta has not
-            rows = x.to(torch.get_autocast_dtype(x.device.type))
-        rows = rows.reshape(-1, x.shape[-1])
     state = weight_state(weight)
-    quantizers = quantizers_of(recipe, weight.device)
-    call = LinearCall(quantizers, turned(weight.record), None, lambda: weight_state(weight) == state)
-    y = LinearFunction.apply(rows, _Turn.apply(weight), layer.bias, call)
-    return y.view(*x.shape[:-1], layer.nf)
+
+    def is_current() -> bool:
+        return weight_state(weight) == state
+
+    return layer_product(by_autocast(x), _Turn.apply(weight), layer.bias, recipe, is_current=is_current)
 
 
 def turned(record: NVFP4Storage) -> NVFP4Storage:
@@ -74,10 +72,3 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
         return grad.t()
-
-
-def _become_conv1d(module: nn.Module) -> None:
-    module.__class__ = Conv1D
-
-
-LAYERS[CONV1D] = _become_conv1d

@@ -3,47 +3,34 @@
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zerofp4 import ops
 from zerofp4.cast import number_groups
 from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.nn.choice import (
-    CONV1D,
     SHARDED,
     Chosen,
     ConversionReport,
     FilterFn,
     choose_weights,
+    is_conv1d,
     is_layer,
-    linear_forward,
 )
+from zerofp4.nn.conv1d import Conv1D
+from zerofp4.nn.experts import Experts
+from zerofp4.nn.fuse import Fusions
+from zerofp4.nn.linear import Linear
+from zerofp4.nn.quantizers import primary_parameter, watch_assignments
 from zerofp4.tensors import (
-    INIT_VAL,
     NVFP4Tensor,
-    QuantizedTensor,
     quantize,
-    reads_columns,
     weight_columns,
 )
-
-LAYERS: dict[type[nn.Module] | str, Callable[[nn.Module], None]] = {}
-"""By type of module, or CONV1D, what makes it a layer of zerofp4.nn, in place. The layers' files fill it."""
-
-STACKED_LAYERS: list[Callable[[nn.Module], bool]] = []
-"""Each makes a module with stacked parameters, now converted, a layer of zerofp4.nn, in place, where it knows
-its kind; and says whether it did.
-"""
-
-FUSIONS: list[Callable[[nn.Module, FilterFn, ConversionReport, list[Chosen]], Callable[[], None]]] = []
-"""Each finds modules that are to become one layer of zerofp4.nn, and gives what makes it of them once the
-weights that were chosen are converted. Both write to the report.
-"""
 
 _converted: list[weakref.ref[nn.Module]] = []
 """Models that convert_model was given, the latest last."""
@@ -128,7 +115,7 @@ def convert_model(
             raise RuntimeError(f"model: {what} is on the meta device: give it values first")
     amaxes = _shared_amaxes(chosen, amax_groups, options)
     asked = layers and filter_fn is not None
-    fusions = [find(model, filter_fn, report, chosen) for find in FUSIONS] if asked else []
+    fusions = Fusions(model, filter_fn, report, chosen) if asked else None
     for choice in chosen:
         name, module, parameter_name = choice
         amax = amaxes.get(id(choice.parameter))
@@ -136,14 +123,13 @@ def convert_model(
         converted = primary_parameter(choice.parameter, name, columns, amax=amax, **options)
         setattr(module, parameter_name, converted)
         report.converted.append(name)
-        make_layer = LAYERS.get(_kind(module)) if layers else None
-        if make_layer is not None:
-            make_layer(module)
+        if layers and (type(module) is nn.Linear or is_conv1d(module)):
+            (Conv1D if is_conv1d(module) else Linear)._adopt(module)
             report.layers.append(name)
     if layers:
         report.layers += _stacked_layers(chosen)
-    for fuse in fusions:
-        fuse()
+    if fusions is not None:
+        fusions.fuse()
     watch_assignments(model)
     _converted[:] = [*(ref for ref in _converted if ref() is not None), weakref.ref(model)]
     _warn_of_shards(model, report)
@@ -163,7 +149,7 @@ def names_in_converted_model(parameters: Sequence[torch.Tensor]) -> list[str] | 
 
 def _read_columns(module: nn.Module, layers: bool) -> bool | None:
     """Whether something reads the columnwise copy of a module's weight; None where its device decides."""
-    if layers and _kind(module) == CONV1D:
+    if layers and is_conv1d(module):
         return True  # its forward pass
     return None if layers or getattr(module, "takes_nvfp4_weight", False) else False
 
@@ -189,12 +175,7 @@ def _stacked_layers(chosen: Sequence[Chosen]) -> list[str]:
     """The modules with stacked parameters that became layers, by name."""
     stacks = [each for each in chosen if not is_layer(each.module, each.parameter_name)]
     modules = {each.name.removesuffix(each.parameter_name).removesuffix("."): each.module for each in stacks}
-    return [name for name, module in modules.items() if any(make(module) for make in STACKED_LAYERS)]
-
-
-def _kind(module: nn.Module) -> type[nn.Module] | str:
-    is_conv1d = type(module).__name__ == CONV1D and linear_forward(module) is type(module).forward
-    return CONV1D if is_conv1d else type(module)
+    return [name for name, module in modules.items() if Experts._adopt(module)]
 
 
 def _warn_of_shards(model: nn.Module, report: ConversionReport) -> None:
@@ -205,30 +186,6 @@ def _warn_of_shards(model: nn.Module, report: ConversionReport) -> None:
         warnings.warn(
             f"convert_model: {what} converted: {(sharded or ['the model'])[0]!r} was {SHARDED}",
             stacklevel=3,
-        )
-
-
-def watch_assignments(module: nn.Module) -> None:
-    """Have load_state_dict(assign=True) of the module, or of one around it, warn of quantized weights that
-    become ordinary parameters.
-    """
-    hooks = module._load_state_dict_pre_hooks.values()
-    if all(getattr(hook, "hook", None) is not _warn_of_assignments for hook in hooks):
-        module.register_load_state_dict_pre_hook(_warn_of_assignments)
-
-
-def _warn_of_assignments(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
-) -> None:
-    if not local_metadata.get("assign_to_params_buffers"):
-        return
-    keys = [prefix + name for name, p in module.named_parameters() if isinstance(p, QuantizedTensor)]
-    lost = [key for key in keys if key in state_dict and not isinstance(state_dict[key], QuantizedTensor)]
-    if lost:
-        warnings.warn(
-            "load_state_dict(assign=True) replaces quantized weights by ordinary parameters: "
-            f"{', '.join(lost)}. Without assign=True it quantizes the values",
-            stacklevel=2,
         )
 
 
@@ -254,30 +211,3 @@ def _free_at_first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not torch.compiler.is_compiling() and optimizer not in _stepped:
         _stepped.add(optimizer)
         free_frozen(p for group in optimizer.param_groups for p in group["params"])
-
-
-def primary_parameter(
-    weight: nn.Parameter,
-    name: str,
-    columnwise: bool | None = None,
-    *,
-    block: tuple[int, int] = (BLOCK, BLOCK),
-    four_over_six: FourOverSix | None = None,
-    amax: torch.Tensor | None = None,
-) -> nn.Parameter:
-    """The parameter in NVFP4 that takes the place of `weight`, with its value as the initial one. columnwise:
-    whether it has that copy; None where a layer of zerofp4.nn reads it. amax: that it shares with others; its
-    own if None.
-    """
-    if columnwise is None:
-        columnwise = reads_columns(block, weight.device)
-    # Native products read swizzled scales: where there are some, casts write them, and nobody swizzles.
-    layouts = ("compact", "swizzled") if ops.has_fp4_tensor_cores(weight.device) else ("compact",)
-    options = {"columnwise": columnwise, "scale_layouts": layouts}
-    tensor = quantize(weight, block=block, four_over_six=four_over_six, amax=amax, **options)
-    tensor.record.name = name or None
-    tensor.record.attachments[INIT_VAL] = weight.detach().to("cpu", copy=True)
-    converted = nn.Parameter(tensor, weight.requires_grad)
-    vars(converted).update({k: v for k, v in vars(weight).items() if k != "_is_param"})
-    converted.grad = weight.grad
-    return converted

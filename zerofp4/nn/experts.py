@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from zerofp4.nn.convert import STACKED_LAYERS
-from zerofp4.nn.grouped_function import why_one_by_one
-from zerofp4.nn.grouped_linear import GroupedLinear, by_autocast
+from zerofp4.nn.grouped_linear import GroupedLinear, why_one_by_one
+from zerofp4.nn.linear import by_autocast
 from zerofp4.nn.recipe import Recipe, current_recipe
 from zerofp4.tensors import NVFP4Tensor
 
@@ -61,6 +60,17 @@ class Experts(nn.Module):
             return super().forward(hidden_states, top_k_index, top_k_weights)
         return _by_recipe(self, hidden_states, top_k_index, top_k_weights)
 
+    @classmethod
+    def _adopt(cls, module: nn.Module) -> bool:
+        """Make a module with stacked parameters, now converted, one of these, in place, if it is of the kind;
+        and say whether it is.
+        """
+        if not are_experts(module) or not all(isinstance(p, NVFP4Tensor) for p in module.parameters()):
+            return False
+        module.__class__ = _class_of(type(module))
+        module._products = tuple(_Product(module, name) for name in PARAMETERS)
+        return True
+
     def __reduce__(self):
         return _new, (type(self).__mro__[2],), vars(self).copy()
 
@@ -96,8 +106,7 @@ class _Product(GroupedLinear):
     def __init__(self, owner: Experts, name: str):
         nn.Module.__init__(self)
         self._of = (owner, name)  # in a tuple: no submodule
-        self.fuse_wgrad_accumulation = False
-        self._begin_stack(self.weight.shape[0])
+        self._begin(self.weight.shape[0])
 
     @property
     def weight(self) -> nn.Parameter:
@@ -113,8 +122,7 @@ class _Product(GroupedLinear):
 
     def reads_splits(self, x: torch.Tensor) -> bool:
         """Whether the host reads the splits of a call with x, which may be on a GPU."""
-        recipe = self._common_recipe()
-        return recipe is None or why_one_by_one(by_autocast(x[:1]), self.weight.shape[1:], recipe) is not None
+        return why_one_by_one(by_autocast(x[:1]), self.weight.shape[1:], self._recipe()) is not None
 
 
 @functools.cache
@@ -126,14 +134,3 @@ def _new(original: type[nn.Module]) -> Experts:
     """For copies and pickles."""
     made = _class_of(original)
     return made.__new__(made)
-
-
-def _become_experts(module: nn.Module) -> bool:
-    if not are_experts(module) or not all(isinstance(p, NVFP4Tensor) for p in module.parameters()):
-        return False
-    module.__class__ = _class_of(type(module))
-    module._products = tuple(_Product(module, name) for name in PARAMETERS)
-    return True
-
-
-STACKED_LAYERS.append(_become_experts)

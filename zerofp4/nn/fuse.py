@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from zerofp4.nn.choice import Chosen, ConversionReport, FilterFn, join
-from zerofp4.nn.convert import FUSIONS
 from zerofp4.nn.layer_norm import NORMALIZATIONS, LayerNormLinear, LayerNormMLP
 from zerofp4.nn.linear import Linear
 
@@ -20,9 +19,9 @@ class _Part(NamedTuple):
     module: nn.Module
 
 
-class _Fusions:
+class Fusions:
     """What convert_model is going to fuse in one model: filter_fn is asked, and nothing changed, before the
-    weights of its linear layers, `chosen`, are converted; then it is called.
+    weights of its linear layers, `chosen`, are converted; fuse() does it then.
     """
 
     def __init__(self, model: nn.Module, filter_fn: FilterFn, report: ConversionReport, chosen: list[Chosen]):
@@ -34,7 +33,7 @@ class _Fusions:
             if not isinstance(container, LayerNormLinear | LayerNormMLP):
                 self._look_into(container, prefix)
 
-    def __call__(self) -> None:
+    def fuse(self) -> None:
         for container, parts in self._found:
             self._replace(container, parts)
 
@@ -134,6 +133,3 @@ def activation_of(module: nn.Module) -> str | None:
     if kind.__name__ == "GELUActivation":
         return "gelu" if module.act is F.gelu else None
     return "relu2" if kind.__name__ == "ReLUSquaredActivation" else None
-
-
-FUSIONS.append(_Fusions)

@@ -1,30 +1,37 @@
 """GroupedLinear: a linear layer for each of several groups of rows."""
 
-import dataclasses
-import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from zerofp4.format import BLOCK
-from zerofp4.nn.convert import primary_parameter, watch_assignments
-from zerofp4.nn.function import LinearCall, LinearFunction, MainGrad
-from zerofp4.nn.grouped_function import GroupedFunction, GroupedWeights, why_one_by_one
-from zerofp4.nn.grouped_operators import compiled_groups
-from zerofp4.nn.linear import Linear, linear_call, plain_weight
-from zerofp4.nn.native import native_groups, native_linear
-from zerofp4.nn.quantizers import WeightCache, quantizers_of
-from zerofp4.nn.recipe import NVFP4Recipe, Recipe, common_recipe, current_recipe
-from zerofp4.storage import rebindings
-from zerofp4.tensors import NVFP4Tensor, sizes_on
+from zerofp4.gemm import chosen_backend, why_not_grouped
+from zerofp4.nn.linear import (
+    Linear,
+    by_autocast,
+    gradient_after_sum,
+    main_grad_of,
+    plain_weight,
+    sets_flag,
+)
+from zerofp4.nn.operators import layer_product
+from zerofp4.nn.quantizers import WeightCache, check_primary, make_primary, quantizers_of, weight_state
+from zerofp4.nn.recipe import NVFP4Recipe, Recipe, current_recipe, recipe_of_key
+from zerofp4.storage import NVFP4Storage, Storage
+from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, sizes_on
 
 
 class GroupedLinear(nn.Module):
-    """A zerofp4.nn.Linear for each group of consecutive rows, with a weight, an amax and a cache of its own:
-    the bytes of one call for each group. Groups may be empty; their parameters get gradients of zeros.
+    """A zerofp4.nn.Linear for each group of consecutive rows, with a weight and an amax of its own: the bytes
+    of one call for each group. Groups may be empty; their parameters get gradients of zeros.
+
+    The weights are one parameter `weight` [num_gemms, out_features, in_features], the biases one `bias`
+    [num_gemms, out_features]; a primary weight is one NVFP4Tensor with an amax for each group. State dicts
+    name each group's own, as TransformerEngine does: `weight0`, `bias0`, `weight1`, ..., which are views.
+    load_state_dict also takes the whole, and what a list of layers has: `experts.0.weight`, ...
 
     Under an NVFP4Recipe without four over six, by the exact backend on a GPU of Hopper's or Blackwell's kind,
     in bfloat16 with features in multiples of 8, all groups are quantized in one launch and multiplied in
@@ -32,17 +39,14 @@ class GroupedLinear(nn.Module):
     output, and a weight's gradient reaches main_grad rounded to bfloat16. Everywhere else one product comes
     after another, and splits on a GPU are read back, which waits for it.
 
-    num_gemms: the number of groups. in_features and what is behind it: as of Linear, for every expert.
-    stacked: False makes `experts`, a list of layers. True makes one parameter `weight` [num_gemms,
-    out_features, in_features] and one `bias` [num_gemms, out_features]; a primary weight is one NVFP4Tensor
-    with an amax for each expert. Both give the same bytes; a stack is quantized in one call. torch.compile
-    takes all groups at once as one operator each way, with splits that may change, and a list of experts one
-    after another; a stack one after another it leaves to eager execution.
+    num_gemms: the number of groups. in_features and what is behind it: as of Linear, for every group.
+    torch.compile takes all groups at once as one operator each way, with splits that may change. One after
+    another it takes them only if the weight is not NVFP4 and has no main_grad, and quantizes it in each call.
     Raises ValueError for fewer than one group, and what Linear raises.
     """
 
     takes_nvfp4_weight = True
-    """convert_model may convert the weight of a stack."""
+    """convert_model may convert the weight."""
 
     def __init__(
         self,
@@ -53,55 +57,60 @@ class GroupedLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        stacked: bool = False,
         primary_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
     ):
         super().__init__()
         if num_gemms < 1:
             raise ValueError(f"num_gemms must be at least 1, got {num_gemms}")
-        options = {"fuse_wgrad_accumulation": fuse_wgrad_accumulation}
-        if not stacked:
-            self.num_gemms, self.stacked, self._operands = num_gemms, False, _Operands()
-            options["primary_weights"] = primary_weights
-            self.experts = nn.ModuleList(
-                Linear(in_features, out_features, bias, device, dtype, **options) for _ in range(num_gemms)
-            )
-            return
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         # On the meta device: what Linear makes of its arguments, without memory.
-        like = Linear(in_features, out_features, bias, "meta", dtype, **options)
+        like = Linear(in_features, out_features, bias, "meta", dtype)
         for name, one in (("weight", like.weight), ("bias", like.bias)):
             shape = None if one is None else (num_gemms, *one.shape)
             values = None if one is None else torch.empty(shape, dtype=one.dtype, device=device)
             self.register_parameter(name, None if values is None else nn.Parameter(values))
-        self._begin_stack(num_gemms)
+        self._begin(num_gemms, fuse_wgrad_accumulation)
         self.reset_parameters()
         if primary_weights:
-            if self.weight.is_meta:
-                raise RuntimeError("primary_weights=True quantizes the weight, which is on the meta device")
-            self.weight = primary_parameter(self.weight, "")
-            watch_assignments(self)
+            make_primary(self)
 
-    def _begin_stack(self, num_gemms: int) -> None:
-        """What the layer has of a stack besides its parameters."""
-        self.num_gemms, self.stacked, self._operands = num_gemms, True, _Operands()
+    def _begin(self, num_gemms: int, fuse_wgrad_accumulation: bool = False) -> None:
+        """What the layer has besides its parameters."""
+        self.num_gemms, self.fuse_wgrad_accumulation = num_gemms, fuse_wgrad_accumulation
         self._weight_cache = WeightCache()
-        # Of recipes whose quantization of a stack is not that of its matrices.
-        self._weight_caches = [WeightCache() for _ in range(num_gemms)]
-        self._matrices = _Matrices()
 
     def reset_parameters(self) -> None:
-        """Initial values, drawn as by the layers of a list, one after the other."""
-        if not self.stacked:
-            for expert in self.experts:
-                expert.reset_parameters()
-            return
+        """Initial values, drawn as by a list of layers, one after the other."""
         bound = 1 / math.sqrt(self.weight.shape[2]) if self.weight.shape[2] else 0
         for e in range(self.num_gemms):
             nn.init.kaiming_uniform_(self.weight.detach()[e], a=math.sqrt(5))
             if self.bias is not None:
                 nn.init.uniform_(self.bias.detach()[e], -bound, bound)
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        self._weight_cache.follow(self.weight)
+        return self
+
+    # State dicts
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._parameters:
+            whole = destination.get(prefix + name)
+            if whole is not None and not hasattr(whole, "to_local"):  # a DTensor's matrices are elsewhere
+                del destination[prefix + name]
+                destination |= {f"{prefix}{name}{e}": one for e, one in enumerate(whole.unbind())}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        for name in self._parameters:
+            for form in (f"{name}{{}}", f"experts.{{}}.{name}"):
+                keys = [prefix + form.format(e) for e in range(self.num_gemms)]
+                if all(key in state_dict for key in keys):
+                    state_dict[prefix + name] = _stack([state_dict.pop(key) for key in keys])
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    # Calls
 
     def forward(
         self,
@@ -113,24 +122,27 @@ class GroupedLinear(nn.Module):
 
         m_splits: the rows of each group, num_gemms of them: integers, or a tensor of integers. What is wrong
         with those on a GPU is raised where they are read back, and elsewhere gives NaN.
-        is_first_microbatch: as of Linear, for all experts. Raises ValueError for other splits, TypeError for
+        is_first_microbatch: as of Linear, for all groups. Raises ValueError for other splits, TypeError for
         what are no integers, and what Linear raises.
         """
-        self._check_input(x)
-        recipe = self._common_recipe()
-        if recipe is not None:
-            values = by_autocast(x)
-            features = self.weight.shape[1:] if self.stacked else self.experts[0].weight.shape
-            if why_one_by_one(values, features, recipe) is None:
-                return self._at_once(values, m_splits, recipe, is_first_microbatch)
+        if x.dim() != 2:
+            raise ValueError(f"x must be [tokens, in_features], got shape {tuple(x.shape)}")
+        recipe = self._recipe()
+        is_simple = not isinstance(self.weight, NVFP4Tensor) and not self.fuse_wgrad_accumulation
+        breaks = torch.compiler.is_compiling() and not is_simple
+        if recipe is None:
+            splits = self._splits(x, m_splits)
+            return _outside_of_the_graph(self, x, splits, None) if breaks else self._plain(x, splits)
+        features = self.weight.shape[2]
+        if x.shape[1] != features:
+            raise ValueError(f"x must have {features} values in its last dimension, got {tuple(x.shape)}")
+        x = by_autocast(x)
+        if why_one_by_one(x, self.weight.shape[1:], recipe) is None:
+            return self._at_once(x, m_splits, recipe, is_first_microbatch)
         splits = self._splits(x, m_splits)
-        if self.stacked:
-            return self._one_by_one(x, splits, is_first_microbatch)
-        pieces = x.split(splits)
-        outputs = [
-            expert(piece, is_first_microbatch) for expert, piece in zip(self.experts, pieces, strict=True)
-        ]
-        return torch.cat(outputs)
+        if breaks:
+            return _outside_of_the_graph(self, x, splits, is_first_microbatch)
+        return self._one_by_one(x, splits, recipe, is_first_microbatch)
 
     def _at_once(self, x, m_splits, recipe: NVFP4Recipe, is_first: bool | None) -> torch.Tensor:
         if isinstance(m_splits, torch.Tensor) and m_splits.device == x.device:
@@ -138,116 +150,57 @@ class GroupedLinear(nn.Module):
             splits = m_splits
         else:
             splits = sizes_on(self._splits(x, m_splits), x.device)
-        whole = self.stacked and _is_quantized_whole(recipe)
-        if self.stacked:
-            self._check_features(x)
+        if torch.compiler.is_compiling() and sets_flag(self):
+            return _outside_of_the_graph(self, x, splits, is_first)
+        options = {"cache": self._weight_cache, "is_first": is_first, "main_grad": main_grad_of(self)}
+        return layer_product(x, self.weight, self.bias, recipe, splits=splits, **options)
+
+    def _one_by_one(self, x, splits: list[int], recipe: Recipe, is_first: bool | None) -> torch.Tensor:
+        """A product for each group."""
+        pieces, biases = x.split(splits), self._biases()
         if torch.compiler.is_compiling():
-            layers = [self] if self.stacked else self.experts
-            if any(layer.fuse_wgrad_accumulation for layer in layers):
-                return _outside_of_the_graph(self, x, splits, is_first)
-            return self._traced(x, splits, whole, recipe, is_first)
-        if whole or not self.stacked:
-            return self._eager(x, splits, [self] if whole else list(self.experts), recipe, is_first)
-        parts = self._parts(recipe)
-        needs = torch.is_grad_enabled() and x.requires_grad
-        calls = [part.call(recipe, is_first, needs) for part in parts]
-        return self._by_python(x, splits, parts, calls, recipe)
-
-    def _eager(self, x, splits, layers: list, recipe: NVFP4Recipe, is_first: bool | None) -> torch.Tensor:
-        """_at_once of layers, or of one that is a stack."""
-        quantizers, calls, operands = quantizers_of(recipe, x.device), None, None
-        weights = [layer.weight for layer in layers]
-        is_primary = set(map(type, weights)) == {NVFP4Tensor}
-        needs = torch.is_grad_enabled() and x.requires_grad
-        is_current = main_grads = None
-        if is_first is not None and (quantizers.keeps_values or not is_primary):
-            calls = [linear_call(layer, layer.weight, recipe, is_first, needs) for layer in layers]
-            operands = self._operands.of(calls)
-            is_current = functools.partial(_are_current, calls)
-        elif is_primary:
-            operands = GroupedWeights([weight.record for weight in weights])
-        if any(layer.fuse_wgrad_accumulation for layer in layers):
-            main_grads = [MainGrad(each.weight) if each.fuse_wgrad_accumulation else None for each in layers]
-        biases = _biases(layers)
-        y = native_groups(x, splits, weights, biases, quantizers, operands, main_grads, is_current)
-        if y is not None:
-            return y
-        if calls is None:
-            calls = [linear_call(layer, layer.weight, recipe, is_first, needs) for layer in layers]
-        return self._by_python(x, splits, layers, calls, recipe)
-
-    def _by_python(self, x, splits, parts: Sequence, calls: list[LinearCall], recipe) -> torch.Tensor:
-        parameters = [*(part.weight for part in parts), *_biases(parts)]
-        return GroupedFunction.apply(x, splits, recipe, calls, self._operands.of(calls), *parameters)
-
-    def _traced(self, x, splits, whole: bool, recipe: NVFP4Recipe, is_first: bool | None) -> torch.Tensor:
-        """_at_once as one operator each way."""
-        if whole or not self.stacked:
-            layers = [self] if whole else list(self.experts)
-            parts = [(layer.weight, layer.bias) for layer in layers]
-            caches = [layer._weight_cache for layer in layers]
-        else:
-            biases = [None] * self.num_gemms if self.bias is None else self.bias.unbind()
-            parts, caches = list(zip(self.weight.unbind(), biases, strict=True)), self._weight_caches
-        return compiled_groups(x, splits, parts, caches, recipe, is_first)
-
-    @torch.compiler.disable
-    def _one_by_one(self, x: torch.Tensor, splits: list[int], is_first: bool | None) -> torch.Tensor:
-        """The layers of a stack."""
-        recipe = self._recipe()
-        parts = self._parts(recipe)
-        if recipe is None:
-            pieces = zip(x.split(splits), parts, strict=True)
-            return torch.cat([F.linear(piece, part.weight, part.bias) for piece, part in pieces])
-        self._check_features(x)
-        values = by_autocast(x)
-        needs = torch.is_grad_enabled() and x.requires_grad
+            parts = zip(pieces, self.weight.unbind(), biases, strict=True)
+            return torch.cat([layer_product(piece, weight, bias, recipe) for piece, weight, bias in parts])
+        records, is_current = self._records(recipe, is_first, torch.is_grad_enabled() and x.requires_grad)
+        main_grad = main_grad_of(self)
+        weights = _Split.apply(self.weight, main_grad is not None)
         outputs = []
-        calls = self._calls(parts, recipe, is_first, needs)
-        for piece, part, call in zip(values.split(splits), parts, calls, strict=True):
-            y = native_linear(piece, part.weight, part.bias, *call)
-            outputs.append(LinearFunction.apply(piece, part.weight, part.bias, call) if y is None else y)
+        for e, (piece, weight, bias) in enumerate(zip(pieces, weights, biases, strict=True)):
+            options = {"main_grad": None if main_grad is None else main_grad[e], "is_current": is_current}
+            options["records"] = None if records is None else [records[e]]
+            outputs.append(layer_product(piece, weight, bias, recipe, **options))
         return torch.cat(outputs)
 
-    def _calls(self, parts, recipe: Recipe, is_first: bool | None, needs: bool) -> list[LinearCall]:
-        """Of the layers of a stack, one after another."""
-        if not _is_quantized_whole(recipe):
-            return [part.call(recipe, is_first, needs) for part in parts]
-        whole = linear_call(self, self.weight, recipe, is_first, needs)
-        records = whole.weight.matrices()
-        return [
-            whole._replace(weight=record, main_grad=part.main_grad)
-            for record, part in zip(records, parts, strict=True)
-        ]
+    def _records(self, recipe: Recipe, is_first: bool | None, x_needs: bool):
+        """(the quantized weight of each group, or None where each product is to quantize its own; what says
+        whether they still are what they are)
+        """
+        weight, cache = self.weight, self._weight_cache
+        if isinstance(weight, NVFP4Tensor):
+            check_primary(weight, recipe)
+            state = weight_state(weight)
+            return weight.record.matrices(), lambda: weight_state(weight) == state
+        quantizers = quantizers_of(recipe, weight.device)
+        if is_first is None:
+            if quantizers.scheme is None or not quantizers.has_tiles:
+                return None, None
+            return quantizers.weights(weight.detach(), x_needs)[0].matrices(), None
+        records, state = cache.get(weight, quantizers, is_first), cache.state
+        matrices = records[0].matrices() if quantizers.has_tiles else records
+        return matrices, lambda: cache.state == state
 
-    def _check_features(self, x: torch.Tensor) -> None:
-        features = self.weight.shape[2]
-        if x.shape[1] != features:
-            raise ValueError(f"x must have {features} values in its last dimension, got {tuple(x.shape)}")
+    def _plain(self, x: torch.Tensor, splits: list[int]) -> torch.Tensor:
+        """Outside of autocast."""
+        weight = plain_weight(self)
+        weights = weight.unbind() if torch.compiler.is_compiling() else _Split.apply(weight, False)
+        parts = zip(x.split(splits), weights, self._biases(), strict=True)
+        return torch.cat([F.linear(piece, weight, bias) for piece, weight, bias in parts])
 
-    def _parts(self, recipe: Recipe | None) -> list["_Part"]:
-        """The layers of a stack, for one call."""
-        fused = self.fuse_wgrad_accumulation and recipe is not None
-        weight = plain_weight(self) if recipe is None else self.weight
-        weights = _Split.apply(weight, MainGrad(self.weight) if fused else None)
-        biases = [None] * self.num_gemms if self.bias is None else self.bias.unbind()
-        main_grads = [MainGrad(self.weight, e) if fused else None for e in range(self.num_gemms)]
-        sources = self._matrices.of(self.weight)
-        fields = zip(weights, biases, sources, main_grads, self._weight_caches, strict=True)
-        return [_Part(*each) for each in fields]
+    def _biases(self) -> Sequence[torch.Tensor | None]:
+        return [None] * self.num_gemms if self.bias is None else self.bias.unbind()
 
     def _recipe(self) -> Recipe | None:
-        """That of a stack."""
         return current_recipe(self)
-
-    def _common_recipe(self) -> NVFP4Recipe | None:
-        """What all experts compute by, if it is the same and one of NVFP4."""
-        recipe = self._recipe() if self.stacked else common_recipe(self.experts)
-        return recipe if isinstance(recipe, NVFP4Recipe) else None
-
-    def _check_input(self, x: torch.Tensor) -> None:
-        if x.dim() != 2:
-            raise ValueError(f"x must be [tokens, in_features], got shape {tuple(x.shape)}")
 
     def _check_count(self, count: int) -> None:
         if count != self.num_gemms:
@@ -267,104 +220,66 @@ class GroupedLinear(nn.Module):
 
 @torch.compiler.disable
 def _outside_of_the_graph(layer: GroupedLinear, x, splits, is_first) -> torch.Tensor:
-    """What torch.compile cannot trace: gradients added to main_grad."""
+    """What torch.compile cannot trace: matrices of an NVFP4Tensor, the flag of a main_grad."""
     return layer(x, splits, is_first)
 
 
-def _are_current(calls: Sequence[LinearCall]) -> bool:
-    return all(call.is_current() for call in calls)
+def why_one_by_one(x: torch.Tensor, features: Sequence[int], recipe: Recipe) -> str | None:
+    """Why the products of groups are not one launch each under a recipe; None where they are.
 
-
-def _biases(layers: Sequence) -> list[torch.Tensor]:
-    return [layer.bias for layer in layers if layer.bias is not None]
-
-
-def _is_quantized_whole(recipe: Recipe) -> bool:
-    """Whether a stack is quantized in one call: in tiles, which give each matrix an amax of its own."""
-    return isinstance(recipe, NVFP4Recipe) and recipe.weight_block[0] == BLOCK
-
-
-def by_autocast(x: torch.Tensor) -> torch.Tensor:
-    """In the dtype of torch.autocast, if that is on."""
-    if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # which meta has not
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
-
-
-@dataclasses.dataclass
-class _Part:
-    """One layer of a stack. weight: as autograd sees it. source: the same matrix, from which it is quantized
-    and by which the cache knows it.
+    x: what is multiplied, in the dtype of the product. features: of input and output.
     """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    source: torch.Tensor
-    main_grad: MainGrad | None
-    _weight_cache: WeightCache
-    fuse_wgrad_accumulation: bool = False  # main_grad says it
-
-    def call(self, recipe: Recipe, is_first: bool | None, x_needs: bool) -> LinearCall:
-        made = linear_call(self, self.source, recipe, is_first, x_needs)
-        return made if self.main_grad is None else made._replace(main_grad=self.main_grad)
+    if len(x) == 0:
+        return "there are no tokens"
+    if torch.compiler.is_compiling():
+        return _why_not_traced(x.device, x.dtype, tuple(features), recipe.key)
+    return _why_not(x.device, x.dtype, features, recipe)
 
 
-class _Matrices:
-    """The matrices of a stacked parameter, the same objects as long as they are where they were, so that
-    caches know them. Copies begin empty.
-    """
-
-    def __init__(self) -> None:
-        self._place: tuple | None = None
-        self._made: tuple[torch.Tensor, ...] = ()
-
-    def of(self, stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        place = (id(stack), rebindings() if hasattr(stack, "record") else stack.data_ptr(), stack.dtype)
-        if place != self._place:
-            self._made, self._place = stack.detach().unbind(), place
-        return self._made
-
-    def __deepcopy__(self, memo: dict) -> "_Matrices":
-        return _Matrices()
-
-    def __reduce__(self) -> tuple[type, tuple]:
-        return _Matrices, ()
+@torch.compiler.assume_constant_result
+def _why_not_traced(
+    device: torch.device, dtype: torch.dtype, features: tuple[int, ...], key: str
+) -> str | None:
+    return _why_not(device, dtype, features, recipe_of_key(key))
 
 
-class _Operands:
-    """What products take of the weights of calls: of weights that outlive a call, the same as before as long
-    as those are. Copies begin empty.
-    """
+def _why_not(device: torch.device, dtype: torch.dtype, features: Sequence[int], recipe: Recipe) -> str | None:
+    if not isinstance(recipe, NVFP4Recipe):
+        return f"{type(recipe).__name__} has no groups"
+    if recipe.four_over_six is not None or recipe.backward != "quantized":
+        return "groups have no four over six, and no dequantized backward pass"
+    if chosen_backend(device, recipe.backend) != "exact":
+        return "the native backend has no groups"
+    return why_not_grouped(device, dtype, features)
 
-    def __init__(self) -> None:
-        self._made: GroupedWeights | None = None
 
-    def of(self, calls: Sequence[LinearCall]) -> GroupedWeights:
-        records = [call.weight for call in calls]
-        if any(call.is_current is None for call in calls):
-            return GroupedWeights(records)
-        if self._made is None or not self._made.are(records):
-            self._made = GroupedWeights(records, lasting=True)
-        return self._made
-
-    def __deepcopy__(self, memo: dict) -> "_Operands":
-        return _Operands()
-
-    def __reduce__(self) -> tuple[type, tuple]:
-        return _Operands, ()
+def _stack(values: list[torch.Tensor]) -> torch.Tensor:
+    """Of matrices; those of NVFP4 keep their codes."""
+    if not all(isinstance(value, NVFP4Tensor) for value in values):
+        return torch.stack([v.dequantize() if isinstance(v, QuantizedTensor) else v for v in values])
+    records: list[Storage] = [value.record for value in values]
+    found = [dict(record.buffers()) for record in records]
+    buffers = {
+        name: (torch.cat if "amax" in name else torch.stack)(
+            [each[name].view(torch.uint8) for each in found]
+        ).view(first.dtype)
+        for name, first in found[0].items()
+    }
+    shape = torch.Size((len(records), *records[0].shape))
+    return NVFP4Tensor(NVFP4Storage.from_buffers(shape, records[0].context(), buffers))
 
 
 class _Split(torch.autograd.Function):
-    """(stack [E, N, K], its main_grad or None) to its matrices; their gradients, stacked, are its own, or, as
-    they are in main_grad already, what that says.
+    """A stack [E, N, K] to its matrices; their gradients, stacked, are its own, or, as they are in main_grad
+    already, what the parameter says.
     """
 
     @staticmethod
-    def forward(ctx, stack: torch.Tensor, main_grad: MainGrad | None) -> tuple[torch.Tensor, ...]:
-        ctx.main_grad = main_grad
-        ctx.set_materialize_grads(main_grad is None)
+    def forward(ctx, stack: torch.Tensor, sums: bool) -> tuple[torch.Tensor, ...]:
+        ctx.parameter = stack if sums else None
+        ctx.set_materialize_grads(not sums)
         return stack.detach().unbind()
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor | None):
-        return torch.stack(grads) if ctx.main_grad is None else ctx.main_grad.gradient(), None
+        return torch.stack(grads) if ctx.parameter is None else gradient_after_sum(ctx.parameter), None

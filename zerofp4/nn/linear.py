@@ -2,15 +2,13 @@
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from zerofp4.nn.convert import LAYERS, primary_parameter, watch_assignments
-from zerofp4.nn.function import AddToMainGrad, LinearCall, LinearFunction, MainGrad
-from zerofp4.nn.native import native_linear
-from zerofp4.nn.operators import compiled_linear
-from zerofp4.nn.quantizers import WeightCache, check_primary, quantizers_of, weight_state
+from zerofp4.nn.operators import layer_product
+from zerofp4.nn.quantizers import WeightCache, make_primary
 from zerofp4.nn.recipe import Recipe, current_recipe
-from zerofp4.tensors import NVFP4Tensor, QuantizedTensor
+from zerofp4.tensors import QuantizedTensor
 
 
 class Linear(nn.Linear):
@@ -46,15 +44,23 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self._begin(fuse_wgrad_accumulation)
         if primary_weights:
-            if self.weight.is_meta:
-                raise RuntimeError("primary_weights=True quantizes the weight, which is on the meta device")
-            self.weight = primary_parameter(self.weight, "")
-            watch_assignments(self)
+            make_primary(self)
 
     def _begin(self, fuse_wgrad_accumulation: bool = False) -> None:
         """What the layer has besides an nn.Linear."""
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._weight_cache = WeightCache()
+
+    @classmethod
+    def _adopt(cls, module: nn.Linear) -> None:
+        """Make an nn.Linear one of these, in place: whoever holds it or has hooks on it need not know."""
+        module.__class__ = cls
+        module._begin()
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        self._weight_cache.follow(self.weight)
+        return self
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """x [..., in_features] of float32, bfloat16 or float16 to [..., out_features] of the same dtype;
@@ -75,13 +81,11 @@ class Linear(nn.Linear):
         return quantized_linear(self, x, recipe, is_first_microbatch)
 
 
-def _become_linear(module: nn.Module) -> None:
-    """Make an nn.Linear a Linear: whoever holds it or has hooks on it need not know."""
-    module.__class__ = Linear
-    module._begin()
-
-
-LAYERS[nn.Linear] = _become_linear
+def by_autocast(x: torch.Tensor) -> torch.Tensor:
+    """In the dtype of torch.autocast, if that is on."""
+    if isinstance(x, QuantizedTensor) or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return x  # meta has no autocast
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def refuse_shared(x: torch.Tensor) -> None:
@@ -92,16 +96,6 @@ def refuse_shared(x: torch.Tensor) -> None:
         raise ValueError("x is quantized, but the layer follows no recipe: it takes what quantize_input took")
 
 
-def plain_weight(layer: nn.Module) -> torch.Tensor:
-    """A layer's weight for products of torch, whose gradient goes where the layer's own products add it."""
-    return _adding_to_main_grad(layer.weight) if layer.fuse_wgrad_accumulation else layer.weight
-
-
-@torch.compiler.disable
-def _adding_to_main_grad(weight: torch.Tensor) -> torch.Tensor:
-    return AddToMainGrad.apply(weight, MainGrad(weight))
-
-
 def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: bool | None) -> torch.Tensor:
     """The layer's output by a recipe. Errors as Linear.forward."""
     weight = layer.weight
@@ -109,59 +103,82 @@ def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: b
     shape = weight.record.shape if isinstance(weight, QuantizedTensor) else weight.shape
     if x.shape[-1:] != shape[1:]:
         raise ValueError(f"x must have {shape[1]} values in its last dimension, got shape {tuple(x.shape)}")
-    is_quantized = isinstance(x, QuantizedTensor)
-    if not (is_quantized or x.is_meta) and torch.is_autocast_enabled(x.device.type):  # which meta has not
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    if torch.compiler.is_compiling():
-        if layer.fuse_wgrad_accumulation or is_quantized:
-            return _outside_of_the_graph(layer, x, recipe, is_first)
-        y = compiled_linear(layer, x.reshape(-1, x.shape[-1]), recipe, is_first)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], shape[0])
-    return _eager_linear(layer, x, recipe, is_first)
-
-
-def _eager_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: bool | None) -> torch.Tensor:
-    weight, bias, grows = layer.weight, layer.bias, torch.is_grad_enabled()
-    quantizers, is_primary = quantizers_of(recipe, x.device), type(weight) is NVFP4Tensor
-    call = None
-    if is_first is not None and (quantizers.keeps_values or not is_primary):
-        call = linear_call(layer, weight, recipe, is_first, grows and x.requires_grad)
-        y = native_linear(x, weight, bias, *call)
-    else:
-        main_grad = MainGrad(weight) if layer.fuse_wgrad_accumulation else None
-        record = weight.record if is_primary else None
-        y = native_linear(x, weight, bias, quantizers, record, main_grad)
-    if y is not None:
-        return y
-    if call is None:
-        call = linear_call(layer, weight, recipe, is_first, grows and x.requires_grad)
-    rows = x if x.dim() == 2 or isinstance(x, QuantizedTensor) else x.reshape(-1, x.shape[-1])
-    if grows and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
-        y = LinearFunction.apply(rows, weight, bias, call)
-    else:
-        y, _ = call.forward(rows, bias, False)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+    if torch.compiler.is_compiling() and (isinstance(x, QuantizedTensor) or sets_flag(layer)):
+        return _outside_of_the_graph(layer, x, recipe, is_first)
+    return layer_product(
+        by_autocast(x),
+        weight,
+        layer.bias,
+        recipe,
+        cache=layer._weight_cache,
+        is_first=is_first,
+        main_grad=main_grad_of(layer),
+    )
 
 
 @torch.compiler.disable
 def _outside_of_the_graph(layer, x, recipe, is_first) -> torch.Tensor:
-    """What torch.compile cannot trace: a gradient added to main_grad, an input that is quantized already."""
+    """What torch.compile cannot trace: an input that is quantized already, the flag of a main_grad."""
     return quantized_linear(layer, x, recipe, is_first)
 
 
-def linear_call(layer: Linear, weight, recipe: Recipe, is_first: bool | None, x_needs: bool) -> LinearCall:
-    """Of a layer, whose weight it quantizes or takes from its cache."""
-    quantizers = quantizers_of(recipe, weight.device)
-    main_grad = MainGrad(weight) if layer.fuse_wgrad_accumulation else None
-    if isinstance(weight, NVFP4Tensor):
-        check_primary(weight, recipe)
-        state, record = weight_state(weight), weight.record
-        if is_first is not None and quantizers.keeps_values:
-            record = layer._weight_cache.get(weight, quantizers, is_first).record
-        return LinearCall(quantizers, record, main_grad, lambda: weight_state(weight) == state)
-    if is_first is None:
-        return LinearCall(quantizers, quantizers.weight(weight.detach(), x_needs), main_grad)
-    cache = layer._weight_cache
-    kept = cache.get(weight, quantizers, is_first)
-    made_from = cache.state
-    return LinearCall(quantizers, kept.record, main_grad, lambda: cache.state == made_from)
+# main_grad
+
+
+def main_grad_of(layer: nn.Module) -> torch.Tensor | None:
+    """The float32 buffer in which the gradients of a layer's weight are added up, as Megatron calls it; None
+    where autograd gets them. Raises RuntimeError where it should be there and is not.
+    """
+    weight = layer.weight
+    if not (layer.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()):
+        return None
+    found = getattr(weight, "main_grad", None)
+    if found is None:
+        raise RuntimeError(
+            "fuse_wgrad_accumulation adds the weight's gradient to weight.main_grad, which is not there: "
+            f"make it a float32 tensor of shape {tuple(weight.shape)}"
+        )
+    return found
+
+
+def sets_flag(layer: nn.Module) -> bool:
+    """Whether the framework has a flag that says when a gradient was added, which a graph cannot set."""
+    return layer.fuse_wgrad_accumulation and hasattr(layer.weight, "grad_added_to_main_grad")
+
+
+def gradient_after_sum(parameter: nn.Parameter) -> torch.Tensor | None:
+    """What autograd gets after the gradient was added: nothing, or, where the framework asks for it by a flag
+    of the parameter, zeros without memory, for the sake of hooks.
+    """
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+    return zero.expand(parameter.shape)
+
+
+def plain_weight(layer: nn.Module) -> torch.Tensor:
+    """A layer's weight for products of torch, whose gradient goes where the layer's own products add it."""
+    return _adding_to_main_grad(layer) if layer.fuse_wgrad_accumulation else layer.weight
+
+
+@torch.compiler.disable
+def _adding_to_main_grad(layer: nn.Module) -> torch.Tensor:
+    return _AddToMainGrad.apply(layer.weight, layer)
+
+
+class _AddToMainGrad(torch.autograd.Function):
+    """A weight as it is, for products of torch: their gradient is added to its main_grad."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        ctx.layer = layer
+        return weight.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        with torch.enable_grad():
+            buffer = main_grad_of(ctx.layer)
+        buffer.detach().add_(grad)
+        return gradient_after_sum(ctx.layer.weight), None

@@ -1,206 +1,491 @@
-"""zerofp4::linear and zerofp4::linear_gradients: a layer as torch.compile sees it, an operator each way.
+"""zerofp4::linear and zerofp4::linear_gradients: a layer inside of autocast, an operator each way, and
+zerofp4::cache_weight, which keeps its quantized weight.
 
-A trace sees no caches, versions and addresses, and what happens in a layer is none of its business: the
-operators run what the layer runs without it, so that the bytes are the same, and stochastic rounding draws
-when the backward pass runs.
+csrc/autograd/layer.cpp has the formula of autograd, for eager and for compiled code, and multiplies what an
+NVFP4 recipe quantizes for the exact backend. What it does not multiply comes here, and gets the same bytes.
 """
+
+import functools
 
 import torch
 
 from zerofp4 import ops
 from zerofp4.format import BLOCK, E4M3_MAX, FourOverSix
-from zerofp4.nn.function import Kept, LinearCall, gradients
-from zerofp4.nn.quantizers import Quantizers, WeightCache, check_primary, quantizers_of
+from zerofp4.gemm import (
+    GroupedOperand,
+    Operand,
+    gemm,
+    gemm_into,
+    grouped_gemm,
+    grouped_wgrad,
+    groups_of_rows,
+)
+from zerofp4.nn.quantizers import (
+    Quantizers,
+    WeightCache,
+    check_primary,
+    nvfp4_options,
+    quantizers_of,
+    rows_are_enough,
+    with_columns,
+)
 from zerofp4.nn.recipe import Recipe, recipe_of_key
-from zerofp4.storage import BUFFERS, NVFP4Storage, Storage, sides_of
-from zerofp4.tensors import NVFP4Tensor, register_handler
+from zerofp4.storage import (
+    BUFFERS,
+    MXFP8Storage,
+    NVFP4Storage,
+    Side,
+    Storage,
+    sides_of,
+)
+from zerofp4.tensors import (
+    GroupedNVFP4,
+    MXFP8Tensor,
+    NVFP4Tensor,
+    QuantizedTensor,
+    gradient_place,
+    multiply,
+    quantize_grouped,
+    register_handler,
+)
 
-NO_CACHE = -1
-
-_WEIGHT = "Tensor? weight, Tensor?[] primary, ScalarType dtype, int e4m3_max, str recipe, int cache"
+_WEIGHT = "Tensor? weight, Tensor?[] primary, ScalarType dtype, int e4m3_max, str recipe, Tensor? cache"
 torch.library.define(
     "zerofp4::linear",
-    f"(Tensor x, Tensor? bias, {_WEIGHT}, bool is_first, bool x_needs, bool weight_needs) -> Tensor[]",
+    f"(Tensor x, Tensor[] x_copies, Tensor? splits, Tensor? bias, {_WEIGHT}, Tensor? main_grad, "
+    "bool x_needs, bool weight_needs) -> Tensor[]",
 )
 torch.library.define(
     "zerofp4::linear_gradients",
-    f"(Tensor grad, Tensor[] x, int cols, Tensor[] own, {_WEIGHT}, ScalarType x_dtype, bool x_needs) "
-    "-> Tensor[]",
+    f"(Tensor grad, Tensor[] groups, Tensor[] x, int cols, Tensor[] own, {_WEIGHT}, Tensor(a!)? out, "
+    "bool adds, ScalarType x_dtype, bool x_needs, bool bias_needs) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.nondeterministic_seeded,),
+)
+torch.library.define(
+    "zerofp4::cache_weight", "(Tensor(a!) cache, Tensor weight, str recipe, bool is_first) -> ()"
 )
 
 
-def compiled_linear(layer, x: torch.Tensor, recipe: Recipe, is_first: bool | None) -> torch.Tensor:
-    """What zerofp4.nn.Linear gives for x [T, K] inside autocast."""
-    weight, bias = layer.weight, layer.bias
+def layer_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    *,
+    splits: torch.Tensor | None = None,
+    cache: WeightCache | None = None,
+    is_first: bool | None = None,
+    records: list[Storage] | None = None,
+    is_current=None,
+    main_grad: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y [..., N] of a layer by a recipe, from x [..., K], which may be quantized already.
+
+    weight: [N, K]; with splits, of the groups of x's rows, a stack [groups, N, K]. cache, is_first: of a
+    high-precision weight. records: of a weight that was quantized before, and is_current, whether they still
+    are what they were. main_grad: float32, to which the gradient of the weight is added, and which autograd
+    does not get.
+    """
+    is_primary = isinstance(weight, NVFP4Tensor)
+    cached = not is_primary and is_first is not None
+    handle = None
+    if torch.compiler.is_compiling():
+        if cached:
+            handle = cache.handle
+            torch.ops.zerofp4.cache_weight(handle, weight, recipe.key, is_first)
+    else:
+        quantizers = quantizers_of(recipe, x.device)
+        if cached:
+            records = cache.get(weight, quantizers, is_first)
+            is_current = functools.partial(_has_state, cache, cache.state)
+        elif is_primary and records is None:
+            records = [weight.record]
+        if quantizers.scheme is not None:
+            rows = quantizers.rows(records[0]) if records and len(records) == 1 else None
+            if rows is not None or records is None:
+                scheme, key = quantizers.scheme, recipe.key
+                y = ops.native_layer(x, splits, weight, bias, rows, scheme, key, main_grad, is_current)
+                if y is not None:
+                    return y
+        if cached:  # by its handle, as compiled code knows it
+            handle, records = cache.handle, None
+    primary = [] if is_primary or records is None else _buffers_of(records[0])
     grows = torch.is_grad_enabled()
-    cache = NO_CACHE if is_first is None or isinstance(weight, NVFP4Tensor) else layer._weight_cache.handle
     needs = grows and x.requires_grad, grows and weight.requires_grad
-    e4m3_max = int(E4M3_MAX)
-    return torch.ops.zerofp4.linear(
-        x, bias, weight, [], weight.dtype, e4m3_max, recipe.key, cache, bool(is_first), *needs
-    )[0]
+    of_weight = weight, primary, weight.dtype, int(E4M3_MAX), recipe.key, handle
+    return torch.ops.zerofp4.linear(x, [], splits, bias, *of_weight, main_grad, *needs)[0]
 
 
-def record_of_buffers(primary: list[torch.Tensor | None], dtype: torch.dtype, e4m3_max: int) -> NVFP4Storage:
-    """Of the buffers of a primary weight, in the order of BUFFERS."""
-    buffers = {name: buffer for name, buffer in zip(BUFFERS, primary, strict=True) if buffer is not None}
-    *lines, half = buffers["rowwise_data"].shape
-    # A stack's scales are stacked, too; a matrix of one row is the same in both kinds of blocks.
-    has_rows = buffers["rowwise_scale"].shape[-2] == lines[-1]
-    chosen = None if e4m3_max == E4M3_MAX else FourOverSix(e4m3_max)
-    block = (1 if has_rows else BLOCK, BLOCK)
-    record = NVFP4Storage(torch.Size((*lines, 2 * half)), dtype, block, four_over_six=chosen)
-    for name, side in sides_of(buffers).items():
+def _has_state(cache: WeightCache, state: tuple) -> bool:
+    return cache.state == state
+
+
+# Buffers
+
+
+def _buffers_of(record: Storage) -> list[torch.Tensor | None]:
+    """In the order of BUFFERS."""
+    buffers = dict(record.buffers())
+    return [buffers.get(name) for name in BUFFERS]
+
+
+def _record_of(
+    quantizers: Quantizers, buffers: list[torch.Tensor | None], dtype: torch.dtype, e4m3_max: int
+) -> Storage:
+    """Of a weight that was quantized before."""
+    given = {name: buffer for name, buffer in zip(BUFFERS, buffers, strict=True) if buffer is not None}
+    *lines, width = given["rowwise_data"].shape
+    if quantizers.is_nvfp4:
+        # A stack's scales are stacked, too; a matrix of one row is the same in both kinds of blocks.
+        has_rows = given["rowwise_scale"].shape[-2] == lines[-1]
+        chosen = None if e4m3_max == E4M3_MAX else FourOverSix(e4m3_max)
+        block = (1 if has_rows else BLOCK, BLOCK)
+        record: Storage = NVFP4Storage(torch.Size((*lines, 2 * width)), dtype, block, four_over_six=chosen)
+    else:
+        record = MXFP8Storage(torch.Size((*lines, width)), dtype)
+    for name, side in sides_of(given).items():
         setattr(record, name, side)
     return record
 
 
-def kept_side(quantizers: Quantizers, role: str) -> str:
+def _kept_side(quantizers: Quantizers, role: str) -> str:
     columns = quantizers.weight_columns if role == "weight" else quantizers.quantized_backward
     return "columnwise" if columns else "rowwise"
 
 
+def _copy(side: Side, layout: str) -> list[torch.Tensor]:
+    return [side.data, side.scales[layout], *([] if side.amax is None else [side.amax])]
+
+
+def _side(buffers: list[torch.Tensor], layout: str) -> Side:
+    data, scale, *amax = buffers
+    return Side(data, {layout: scale}, amax[0] if amax else None)
+
+
 def _kept(quantizers: Quantizers, role: str, record: Storage) -> list[torch.Tensor]:
-    """The buffers that are kept of an input or a weight that was quantized for this call."""
-    return Kept.of(record, kept_side(quantizers, role), quantizers.layout)[1]
+    """The buffers that are kept of an input, or of a weight that was quantized for this call."""
+    return _copy(getattr(record, _kept_side(quantizers, role)), quantizers.layout)
+
+
+def _restored(quantizers: Quantizers, role: str, shape, dtype: torch.dtype, buffers) -> Storage:
+    side = _kept_side(quantizers, role)
+    record = quantizers.blank(role, torch.Size(shape), dtype, columnwise=side == "columnwise")
+    setattr(record, side, _side(buffers, quantizers.layout))
+    return record
+
+
+# The forward pass
 
 
 @ops.backend("linear")
 def _linear(
-    x, bias, weight, primary, dtype, e4m3_max, recipe, cache, is_first, x_needs, weight_needs
+    x,
+    x_copies,
+    splits,
+    bias,
+    weight,
+    primary,
+    dtype,
+    e4m3_max,
+    recipe,
+    cache,
+    main_grad,
+    x_needs,
+    weight_needs,
 ) -> list[torch.Tensor]:
-    """[y, x as it is kept for the weight's gradient, if that is needed; the weight as it is kept for x's, if
-    that is needed and the weight was quantized for this call].
+    """[y; of groups where they begin, and whether splits are wrong; x as it is kept for the weight's
+    gradient, if that is needed; the weight as it is kept for x's, if that is needed and the weight was
+    quantized for this call].
     """
-    quantizers = quantizers_of(recipe_of_key(recipe), x.device)
-    quantized = quantizers.quantized_backward
-    own = None
-    if weight is None:
-        operand = record_of_buffers(primary, dtype, e4m3_max)
-    elif cache != NO_CACHE:
-        operand = WeightCache.of_handle(cache).get(weight, quantizers, is_first).record
+    quantizers, own = quantizers_of(recipe_of_key(recipe), x.device), []
+    if primary:
+        records = [_record_of(quantizers, primary, dtype, e4m3_max)]
+    elif cache is not None:
+        records = WeightCache.of_handle(cache).get(weight, quantizers, False)
     else:
-        operand = own = quantizers.weight(weight, x_needs)
-    y, q_x = LinearCall(quantizers, operand).forward(x, bias, weight_needs and quantized)
-    kept_x = _kept(quantizers, "input", q_x) if weight_needs else []
-    return [y, *kept_x, *(_kept(quantizers, "weight", own) if own is not None and x_needs else [])]
+        records = quantizers.weights(weight, x_needs)
+        own = records if x_needs else []
+    if splits is None:
+        results = _multiply(quantizers, x, x_copies, bias, records[0], weight_needs)
+    else:
+        results = _multiply_groups(quantizers, x, splits, bias, records, weight_needs)
+    return results + [buffer for record in own for buffer in _kept(quantizers, "weight", record)]
+
+
+def _multiply(quantizers, x, x_copies, bias, weight: Storage, weight_needs: bool) -> list[torch.Tensor]:
+    columnwise = weight_needs and quantizers.quantized_backward
+    if x_copies:
+        q_x = quantizers.blank("input", x.shape, x.dtype, columnwise=columnwise)
+        count = len(x_copies) // (1 + columnwise)
+        q_x.rowwise = _side(x_copies[:count], quantizers.layout)
+        if columnwise:
+            q_x.columnwise = _side(x_copies[count:], quantizers.layout)
+    else:
+        q_x = quantizers.record("input", x.reshape(-1, x.shape[-1]), rowwise=True, columnwise=columnwise)
+    backend = quantizers.recipe.backend
+    y = gemm(q_x, weight, out_dtype=x.dtype, bias=bias, backend=backend)
+    kept = _kept(quantizers, "input", q_x) if weight_needs else []
+    return [y.view(*x.shape[:-1], y.shape[-1]), *kept]
+
+
+def _multiply_groups(quantizers, x, splits, bias, weights, weight_needs: bool) -> list[torch.Tensor]:
+    """The bias is added to the rounded output."""
+    options = nvfp4_options(quantizers.recipe, "input", weight_needs)
+    q_x = quantize_grouped(x, splits, columnwise=weight_needs, **options)
+    y = grouped_gemm(q_x, GroupedOperand(weights, "rowwise"))
+    if bias is not None:
+        y += bias.index_select(0, groups_of_rows(q_x))
+    offsets = torch.stack([q_x.offsets, q_x.data_offsets, q_x.scale_offsets])
+    return [y, offsets, q_x.error, *(_copy(q_x.columnwise, "compact") if weight_needs else [])]
 
 
 @ops.fake("linear")
-def _(x, bias, weight, primary, dtype, e4m3_max, recipe, cache, is_first, x_needs, weight_needs):
-    quantizers = quantizers_of(recipe_of_key(recipe), x.device)
-    kept = []
-    if weight_needs:
+def _(
+    x,
+    x_copies,
+    splits,
+    bias,
+    weight,
+    primary,
+    dtype,
+    e4m3_max,
+    recipe,
+    cache,
+    main_grad,
+    x_needs,
+    weight_needs,
+):
+    quantizers, kept = quantizers_of(recipe_of_key(recipe), x.device), []
+    if splits is not None:
+        groups = splits.shape[0]
+        kept += [x.new_empty((3, groups + 1), dtype=torch.int64), x.new_empty(1, dtype=torch.int32)]
+        shapes = ops.grouped_shapes(x.shape[0], groups, x.shape[1]) if weight_needs else {}
+        for name in ("columnwise_data", "columnwise_scale", "columnwise_amax")[: 3 * weight_needs]:
+            kept.append(x.new_empty(shapes[name], dtype=NVFP4Storage.buffer_dtype(name)))
+    elif weight_needs:
         copies = {"rowwise": True, "columnwise": quantizers.quantized_backward}
-        kept += _kept(quantizers, "input", quantizers.record("input", x, **copies))
-    if weight is not None and cache == NO_CACHE and x_needs:
-        kept += _kept(quantizers, "weight", quantizers.weight(weight, x_needs))
-    rows = primary[0].shape[0] if weight is None else weight.shape[0]
-    return [x.new_empty(x.shape[0], rows), *kept]
+        rows = x.reshape(-1, x.shape[-1])
+        kept += _kept(quantizers, "input", quantizers.record("input", rows, **copies))
+    if not primary and cache is None and x_needs:
+        for record in quantizers.weights(weight, x_needs):
+            kept += _kept(quantizers, "weight", record)
+    features = (primary[0] if primary else weight).shape[-2]
+    return [x.new_empty(*x.shape[:-1], features), *kept]
+
+
+# The backward pass
 
 
 @ops.backend("linear_gradients")
 def _linear_gradients(
-    grad, x, cols, own, weight, primary, dtype, e4m3_max, recipe, cache, x_dtype, x_needs
-) -> list[torch.Tensor]:
-    """[x's gradient, the weight's], of what is needed. x, own: what _linear kept; of x that is nothing where
-    the weight needs no gradient.
+    grad,
+    groups,
+    x,
+    cols,
+    own,
+    weight,
+    primary,
+    dtype,
+    e4m3_max,
+    recipe,
+    cache,
+    out,
+    adds,
+    x_dtype,
+    x_needs,
+    bias_needs,
+) -> tuple[torch.Tensor, ...]:
+    """(x's gradient, the weight's, the bias'), empty where none is needed, or where `out` has the weight's.
+
+    groups: splits, where groups begin, whether splits are wrong. x, own: what _linear kept; of x nothing
+    where the weight needs no gradient. out: memory for the weight's gradient, or, if `adds`, the float32 sum
+    to which it is added unrounded.
     """
-    quantizers = quantizers_of(recipe_of_key(recipe), grad.device)
-    rows = grad.shape[1]
-    kept_weight = None
+    quantizers, features = quantizers_of(recipe_of_key(recipe), grad.device), grad.shape[-1]
+    weights: list[Storage] = []
     if x_needs and own:
-        kept_weight = _restored(quantizers, "weight", torch.Size((rows, cols)), dtype, own)
-    elif x_needs and weight is not None:  # torch has made sure that it is what it was in the forward pass
-        kept_weight = WeightCache.of_handle(cache).get(weight, quantizers, False).record
-    elif x_needs:
-        kept_weight = record_of_buffers(primary, dtype, e4m3_max)
-    kept_x = _restored(quantizers, "input", torch.Size((grad.shape[0], cols)), x_dtype, x) if x else None
-    found = gradients(quantizers, grad, kept_x, kept_weight, (x_dtype, dtype))
-    return [each for each in found if each is not None]
+        count = len(x) or (3 if groups else len(own))  # of groups an own weight may be as many records
+        for i in range(0, len(own), count):
+            copy = own[i : i + count]
+            shape = (*copy[0].shape[:-2], features, cols)
+            weights.append(_restored(quantizers, "weight", shape, dtype, copy))
+    elif x_needs and primary:
+        weights = [_record_of(quantizers, primary, dtype, e4m3_max)]
+    elif x_needs:  # the formula has made sure that it is what it was in the forward pass
+        weights = WeightCache.of_handle(cache).get(weight, quantizers, False)
+    if groups:
+        found = _gradients_of_groups(
+            quantizers, grad, groups, x, cols, weights, dtype, out if adds else None, bias_needs
+        )
+    else:
+        rows = grad.reshape(-1, features)
+        kept_x = _restored(quantizers, "input", (rows.shape[0], cols), x_dtype, x) if x else None
+        gradients = _quantized if quantizers.quantized_backward else _dequantized
+        grad_x, grad_weight = gradients(
+            quantizers, rows, kept_x, weights[0] if weights else None, (x_dtype, dtype), out, adds
+        )
+        if grad_x is not None:
+            grad_x = grad_x.view(*grad.shape[:-1], cols)
+        found = grad_x, grad_weight, rows.sum(0) if bias_needs else None
+    return tuple(grad.new_empty(0) if each is None else each for each in found)
 
 
-def _restored(quantizers: Quantizers, role: str, shape: torch.Size, dtype: torch.dtype, buffers) -> Storage:
-    side = kept_side(quantizers, role)
-    blank = quantizers.blank(role, shape, dtype, columnwise=side == "columnwise")
-    kept = Kept(type(blank), shape, blank.context(), side, quantizers.layout, len(buffers))
-    return kept.record(tuple(buffers))
+def _quantized(quantizers, grad, x: Storage | None, weight: Storage | None, dtypes, out, adds: bool):
+    """(dx, dw) of y's gradient [T, N], in its own quantization.
+
+    - dx: the gradient g rowwise, w columnwise, or the same values from its rows; in x's dtype.
+    - dw: g columnwise and x columnwise, in the weight's dtype, or added unrounded.
+    """
+    grad_x = grad_weight = None
+    if x is None and weight is None:
+        return grad_x, grad_weight
+    backend = quantizers.recipe.backend
+    q_grad = quantizers.record("gradient", grad, rowwise=weight is not None, columnwise=x is not None)
+    if weight is not None:
+        if quantizers.reads_rows(weight):
+            columns = Operand.of_rows(weight)
+        else:
+            columns = Operand(with_columns(weight), columnwise=True)
+        grad_x = gemm(q_grad, columns, out_dtype=dtypes[0], backend=backend)
+    if x is not None:
+        operands = Operand(q_grad, columnwise=True), Operand(x, columnwise=True)
+        if out is None:
+            grad_weight = gemm(*operands, out_dtype=dtypes[1], backend=backend)
+        elif adds:
+            gemm(*operands, accumulate_into=out, backend=backend)
+        else:
+            gemm_into(*operands, out, backend=backend)
+    return grad_x, grad_weight
+
+
+def _dequantized(quantizers, grad, x: Storage | None, weight: Storage | None, dtypes, out, adds: bool):
+    """The same of g as it is, and the values of w and x in its dtype, multiplied by torch."""
+    grad_x = grad_weight = None
+    if weight is not None:
+        grad_x = multiply(torch.mm, grad, _values(weight, grad.dtype)).to(dtypes[0])
+    if x is not None:
+        place = out if grad.dtype == dtypes[1] and not adds else None
+        made = multiply(torch.mm, grad.t(), _values(x, grad.dtype).flatten(0, -2), out=place)
+        if adds:
+            out.add_(made)
+        elif place is None:
+            grad_weight = made.to(dtypes[1])
+    return grad_x, grad_weight
+
+
+def _values(record: Storage, dtype: torch.dtype) -> torch.Tensor:
+    kind: type[QuantizedTensor] = NVFP4Tensor if isinstance(record, NVFP4Storage) else MXFP8Tensor
+    return kind(record).dequantize(dtype)
+
+
+def _gradients_of_groups(quantizers, grad, groups, x, cols, weights, dtype, main_grad, bias_needs):
+    splits, offsets, error = groups
+    grad_x = grad_weight = sums = None
+    if x or weights:
+        options = nvfp4_options(quantizers.recipe, "gradient", bool(x))
+        q_grad = quantize_grouped(grad, splits, rowwise=bool(weights), columnwise=bool(x), **options)
+    if weights:
+        rows = all(map(rows_are_enough, weights))
+        columns = GroupedOperand(weights, "rowwise" if rows else "columnwise", transposed=rows)
+        grad_x = grouped_gemm(q_grad, columns)
+    if x:
+        recipe, shape = quantizers.recipe, torch.Size((grad.shape[0], cols))
+        options = (True, recipe.random_signs) if recipe.hadamard else (False, True)
+        places = splits, error, *offsets.unbind()
+        q_x = GroupedNVFP4(shape, grad.dtype, None, *options, *places, columnwise=_side(x, "compact"))
+        grad_weight = grouped_wgrad(q_grad, q_x)
+        if main_grad is not None:
+            main_grad.add_(grad_weight)
+        grad_weight = grad_weight.to(dtype) if main_grad is None else None
+    if bias_needs:
+        # unsafe: offsets are on the device, and no check of theirs may wait for it
+        sums = torch.segment_reduce(grad.float(), "sum", offsets=offsets[0], unsafe=True, initial=0)
+    return grad_x, grad_weight, sums
 
 
 @ops.fake("linear_gradients")
 def _(
-    grad, x, cols, own, weight, primary, dtype, e4m3_max, recipe, cache, x_dtype, x_needs
-) -> list[torch.Tensor]:
-    shapes = [((grad.shape[0], cols), x_dtype)] * x_needs + [((grad.shape[1], cols), dtype)] * bool(x)
-    return [grad.new_empty(shape, dtype=each) for shape, each in shapes]
+    grad,
+    groups,
+    x,
+    cols,
+    own,
+    weight,
+    primary,
+    dtype,
+    e4m3_max,
+    recipe,
+    cache,
+    out,
+    adds,
+    x_dtype,
+    x_needs,
+    bias_needs,
+):
+    count, features = [groups[0].shape[0]] if groups else [], grad.shape[-1]
+    grad_x, grad_weight, sums = (grad.new_empty(0) for _ in range(3))
+    if x_needs:
+        grad_x = grad.new_empty((*grad.shape[:-1], cols), dtype=x_dtype)
+    if x and out is None:
+        grad_weight = grad.new_empty((*count, features, cols), dtype=dtype)
+    if bias_needs:
+        sums = grad.new_empty((*count, features), dtype=torch.float32 if groups else grad.dtype)
+    return grad_x, grad_weight, sums
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    x, bias, weight, _, dtype, _, ctx.recipe, ctx.cache, _, ctx.x_needs, weight_needs = inputs
-    quantizers = quantizers_of(recipe_of_key(ctx.recipe), x.device)
-    kept = len(_names(quantizers)) if weight_needs else 0
-    ctx.kept_x = kept
-    own = output[1 + kept :]
-    ctx.has_own = bool(own)
-    keeps_weight = ctx.x_needs and not own
-    ctx.save_for_backward(*output[1:], *([weight] if keeps_weight else []))
-    ctx.cols, ctx.x_dtype, ctx.dtype = x.shape[1], x.dtype, dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.set_materialize_grads(False)
+# The cache
 
 
-def _names(quantizers: Quantizers) -> tuple[str, ...]:
-    """The buffers of a copy that is kept."""
-    return ("data", "scale", "amax") if quantizers.is_nvfp4 else ("data", "scale")
+@ops.backend("cache_weight")
+def _cache_weight(cache, weight, recipe, is_first) -> None:
+    WeightCache.of_handle(cache).get(weight, quantizers_of(recipe_of_key(recipe), weight.device), is_first)
 
 
-def _backward(ctx, grads):
-    grad = grads[0]
-    saved = ctx.saved_tensors
-    x, rest = list(saved[: ctx.kept_x]), list(saved[ctx.kept_x :])
-    own, weight = (rest, None) if ctx.has_own else ([], rest[0] if rest else None)
-    found = iter(
-        torch.ops.zerofp4.linear_gradients(
-            grad,
-            x,
-            ctx.cols,
-            own,
-            weight,
-            [],
-            ctx.dtype,
-            int(E4M3_MAX),
-            ctx.recipe,
-            ctx.cache,
-            ctx.x_dtype,
-            ctx.x_needs,
-        )
-    )
-    grad_x = next(found) if ctx.x_needs else None
-    grad_weight = next(found) if x else None
-    grad_bias = grad.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
-    return grad_x, grad_bias, grad_weight, [], *[None] * 7
+@ops.fake("cache_weight")
+def _(cache, weight, recipe, is_first) -> None:
+    pass
 
 
-torch.library.register_autograd("zerofp4::linear", _backward, setup_context=_setup_context)
+# Quantized tensors
 
 
 def _with_buffers(operator):
-    """Its handler for a weight that is an NVFP4Tensor: the operator on the buffers of that."""
+    """Its handler for an input or a weight that is quantized: the operator on the buffers of that."""
     names = [argument.name for argument in operator._schema.arguments]
-    weight, primary, dtype, e4m3_max = map(names.index, ("weight", "primary", "dtype", "e4m3_max"))
 
     def handler(*arguments):
-        arguments = list(arguments)
-        record = arguments[weight].record
-        check_primary(arguments[weight], recipe_of_key(arguments[names.index("recipe")]))
-        buffers = dict(record.buffers())
-        arguments[weight], arguments[primary] = None, [buffers.get(name) for name in BUFFERS]
-        arguments[dtype], arguments[e4m3_max] = record.dtype, record.e4m3_max
-        return operator(*arguments)
+        given = dict(zip(names, arguments, strict=True))
+        recipe, x, weight = recipe_of_key(given["recipe"]), given["x"], given["weight"]
+        if isinstance(weight, QuantizedTensor):
+            check_primary(weight, recipe)
+            record = weight.record
+            given |= {"weight": None, "primary": given["primary"] or _buffers_of(record)}
+            given |= {"dtype": record.dtype, "e4m3_max": record.e4m3_max}
+        if isinstance(x, QuantizedTensor):
+            quantizers = quantizers_of(recipe, x.device)
+            columnwise = given["weight_needs"] and quantizers.quantized_backward
+            record = quantizers.input(x, columnwise=columnwise)
+            sides = (record.rowwise, record.columnwise)[: 1 + columnwise]
+            given["x_copies"] = [each for side in sides for each in _copy(side, quantizers.layout)]
+            given["x"] = record.rowwise.data.new_empty(1, dtype=record.dtype).expand(record.shape)
+        return operator(*given.values())
 
     return handler
 
 
 for _operator in (torch.ops.zerofp4.linear.default, torch.ops.zerofp4.linear_gradients.default):
     register_handler(_operator, _with_buffers(_operator))
+
+
+@functools.cache
+def _quantizers_of(recipe: str, device: torch.device) -> Quantizers:
+    """Those of a recipe by its key. What was asked before takes no frame of Python."""
+    return quantizers_of(recipe_of_key(recipe), device)
+
+
+def _cached_rows(quantizers: Quantizers, weight: torch.Tensor, cache: torch.Tensor) -> tuple | None:
+    records = WeightCache.of_handle(cache).get(weight, quantizers, False)
+    return quantizers.rows(records[0]) if len(records) == 1 else None
+
+
+ops.configure_layer(_quantizers_of, _cached_rows, gradient_place)

@@ -21,7 +21,6 @@ def register_plain_state_dict(model: nn.Module) -> None:
 
 
 def _with_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    for name in module._parameters:
-        value = state_dict.get(prefix + name)
-        if isinstance(value, QuantizedTensor):
-            state_dict[prefix + name] = value.detach().dequantize()
+    for key, value in state_dict.items():
+        if isinstance(value, QuantizedTensor) and key.startswith(prefix):
+            state_dict[key] = value.detach().dequantize()

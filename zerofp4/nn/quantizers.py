@@ -1,36 +1,41 @@
 """What a layer quantizes with: a recipe's quantizers, and the weight's operands."""
 
-import itertools
+import os
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from zerofp4 import ops
-from zerofp4.format import BLOCK, MXFP8_SCALE_LAYOUTS
-from zerofp4.gemm import chosen_backend, keep_values, keeps_values, kept_rows, refresh_values
+from zerofp4.format import BLOCK, MXFP8_SCALE_LAYOUTS, FourOverSix
+from zerofp4.gemm import chosen_backend
 from zerofp4.layout import as_matrix, check_matrix
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe
 from zerofp4.storage import MXFP8Storage, NVFP4Storage, Side, Storage
 from zerofp4.tensors import (
+    INIT_VAL,
     MXFP8Tensor,
     NVFP4Tensor,
     QuantizedTensor,
     Quantizer,
     derived_side,
+    quantize,
     quantize_mxfp8,
+    reads_columns,
 )
-
-ROLES = ("input", "weight", "gradient")
 
 
 class Quantizers:
-    """The quantizers of a recipe. layout: of the scales that its products read, "compact" for the exact
-    backend and "swizzled" for the native one. keeps_values: whether a cached weight is kept dequantized too.
-    weight_columns: whether a weight is quantized with a columnwise copy, for a gradient of x that reads it.
-    scheme: for the node in C++, which multiplies in the exact backend; None where it has none.
+    """The quantizers of a recipe, for the roles "input", "weight" and "gradient".
+
+    layout: of the scales that its products read, "compact" for the exact backend and "swizzled" for the
+    native one. weight_columns: whether a weight is quantized with a columnwise copy, for a gradient of x that
+    reads it. has_tiles: whether that is in blocks of 16x16, a stack of weights in one call. scheme: of the
+    products in C++; None where Python multiplies.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, backend: str):
@@ -38,12 +43,11 @@ class Quantizers:
         # What dequantizes reads compact scales.
         native = backend == "native" and recipe.backward == "quantized"
         self.layout = MXFP8_SCALE_LAYOUTS[int(native)]
-        self.keeps_values = recipe.cache == "dequantized" and backend == "exact"
         self.is_nvfp4 = isinstance(recipe, NVFP4Recipe)
         self.quantized_backward = recipe.backward == "quantized"
         self._is_exact = backend == "exact"
-        has_tiles = self.is_nvfp4 and recipe.weight_block == (BLOCK, BLOCK)
-        self.weight_columns = self.quantized_backward and not (self._is_exact and has_tiles)
+        self.has_tiles = self.is_nvfp4 and recipe.weight_block == (BLOCK, BLOCK)
+        self.weight_columns = self.quantized_backward and not (self._is_exact and self.has_tiles)
         self.scheme = self._scheme()
         self._made: dict[tuple, Quantizer] = {}
 
@@ -54,7 +58,7 @@ class Quantizers:
         return ops.layer_scheme(self.device, **{name: getattr(self.recipe, name) for name in options})
 
     def __call__(self, role: str, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        """x, of a role out of ROLES, with these copies."""
+        """x, of a role, with these copies."""
         record = self.record(role, x, rowwise=rowwise, columnwise=columnwise)
         return NVFP4Tensor(record) if isinstance(record, NVFP4Storage) else MXFP8Tensor(record)
 
@@ -62,16 +66,14 @@ class Quantizers:
         """Whether the gradient of x reads the rows of a weight, and not its columns."""
         return not self.quantized_backward or (self._is_exact and self.is_nvfp4 and rows_are_enough(weight))
 
-    def native_rows(self, weight: NVFP4Storage, x_dtype: torch.dtype) -> tuple | None:
-        """What the layer in C++ multiplies: data, compact scales and amax of a weight's rows, their values if
-        they are kept, or None, block_rows and e4m3_max. None for a weight whose columns are multiplied, too.
+    def rows(self, weight: NVFP4Storage) -> tuple | None:
+        """What C++ multiplies: data, compact scales and amax of a weight's rows, block_rows and e4m3_max.
+        None for a weight whose columns are multiplied, too.
         """
         if weight.block != self.recipe.weight_block or not self.reads_rows(weight):
             return None
         copy = weight.rowwise
-        values = kept_rows(weight, x_dtype) if self.keeps_values and keeps_values(weight) else None
-        scale = copy.scales.get("compact")
-        return copy.data, scale, copy.amax, values, weight.block[0], weight.e4m3_max
+        return copy.data, copy.scales.get("compact"), copy.amax, weight.block[0], weight.e4m3_max
 
     def record(self, role: str, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> Storage:
         """The same without the tensor around it."""
@@ -83,13 +85,20 @@ class Quantizers:
             return _with_even_columns(quantizer, x)
         return quantizer.record(x)
 
-    def weight(self, weight: torch.Tensor, x_needs: bool) -> Storage:
-        """A weight for one call. x_needs: whether the gradient of x is made from it. Raises ValueError where
-        that gradient could not be.
+    def weights(self, weight: torch.Tensor, x_needs: bool) -> list[Storage]:
+        """A weight for one call: a record of it, or of each matrix of a stack that has no tiles. x_needs:
+        whether the gradient of x is made from it. Raises ValueError where that gradient could not be.
         """
         if self.is_nvfp4:
             check_matrix(*weight.shape[-2:], columnwise=x_needs and self.quantized_backward)
-        return self.record("weight", weight, rowwise=True, columnwise=x_needs and self.weight_columns)
+        columnwise = x_needs and self.weight_columns
+        return [
+            self.record("weight", each, rowwise=True, columnwise=columnwise) for each in self.parts(weight)
+        ]
+
+    def parts(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What is quantized in a call of its own: the whole of a weight, or each matrix of a stack."""
+        return (weight,) if self.has_tiles or weight.dim() == 2 else weight.unbind()
 
     def input(self, x: torch.Tensor, *, columnwise: bool) -> Storage:
         """x as a layer's input, with a rowwise copy: x may be quantized already.
@@ -151,7 +160,7 @@ def _with_even_columns(quantizer: Quantizer, x: torch.Tensor) -> NVFP4Storage:
 
 
 def nvfp4_options(recipe: NVFP4Recipe, role: str, columnwise: bool) -> dict[str, Any]:
-    """Options of quantize for a role out of ROLES."""
+    """Options of quantize for a role."""
     if role == "weight":
         return {"block": recipe.weight_block, "four_over_six": recipe.four_over_six}
     options: dict[str, Any] = {"block": (1, BLOCK)}
@@ -216,98 +225,91 @@ class WeightCache:
     """The quantized weight of a layer for the micro-batches of a step. Its buffers stay where they are as
     long as the weight's shape, dtype and device do, so that captured CUDA graphs go on reading them.
 
-    Copies of a cache, with its layer, begin empty.
+    handle: a number in a tensor, by which operators know the cache: so they say what is read and written in
+    which order, and layers that are alike share a graph. Copies of a cache, with its layer, begin empty.
     """
 
     _caches: ClassVar[weakref.WeakValueDictionary[int, "WeightCache"]] = weakref.WeakValueDictionary()
-    _handles: ClassVar[Iterator[int]] = itertools.count()
+    _of_programs: ClassVar[dict[int, "WeightCache"]] = {}
+    """Of exported programs, whose layers are in another process."""
 
-    def __init__(self) -> None:
-        self.handle = next(self._handles)
-        """By which operators know the cache."""
-        self._caches[self.handle] = self
-        self._tensor: QuantizedTensor | None = None
+    def __init__(self, number: int | None = None) -> None:
+        number = int.from_bytes(os.urandom(7)) if number is None else number  # known to no other process
+        self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
+        self._caches[number] = self
+        self._tensors: list[QuantizedTensor] | None = None
         self._quantizers: Quantizers | None = None
         self._of_inference = False
-        self._source: Callable[[], torch.Tensor | Storage | None] = lambda: None
+        self._source: Callable[[], torch.Tensor | None] = lambda: None
         self.state: tuple | None = None
         """Which weight it was made from, and when."""
 
     @classmethod
-    def of_handle(cls, handle: int) -> "WeightCache":
-        return cls._caches[handle]
+    def of_handle(cls, handle: torch.Tensor) -> "WeightCache":
+        number = int(handle)
+        found = cls._caches.get(number)
+        if found is None:
+            found = cls._of_programs[number] = cls(number)
+        return found
 
-    def get(self, weight: torch.Tensor, quantizers: Quantizers, is_first_microbatch: bool) -> QuantizedTensor:
-        """The weight quantized: anew for a first micro-batch, for another recipe, and where the weight was
-        written to since.
+    def get(self, weight: torch.Tensor, quantizers: Quantizers, is_first_microbatch: bool) -> list[Storage]:
+        """Records as of Quantizers.weights: made anew for a first micro-batch, for another recipe, and where
+        the weight was written to since.
 
-        Raises RuntimeError for a later micro-batch where there was no first, unless the weight itself is
-        quantized.
+        Raises RuntimeError for a later micro-batch where there was no first.
         """
-        if self._tensor is None and not is_first_microbatch and not isinstance(weight, NVFP4Tensor):
+        if self._tensors is None and not is_first_microbatch:
             raise RuntimeError(
                 "is_first_microbatch=False takes the cached weight, but there is none: "
                 "call the layer with is_first_microbatch=True first"
             )
         if self._of_inference > torch.is_inference_mode_enabled():
-            self._tensor = None  # made in inference mode, outside of which nobody may write to it or save it
+            self._tensors = []  # made in inference mode, outside of which nobody may write to it or save it
         if (
-            self._tensor is None
+            not self._tensors
             or is_first_microbatch
             or quantizers is not self._quantizers
             or not self._is_made_from(weight)
         ):
             self._fill(weight, quantizers)
-            # Module.to() swaps quantized parameters, and torch swaps no tensor that has a weak reference.
-            source = weight.record if isinstance(weight, QuantizedTensor) else weight
-            self._source, self.state = weakref.ref(source), weight_state(weight)
-        assert self._tensor is not None
-        return self._tensor
+            self._source, self.state = weakref.ref(weight), weight_state(weight)
+        return [tensor.record for tensor in self._tensors]
+
+    def follow(self, weight: torch.Tensor) -> None:
+        """Keep nothing that a weight, which may have been moved, cannot be written to again."""
+        if self._tensors and not self._fits(weight):
+            self._tensors = []
 
     def _is_made_from(self, weight: torch.Tensor) -> bool:
         """As it is now. Another tensor counts if it has the memory of the one that was quantized: operators
         of a compiled model may get one. That must still be there, or its address is another's.
         """
         source = self._source()
-        if isinstance(weight, QuantizedTensor):
-            return source is weight.record and weight_state(weight) == self.state
         if source is None or weight_state(source) != self.state:
             return False
         return weight is source or weight_state(weight) == self.state
 
     def _fill(self, weight: torch.Tensor, quantizers: Quantizers) -> None:
-        kept = self._tensor
-        if kept is None or quantizers is not self._quantizers or not _fits(kept.record, weight):
-            self._tensor = kept = self._made(weight, quantizers)
-            self._quantizers, self._of_inference = quantizers, torch.is_inference_mode_enabled()
-            if quantizers.keeps_values:
-                keep_values(kept.record)
+        columnwise, parts = quantizers.weight_columns, quantizers.parts(weight.detach())
+        if self._tensors and quantizers is self._quantizers and self._fits(weight):
+            for kept, part in zip(self._tensors, parts, strict=True):
+                quantizers.update_("weight", kept, part, columnwise=columnwise)
             return
-        if not isinstance(weight, NVFP4Tensor):
-            quantizers.update_("weight", kept, weight.detach(), columnwise=quantizers.weight_columns)
-        refresh_values(kept.record)
+        self._tensors = [quantizers("weight", part, rowwise=True, columnwise=columnwise) for part in parts]
+        self._quantizers, self._of_inference = quantizers, torch.is_inference_mode_enabled()
 
-    def _made(self, weight: torch.Tensor, quantizers: Quantizers) -> QuantizedTensor:
-        if not isinstance(weight, NVFP4Tensor):
-            columnwise = quantizers.weight_columns
-            return quantizers("weight", weight.detach(), rowwise=True, columnwise=columnwise)
-        # A record of its own: what it keeps is as old as the cache, the weight's own is not.
-        record = NVFP4Storage.from_context(weight.record.shape, weight.record.context())
-        record.rowwise, record.columnwise = weight.record.rowwise, weight.record.columnwise
-        return NVFP4Tensor(record)
+    def _fits(self, weight: torch.Tensor) -> bool:
+        """Whether what was kept of a weight can be written again."""
+        parts = [tensor.record for tensor in self._tensors]
+        shape = parts[0].shape if weight.dim() == len(parts[0].shape) else (len(parts), *parts[0].shape)
+        kept = (torch.Size(shape), parts[0].dtype, parts[0].device)
+        return kept == (weight.shape, weight.dtype, weight.device)
 
     def __deepcopy__(self, memo: dict) -> "WeightCache":
         return WeightCache()
 
     def __reduce__(self) -> tuple[Callable, tuple]:
         return WeightCache, ()
-
-
-def _fits(kept: Storage, weight: torch.Tensor) -> bool:
-    """Whether what was kept of a weight can be written again."""
-    if isinstance(weight, NVFP4Tensor):
-        return kept.rowwise is weight.record.rowwise and kept.columnwise is weight.record.columnwise
-    return all(getattr(kept, rule) == getattr(weight, rule) for rule in ("shape", "dtype", "device"))
 
 
 def weight_state(weight: torch.Tensor) -> tuple:
@@ -318,3 +320,65 @@ def weight_state(weight: torch.Tensor) -> tuple:
         with torch._C.DisableTorchFunctionSubclass():
             return id(weight), None if weight.is_inference() else weight._version
     return weight.data_ptr(), None if weight.is_inference() else weight._version
+
+
+# Weights that are NVFP4 themselves
+
+
+def primary_parameter(
+    weight: nn.Parameter,
+    name: str,
+    columnwise: bool | None = None,
+    *,
+    block: tuple[int, int] = (BLOCK, BLOCK),
+    four_over_six: FourOverSix | None = None,
+    amax: torch.Tensor | None = None,
+) -> nn.Parameter:
+    """The parameter in NVFP4 that takes the place of `weight`, with its value as the initial one. columnwise:
+    whether it has that copy; None where a layer of zerofp4.nn reads it. amax: that it shares with others; its
+    own if None.
+    """
+    if columnwise is None:
+        columnwise = reads_columns(block, weight.device)
+    # Native products read swizzled scales: where there are some, casts write them, and nobody swizzles.
+    layouts = ("compact", "swizzled") if ops.has_fp4_tensor_cores(weight.device) else ("compact",)
+    options = {"columnwise": columnwise, "scale_layouts": layouts}
+    tensor = quantize(weight, block=block, four_over_six=four_over_six, amax=amax, **options)
+    tensor.record.name = name or None
+    tensor.record.attachments[INIT_VAL] = weight.detach().to("cpu", copy=True)
+    converted = nn.Parameter(tensor, weight.requires_grad)
+    vars(converted).update({k: v for k, v in vars(weight).items() if k != "_is_param"})
+    converted.grad = weight.grad
+    return converted
+
+
+def make_primary(layer: nn.Module) -> None:
+    """Make the weight of a layer that was just made NVFP4. Raises RuntimeError for one without memory."""
+    if layer.weight.is_meta:
+        raise RuntimeError("primary_weights=True quantizes the weight, which is on the meta device")
+    layer.weight = primary_parameter(layer.weight, "")
+    watch_assignments(layer)
+
+
+def watch_assignments(module: nn.Module) -> None:
+    """Have load_state_dict(assign=True) of the module, or of one around it, warn of quantized weights that
+    become ordinary parameters.
+    """
+    hooks = module._load_state_dict_pre_hooks.values()
+    if all(getattr(hook, "hook", None) is not _warn_of_assignments for hook in hooks):
+        module.register_load_state_dict_pre_hook(_warn_of_assignments)
+
+
+def _warn_of_assignments(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+) -> None:
+    if not local_metadata.get("assign_to_params_buffers"):
+        return
+    keys = [prefix + name for name, p in module.named_parameters() if isinstance(p, QuantizedTensor)]
+    lost = [key for key in keys if key in state_dict and not isinstance(state_dict[key], QuantizedTensor)]
+    if lost:
+        warnings.warn(
+            "load_state_dict(assign=True) replaces quantized weights by ordinary parameters: "
+            f"{', '.join(lost)}. Without assign=True it quantizes the values",
+            stacklevel=2,
+        )

@@ -7,7 +7,7 @@ import fnmatch
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from zerofp4.gemm import BACKENDS
 from zerofp4.storage import check_block
 
 BACKWARDS = ("quantized", "dequantized")
-CACHES = ("operands", "dequantized")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +32,6 @@ class NVFP4Recipe:
     backward: "quantized", or "dequantized": gradients stay in their dtype, and are multiplied with the values
     of the quantized weight and the quantized input.
     backend: of zerofp4.gemm.
-    cache: what is kept of a weight from a call with is_first_microbatch=True on. "operands" is the quantized
-    weight; "dequantized" besides, for the exact backend, its values as the products read them, which are then
-    not made again for every product: 2 bytes an element, 4 where there is a quantized backward pass (twice as
-    many on the CPU). The same bytes result; the native backend has no such values.
     modules: (name, recipe) of the modules that follow another recipe, or None and stay as they are outside of
     autocast, with all that is in them: names as of named_modules(), in which * stands for anything. The first
     that fits counts; autocast takes the model.
@@ -51,7 +46,6 @@ class NVFP4Recipe:
     four_over_six: FourOverSix | None = None
     backward: str = "quantized"
     backend: str = "auto"
-    cache: str = "operands"
     modules: Sequence[tuple[str, Any]] = ()
 
     def __post_init__(self) -> None:
@@ -62,7 +56,7 @@ class NVFP4Recipe:
             raise TypeError(f"four_over_six must be a FourOverSix or None, got {kind}")
         if self.hadamard is False and self.random_signs is False:
             raise ValueError("random_signs=False says how hadamard transforms, but hadamard is False")
-        _check_products(self.backward, self.backend, self.cache)
+        _check_products(self.backward, self.backend)
         object.__setattr__(self, "modules", _checked_modules(self.modules))
         object.__setattr__(self, "key", repr(self))
 
@@ -71,16 +65,15 @@ class NVFP4Recipe:
 class MXFP8Recipe:
     """All three products of a layer from MXFP8 operands, rounded to nearest. For high-precision parameters.
 
-    backward, backend, cache, modules: as of NVFP4Recipe. Raises TypeError or ValueError for another value.
+    backward, backend, modules: as of NVFP4Recipe. Raises TypeError or ValueError for another value.
     """
 
     backward: str = "quantized"
     backend: str = "auto"
-    cache: str = "operands"
     modules: Sequence[tuple[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        _check_products(self.backward, self.backend, self.cache)
+        _check_products(self.backward, self.backend)
         object.__setattr__(self, "modules", _checked_modules(self.modules))
         object.__setattr__(self, "key", repr(self))
 
@@ -92,16 +85,17 @@ _by_key: dict[str, Recipe] = {}
 
 
 def recipe_of_key(key: str) -> Recipe:
+    """Raises RuntimeError if no autocast was made of it, as may be where an exported program was loaded."""
+    if key not in _by_key:
+        raise RuntimeError(f"make zerofp4.nn.autocast(recipe) first, of the recipe that is called for: {key}")
     return _by_key[key]
 
 
-def _check_products(backward: str, backend: str, cache: str) -> None:
+def _check_products(backward: str, backend: str) -> None:
     if backward not in BACKWARDS:
         raise ValueError(f"backward must be one of {BACKWARDS}, got {backward!r}")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
-    if cache not in CACHES:
-        raise ValueError(f"cache must be one of {CACHES}, got {cache!r}")
 
 
 def _checked_modules(modules: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
@@ -172,7 +166,7 @@ Contexts = tuple[autocast, ...]
 
 _entered: contextvars.ContextVar[Contexts] = contextvars.ContextVar("zerofp4.nn.autocast", default=())
 _last: weakref.WeakKeyDictionary[nn.Module, Recipe | None] = weakref.WeakKeyDictionary()
-"""By layer, or list of layers, the recipe of its last forward pass outside of compiled code."""
+"""By layer the recipe of its last forward pass outside of compiled code."""
 _last_compiled: Contexts = ()
 """The contexts of the last forward pass of compiled code, of any thread."""
 _NO_LAYER = nn.Module()
@@ -199,22 +193,13 @@ def current_recipe(layer: nn.Module | None = None) -> Recipe | None:
     """That of the autocast around the caller, for a layer; None outside, and of a layer that follows none.
     Inside a backward pass that of the layer's last forward pass.
     """
-    return _find(_recipe_in, layer)
-
-
-def common_recipe(layers: nn.ModuleList) -> Recipe | None:
-    """That of all these layers; None where they have different ones, or none."""
-    return _find(_common_recipe_in, layers)
-
-
-def _find(find_in: Callable[[Contexts, Any], Recipe | None], layer: nn.Module | None) -> Recipe | None:
     if torch.compiler.is_compiling():
-        return find_in(_this_module.contexts, layer)
+        return _recipe_in(_this_module.contexts, layer)
     key = _NO_LAYER if layer is None else layer
     if torch._C._current_graph_task_id() == _NO_BACKWARD_PASS:
-        _last[key] = recipe = find_in(_entered.get(), layer)
+        _last[key] = recipe = _recipe_in(_entered.get(), layer)
         return recipe
-    return _last[key] if key in _last else find_in(_last_compiled, layer)
+    return _last[key] if key in _last else _recipe_in(_last_compiled, layer)
 
 
 def _recipe_in(contexts: Contexts, layer: nn.Module | None) -> Recipe | None:
@@ -225,15 +210,6 @@ def _recipe_in(contexts: Contexts, layer: nn.Module | None) -> Recipe | None:
         if context.mark in recipes:
             return recipes[context.mark]
     return None
-
-
-def _common_recipe_in(contexts: Contexts, layers: nn.ModuleList) -> Recipe | None:
-    if not contexts:
-        return None
-    if contexts[-1].mark is None:
-        return contexts[-1].recipe
-    recipes = {_recipe_in(contexts, layer) for layer in layers}
-    return recipes.pop() if len(recipes) == 1 else None
 
 
 def _recipes_of_modules(recipe: Recipe, model: nn.Module | None) -> dict[nn.Module, Recipe | None]:

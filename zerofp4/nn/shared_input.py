@@ -2,7 +2,7 @@
 
 import torch
 
-from zerofp4.nn.linear import Linear
+from zerofp4.nn.linear import Linear, by_autocast
 from zerofp4.nn.quantizers import quantizers_of
 from zerofp4.nn.recipe import current_recipe
 from zerofp4.tensors import QuantizedTensor, StraightThrough
@@ -26,8 +26,7 @@ def quantize_input(x: torch.Tensor, layer: Linear | None = None) -> torch.Tensor
     recipe = current_recipe(layer)
     if recipe is None or torch.compiler.is_compiling() or isinstance(x, QuantizedTensor):
         return x
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # which meta has not
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = by_autocast(x)
     quantizers = quantizers_of(recipe, x.device)
     columnwise = torch.is_grad_enabled() and quantizers.quantized_backward
 

@@ -33,7 +33,7 @@ from zerofp4.ops.device import (
 from zerofp4.ops.grouped import grouped_shapes
 from zerofp4.ops.grouped_values import grouped_values
 from zerofp4.ops.hardware import SLOW_ON_CPU, check_capability, code_for
-from zerofp4.ops.layer import implement_layer, layer_scheme, use_native_layer
+from zerofp4.ops.layer import configure_layer, layer_scheme, native_layer
 from zerofp4.ops.layouts import change_scales
 from zerofp4.ops.operator import backend, fake, is_plain_call
 from zerofp4.ops.optimizer import (
@@ -140,6 +140,7 @@ __all__ = [
     "choice_arguments",
     "code_for",
     "compile_on_first_use",
+    "configure_layer",
     "current_stream",
     "draw_rng_state",
     "extension_file",
@@ -150,13 +151,13 @@ __all__ = [
     "grouped_shapes",
     "grouped_values",
     "has_fp4_tensor_cores",
-    "implement_layer",
     "increment_versions",
     "is_capturing",
     "is_plain_call",
     "layer_scheme",
     "load_cast",
     "load_gather",
+    "native_layer",
     "neutral_amax",
     "norm_of_squares",
     "padded_scale",
@@ -170,7 +171,6 @@ __all__ = [
     "state_facts",
     "target_of",
     "tensor_facts",
-    "use_native_layer",
     "use_native_linear",
     "values_of",
     "values_of_many",

@@ -31,7 +31,6 @@ TOGETHER = {
     "all_layers.cpp": (
         "grouped_passes.cpp",
         "layer.cpp",
-        "layer_operators.cpp",
         "layer_passes.cpp",
         "quantization.cpp",
     ),

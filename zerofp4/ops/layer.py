@@ -1,61 +1,36 @@
-"""Linear layers of an NVFP4 recipe in C++, from zerofp4._autograd: their functions, their operators, and how
+"""Layers of a recipe in C++, from zerofp4._autograd: their operators, a call without the dispatcher, and how
 they quantize.
 """
 
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 
+import zerofp4._autograd as _autograd
 import zerofp4._C as _C
 from zerofp4.format import BLOCK, FourOverSix
-from zerofp4.ops import autograd
 from zerofp4.ops.cublaslt import why_no_cublaslt
 from zerofp4.ops.dequantize import neutral_amax
 from zerofp4.ops.operator import without_backend
 from zerofp4.ops.quantize import choice_arguments
 
-
-def use_native_layer(
-    use: Callable, begin_backward: Callable, gradients: Callable, add_to_main_grads: Callable
-) -> None:
-    """Call use(layer, groups) where the extension is used, now or once the first use has compiled it: a
-    linear layer of an NVFP4 recipe in C++, layer(x, weight, bias or None, data, scale, amax, values,
-    block_rows, e4m3_max, scheme, context), and one of groups of rows, groups(x, splits, weights, biases,
-    copies or None, values, e4m3_max, scheme, context). They return None for what the Python nodes have to do.
-
-    begin_backward(node, context, dtype, has_weight), gradients(node, context, grad, groups, x, weights,
-    e4m3_max, x_dtype, weight_dtype, bias_dtype) and add_to_main_grads(main_grads, gradients, dtype) are what
-    their node calls in Python.
-    """
-
-    def configure(extension: ModuleType) -> None:
-        called = begin_backward, gradients, add_to_main_grads
-        extension.configure_layer(neutral_amax, *called, _C.layer_functions)
-        use(extension.layer, extension.groups)
-
-    autograd.use_extension(configure)
+native_layer = _autograd.layer
+"""native_layer(x, splits, weight, bias, rows, scheme, recipe, main_grad, is_current): zerofp4::linear without
+the dispatcher, or None for what that has to see (csrc/autograd/layer.cpp).
+"""
 
 
-OPERATORS = ("linear", "linear_gradients", "grouped_linear", "grouped_linear_gradients")
-
-
-def implement_layer(quantizers_of: Callable, cached_rows: Callable, cached_groups: Callable) -> None:
-    """Dispatch the OPERATORS of layers in C++, where the extension is used. What is not plain goes on to
+def configure_layer(quantizers_of: Callable, cached_rows: Callable, gradient_place: Callable) -> None:
+    """Dispatch zerofp4::linear and zerofp4::linear_gradients in C++, which hands what it does not multiply to
     their implementations in Python.
 
     quantizers_of(recipe, device): of a recipe by its key; their `scheme` is that of layer_scheme().
-    cached_rows(quantizers, weight, cache, is_first, x_dtype): data, scale, amax, values, block_rows and
-    e4m3_max, as a layer takes them, of the rows that a cache keeps of a weight, or None.
-    cached_groups(quantizers, weights, caches, is_first): copies, values and e4m3_max, as groups take them, of
-    the rows that caches keep of all weights, or None.
+    cached_rows(quantizers, weight, cache): rows, as native_layer takes them, of the weight that a cache
+    keeps, or None. gradient_place(node, index, dtype): memory for the gradient of a node's input, or None.
     """
-
-    def implement(extension: ModuleType) -> None:
-        python = map(without_backend, OPERATORS)
-        extension.implement_layer(*python, quantizers_of, cached_rows, cached_groups)
-
-    autograd.use_extension(implement)
+    python = map(without_backend, ("linear", "linear_gradients"))
+    called = quantizers_of, cached_rows, gradient_place
+    _autograd.configure_layer(_C.layer_functions, neutral_amax, *python, *called)
 
 
 def layer_scheme(
@@ -66,16 +41,10 @@ def layer_scheme(
     stochastic_rounding: bool,
     four_over_six: FourOverSix | None,
     weight_block: tuple[int, int],
-) -> object | None:
-    """How layers of an NVFP4 recipe quantize on a device, for the layer in C++; None where the extension is
-    not used. The first use compiles it. The options are those of the recipe.
-    """
-    autograd.compile_on_first_use()
-    extension = autograd.native_extension()
-    if extension is None:
-        return None
+) -> object:
+    """How layers of an NVFP4 recipe quantize on a device, for C++. The options are those of the recipe."""
     e4m3_max, error = choice_arguments(four_over_six)
     by_cublaslt = device.type == "cuda" and why_no_cublaslt() is None
     has_tiles = weight_block == (BLOCK, BLOCK)
     options = hadamard, random_signs, stochastic_rounding, e4m3_max, error == "mse", has_tiles
-    return extension.scheme(*options, by_cublaslt)
+    return _autograd.scheme(*options, by_cublaslt)

@@ -34,28 +34,21 @@ Copy = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
 # Values
 
 
-def product_values(
-    a: Copy, b: Copy, dtype: torch.dtype, kept: Sequence[torch.Tensor | None] = (None, None)
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The operator, on copies of records, which have checked their buffers. kept: values of one of them that
-    are there already, and are given back.
-    """
+def product_values(a: Copy, b: Copy, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operator, on copies of records, which have checked their buffers."""
     if is_plain_call(a[0]):
-        return _run_values([a, b], dtype, kept)
+        return _run_values([a, b], dtype)
     return torch.ops.zerofp4.product_values(*map(list, zip(a, b, strict=True)), dtype)
 
 
-def _run_values(
-    copies: Sequence[Copy], dtype: torch.dtype, kept: Sequence[torch.Tensor | None] = (None, None)
-) -> tuple[torch.Tensor, ...]:
+def _run_values(copies: Sequence[Copy], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     device = copies[0][0].device
     neutral = neutral_amax(device)
     outputs, operands = [], []
-    for (data, scale, amax, block_rows, e4m3_max), values in zip(copies, kept, strict=True):
+    for data, scale, amax, block_rows, e4m3_max in copies:
         rows, cols = data.shape[0], 2 * data.shape[1]
-        out = torch.empty((rows, cols), dtype=dtype, device=device) if values is None else values
-        place = out.data_ptr() if values is None else 0
-        matrix = address_of("data", data), address_of("scale", scale), place, rows, cols, block_rows
+        out = torch.empty((rows, cols), dtype=dtype, device=device)
+        matrix = address_of("data", data), address_of("scale", scale), out.data_ptr(), rows, cols, block_rows
         outputs.append(out)
         operands.append((*matrix, address_of("amax", amax), e4m3_max))
     alpha = torch.empty(1, dtype=torch.float32, device=device)
