@@ -1,9 +1,10 @@
-"""Builds zerofp4._C: pybind11 and our sources, no torch. CUDA sources are compiled when there is an nvcc.
-Where a torch is installed, also zerofp4._autograd, which is built against it, and which all works without.
-Its sources become part of the package: where there was no torch, it is compiled on first use.
+"""Builds zerofp4._C and zerofp4._autograd by CMake and ninja, for this Python and the torch that it has:
+
+    pip install torch setuptools pybind11 cmake ninja
+    pip install --no-build-isolation .
 
 Environment:
-    ZEROFP4_CUDA=0      the CPU side only
+    ZEROFP4_CUDA=0      the CPU side only, as where there is no nvcc
     ZEROFP4_CUDA_ARCHS  GPU architectures: "90", "80;90;100f", "native", "all", or "branches", the least that
                         has every branch of the sources. If not given, native where there is a GPU, else all.
                         PTX of compute_90 is always added, for newer GPUs. Or "compute_80": its PTX alone, to
@@ -11,75 +12,93 @@ Environment:
     ZEROFP4_CUDA_OPTIMIZE=0
                         GPU code that is hardly optimized, in a fifth of the time: to see that it compiles.
                         nvcc before 12.9 optimizes all the same.
-    ZEROFP4_AUTOGRAD=0  without zerofp4._autograd
-    ZEROFP4_SANITIZE=1  with AddressSanitizer and UndefinedBehaviorSanitizer. Needs ZEROFP4_CUDA=0, and that
-                        Python runs under them, as scripts/test.sh --sanitize starts it.
-    NVCC, CXX           the compilers to use in place of those on the PATH
+    ZEROFP4_SANITIZE=1  zerofp4._C with AddressSanitizer and UndefinedBehaviorSanitizer. Needs ZEROFP4_CUDA=0,
+                        and that Python runs under them, as scripts/test.sh --sanitize starts it.
+    CXX, CUDACXX        the compilers to use in place of those on the PATH
 
-Objects are kept in build/objects. A build where nothing changed compiles and links nothing.
+What is built stays in build/cmake-*: the next build compiles what has changed.
 """
 
-import functools
+import importlib.util
 import os
+import runpy
+import shutil
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.command.build_py import build_py
+from setuptools.errors import BaseError
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # not there in an isolated build
+ROOT = Path(__file__).resolve().parent
+HOW = "pip install torch setuptools pybind11 cmake ninja, then pip install --no-build-isolation ."
+SWITCHES = {"ZEROFP4_CUDA": "1", "ZEROFP4_CUDA_OPTIMIZE": "1", "ZEROFP4_SANITIZE": "0"}
+COMPILERS = ("CXX", "CUDACXX", "CUDAHOSTCXX", "NVCC_CCBIN", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS")
+# This Python's programs come first: its environment may not be activated.
+PATH = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
-from build_tools import architectures, commands, compilers, objects, torch_extension
+
+def check_tools():
+    found = {name: importlib.util.find_spec(name) for name in ("torch", "pybind11")}
+    found |= {name: shutil.which(name, path=PATH) for name in ("cmake", "ninja")}
+    missing = ", ".join(name for name in found if not found[name])
+    if missing:
+        sys.exit(f"the build does not find {missing}: {HOW}")
+
+
+def definitions():
+    """What CMakeLists.txt is told."""
+    import pybind11
+
+    torch = Path(importlib.util.find_spec("torch").origin).parent  # importing it would take seconds
+    switches = {name: os.environ.get(name, default) for name, default in SWITCHES.items()}
+    for name, value in switches.items():
+        if value not in ("0", "1"):
+            raise BaseError(f"{name}={value!r}: it is 0 or 1")
+    return switches | {
+        "ZEROFP4_CUDA_ARCHS": os.environ.get("ZEROFP4_CUDA_ARCHS", ""),
+        "PYTHON_INCLUDE": sysconfig.get_path("include"),
+        "PYTHON_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
+        "PYBIND11_INCLUDE": pybind11.get_include(),
+        "TORCH": torch,
+        "TORCH_VERSION": runpy.run_path(str(torch / "version.py"))["__version__"],
+    }
+
+
+def run_cmake(*arguments):
+    command = [shutil.which("cmake", path=PATH), *map(str, arguments)]
+    if subprocess.run(command, env=os.environ | {"PATH": PATH}).returncode:
+        raise BaseError("zerofp4 was not built: see above")
+
+
+def configure(folder, defined):
+    """Each time, because there may be other GPUs: it takes a fraction of a second."""
+    record = folder / "compilers"
+    found = [shutil.which("nvcc", path=PATH), *(os.environ.get(name) for name in COMPILERS)]
+    if not record.exists() or record.read_text() != repr(found):  # CMake looks for compilers once
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        record.write_text(repr(found))
+    run_cmake("-G", "Ninja", "-S", ROOT, "-B", folder, *(f"-D{name}={defined[name]}" for name in defined))
 
 
 class Build(build_ext):
-    """The extensions out of what build_tools finds and compiles."""
-
-    def build_extension(self, ext):
-        cxx = compilers.find_cxx()
-        nvcc = compilers.find_nvcc(cxx)
-        archs = self.choose_architectures(nvcc) if nvcc else []
-        processes = self.parallel if isinstance(self.parallel, int) else len(os.sched_getaffinity(0))
-        of_torch = torch_extension.jobs(cxx, torch) if torch else []
-        if ext.name == torch_extension.NAME:
-            jobs, beside, link = of_torch, [], torch_extension.link(cxx, torch)
-        else:
-            jobs, beside, link = commands.all_jobs(cxx, nvcc, archs), of_torch, commands.link(cxx, nvcc)
-        with objects.locked():
-            announce = functools.partial(self.announce_build, cxx, nvcc, archs)
-            built = objects.compile_all(jobs, processes, announce, beside)
-            objects.link(link, [job.object for job in jobs], built, self.get_ext_fullpath(ext.name))
-
-    def choose_architectures(self, nvcc):
-        wanted = os.environ.get(architectures.VARIABLE, "")
-        return architectures.choose(wanted, nvcc, architectures.gpus_of_this_machine)
-
-    def announce_build(self, cxx, nvcc, archs):
-        compilers.try_out(cxx, nvcc)
-        print(f"C++ by {' '.join(cxx.command)}, instruction sets {', '.join(commands.ISA_FLAGS)}")
-        if nvcc:
-            flags = " ".join(["", *commands.optimization(nvcc)])
-            print(f"CUDA by {nvcc.command[0]}{flags} for {', '.join(architectures.names(archs))}")
-        else:
-            print("no CUDA")
-        print(f"{torch_extension.NAME} for torch {torch.version}" if torch else f"no {torch_extension.NAME}")
+    def build_extensions(self):
+        defined = definitions()
+        kind = "-sanitized" if defined["ZEROFP4_SANITIZE"] == "1" else ""
+        folder = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}{kind}"
+        configure(folder, defined)
+        run_cmake("--build", folder)
+        for extension in self.extensions:
+            target = Path(self.get_ext_fullpath(extension.name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.unlink(missing_ok=True)  # a process that has loaded it keeps the old one
+            shutil.copy2(folder / target.name, target)
 
 
-class WithSources(build_py):
-    """The package, and in it the sources of what is compiled on first use. A checkout has them beside it."""
-
-    def run(self):
-        super().run()
-        if not self.editable_mode:
-            for file in torch_extension.source_files(Path("csrc")):
-                target = Path(self.build_lib, "zerofp4", file)
-                self.mkpath(str(target.parent))
-                self.copy_file(str(file), str(target))
-
-
-torch = torch_extension.find_torch()
-extensions = [Extension("zerofp4._C", sources=[])]
-if torch:  # a torch that it does not compile against does not keep the package from being installed
-    extensions.append(Extension(torch_extension.NAME, sources=[], optional=True))
-setup(ext_modules=extensions, cmdclass={"build_ext": Build, "build_py": WithSources})
+if not {"sdist", "egg_info"} & set(sys.argv):
+    check_tools()
+names = "zerofp4._C", "zerofp4._autograd"
+setup(ext_modules=[Extension(name, sources=[]) for name in names], cmdclass={"build_ext": Build})

@@ -24,7 +24,7 @@ build_sanitized() {
 with_sanitizers() {
     local preload
     preload=$(library libasan.so):$(library libubsan.so):$(library libstdc++.so)
-    env LD_PRELOAD="$preload" PYTHONPATH="$ROOT/$SANITIZED" ZEROFP4_AUTOGRAD=0 \
+    env LD_PRELOAD="$preload" PYTHONPATH="$ROOT/$SANITIZED" \
         ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
         PYTEST_ADDOPTS="-o 'pythonpath=$SANITIZED . tests' --capture=sys" "$@"
 }

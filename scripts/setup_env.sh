@@ -49,10 +49,10 @@ is_installed() {
     [[ $2 == any ]] && ! package_is_ours "$1" && (cd / && "$1" -c 'import zerofp4') 2>/dev/null
 }
 
-# build_extension PYTHON: brings it up to date, which takes a second where it is. The build's own records decide: flags,
-# compilers and architectures count as the sources do. Quiet unless something is compiled.
-build_extension() {
-    (cd "$ROOT" && "$1" setup.py --quiet build_ext --inplace) || fail "the extension did not build"
+# build_extensions PYTHON: brings them up to date, which takes a second where they are. Flags and architectures count as
+# the sources do.
+build_extensions() {
+    (cd "$ROOT" && "$1" setup.py --quiet build_ext --inplace) || fail "the extensions did not build"
 }
 
 # missing PYTHON EXTRA: what pyproject.toml requires, for that extra too, and is not installed. Never torch, which was
@@ -116,12 +116,17 @@ renew_pip() {
     "$1" -m pip install --quiet --retries 1 --timeout 15 'pip>=25' || say "pip stays as it is"
 }
 
-# get_build_tools PYTHON: what pyproject.toml requires for a build. It stays, so that build_extension can run later.
+# get_build_tools PYTHON: what setup.py needs beside torch, and does not find. It stays: it builds again later.
 get_build_tools() {
-    local requirements
-    mapfile -t requirements < <(sed -n 's/^requires = //p' "$ROOT/pyproject.toml" | grep -o '[a-z0-9]*>=[0-9.]*')
-    say "installing ${requirements[*]}"
-    "$1" -m pip install --quiet "${requirements[@]}" || fail "${requirements[*]} could not be installed"
+    local wanted=() folder
+    folder=$(dirname "$1")
+    has "$1" setuptools || wanted+=('setuptools>=77')
+    has "$1" pybind11 || wanted+=('pybind11>=2.13')
+    PATH=$folder:$PATH command -v cmake >/dev/null || wanted+=('cmake>=3.24')
+    PATH=$folder:$PATH command -v ninja >/dev/null || wanted+=(ninja)
+    ((${#wanted[@]})) || return 0
+    say "installing ${wanted[*]}"
+    "$1" -m pip install --quiet "${wanted[@]}" || fail "${wanted[*]} could not be installed"
 }
 
 # install PYTHON: the package, editable. It needs no network.
@@ -179,25 +184,21 @@ setup_throw_away() {
 
 # complete EXTRA PACKAGE: installs into the environment of $PYTHON what it lacks.
 complete() {
-    local extra=$1 package=$2 wanted build builds=()
-    if ! is_installed "$PYTHON" "$package"; then
-        has "$PYTHON" setuptools pybind11 || get_build_tools "$PYTHON"
-        build_extension "$PYTHON" & # which needs no torch
-        builds+=($!)
-    fi
+    local extra=$1 package=$2 wanted build=
     if ! has_torch "$PYTHON"; then
         say "installing $TORCH"
         "$PYTHON" -m pip install --quiet "$TORCH" || fail "$TORCH could not be installed"
-        if ((${#builds[@]})); then
-            build_extension "$PYTHON" & # zerofp4._autograd, which needs one, once the other build lets go of its lock
-            builds+=($!)
-        fi
+    fi
+    if ! is_installed "$PYTHON" "$package"; then
+        get_build_tools "$PYTHON"
+        build_extensions "$PYTHON" & # while pip installs the rest
+        build=$!
     fi
     mapfile -t wanted < <(missing "$PYTHON" "$extra")
     ((${#wanted[@]} == 0)) || get "$PYTHON" "${wanted[@]}"
     [[ $extra != test ]] || fetch_megatron "$PYTHON"
-    if ((${#builds[@]})); then
-        for build in "${builds[@]}"; do wait "$build"; done
+    if [[ $build ]]; then
+        wait "$build"
         # Now, since pip shows nothing of a build before it failed.
         package_is_ours "$PYTHON" || install "$PYTHON"
     fi

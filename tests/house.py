@@ -174,7 +174,7 @@ def _judge(house: House, module: tuple[str, ...], imported: Import) -> Iterator[
     dotted = ".".join((house.package.name, *imported.module))
     if other in EXTENSIONS:
         if room != THEIR_ROOM:
-            yield f"{where}: imports {dotted} (only {THEIR_ROOM}/ calls the extension)"
+            yield f"{where}: imports {dotted} (only {THEIR_ROOM}/ calls the extensions)"
         return
     if other == room:
         return

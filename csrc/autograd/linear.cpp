@@ -158,8 +158,7 @@ struct LinearBackward : Node {
 
     void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
         TORCH_CHECK(false,
-                    "compiled autograd cannot trace the node in C++ of F.linear with an NVFP4 weight: set "
-                    "ZEROFP4_AUTOGRAD=0, which takes the one in Python");
+                    "compiled autograd cannot trace a product with an NVFP4 weight: call backward() without it");
     }
 
     void release_variables() override {

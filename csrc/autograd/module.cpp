@@ -1,5 +1,5 @@
 // zerofp4._autograd: what needs torch's own interface in C++, built against one torch.
-// zerofp4/ops/autograd.py loads it, or says why it is not used.
+// zerofp4/ops/extension.py loads it.
 
 #include <Python.h>
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
+import sysconfig
 
 import pytest
-import torch
+from cases import builds
 
-from zerofp4.ops import autograd_build
-from zerofp4.ops.autograd_build import FLAGS, Torch, link_flags
+pytest.importorskip("pybind11")
 
 SOURCE = """
 #include <sstream>
@@ -23,14 +22,14 @@ extern "C" __attribute__((visibility("default"))) int size_of_text(long value) {
 CALL = "import ctypes, sys, torch; print(ctypes.CDLL(sys.argv[1]).size_of_text(ctypes.c_long(5)))"
 
 
+@pytest.mark.heavy
 def test_streams_work_where_a_compiler_prefers_a_static_library(tmp_path):
-    compiler = autograd_build._compiler()
-    if not compiler:
-        pytest.skip("no C++ compiler")
-    source, library = tmp_path / "text.cpp", tmp_path / "text.so"
-    source.write_text(SOURCE)
-    link = link_flags(Torch(Path(torch.__file__).parent, torch.__version__))
-    compiler = [*compiler, *FLAGS, "-static-libstdc++"]
-    subprocess.run([*compiler, str(source), "-o", str(library), *link], check=True)
-    done = subprocess.run([sys.executable, "-c", CALL, str(library)], capture_output=True, text=True)
+    """Linked as the extension is, of other sources."""
+    builds.configure(tmp_path, ZEROFP4_CUDA="0", LDFLAGS="-static-libstdc++")
+    (tmp_path / "all_layers.cpp").write_text(SOURCE)
+    (tmp_path / "all_products.cpp").write_text("")
+    library = f"_autograd{sysconfig.get_config_var('EXT_SUFFIX')}"
+    builds.ninja(tmp_path, library)
+    call = [sys.executable, "-c", CALL, str(tmp_path / library)]
+    done = subprocess.run(call, capture_output=True, text=True)
     assert (done.stdout.strip(), done.returncode) == (str(len("item 5")), 0), done.stderr

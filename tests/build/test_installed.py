@@ -1,6 +1,6 @@
 """README's installation, pasted where nothing is installed, and what it left, used outside of the checkout.
 
-All other tests run a developer's installation, which is editable and has zerofp4._autograd from setup.py.
+All other tests run a developer's installation, which is editable.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ def loss_of(model, batch):
 """
 CHECKS = """
 assert pathlib.Path(zerofp4.__file__).is_relative_to(sys.prefix), zerofp4.__file__
-why = zerofp4.ops.why_python_autograd()
-assert why is None, why
 """
 PYTEST = """
 import pathlib, pytest, sys, zerofp4
@@ -56,9 +54,9 @@ def copy(target: Path, *without: str) -> None:
 
 
 def run(folder: Path, *command: object, cwd: str, **more: str) -> subprocess.CompletedProcess:
-    """In the environment in this folder, with a cache of its own; stderr is part of stdout."""
+    """In the environment in this folder; stderr is part of stdout."""
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("ZEROFP4_")}
-    kept |= {"PATH": f"{folder}/venv/bin:{kept['PATH']}", "TORCH_EXTENSIONS_DIR": f"{folder}/cache", **more}
+    kept |= {"PATH": f"{folder}/venv/bin:{kept['PATH']}", **more}
     words = [str(word) for word in command]
     said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.run(words, cwd=folder / cwd, env=kept, timeout=540, **said)
@@ -73,7 +71,7 @@ def install(folder: Path) -> tuple[Path, subprocess.CompletedProcess]:
     options = {"ZEROFP4_CUDA": "0", "PIP_CONSTRAINT": str(folder / "constraint"), "PIP_COMPILE": "0"}
     options |= {} if CI else {"PIP_RETRIES": "0"}
     pasted, *_ = blocks(README, "shell")
-    assert "pip install ." in pasted.code
+    assert "pip install --no-build-isolation ." in pasted.code
     return folder, run(folder, "bash", "-e", "-c", pasted.code, cwd="checkout", **options)
 
 
@@ -105,18 +103,21 @@ def test_the_block_ends_with_what_was_installed(installed):
     assert printed.endswith("\nno problem found\n")
 
 
-def test_the_snippet_compiles_once_what_it_then_uses(installed):
+def test_the_snippet_runs(installed):
     folder, _ = installed
-    snippet = blocks(README, "python")[0].code
-    another_step = snippet[snippet.index("loss_of(") :]
-    (folder / "outside" / "use.py").write_text(BROUGHT + snippet + another_step + CHECKS)
-
-    alone = run(folder, "python", "use.py", cwd="outside")
-    assert alone.returncode == 0 and "zerofp4: compiled in " in alone.stdout, alone.stdout
+    (folder / "outside" / "use.py").write_text(BROUGHT + blocks(README, "python")[0].code + CHECKS)
     ranks = run(folder, "torchrun", "--standalone", "--nproc-per-node=2", "use.py", cwd="outside")
-    assert ranks.returncode == 0 and "zerofp4: " not in ranks.stdout, ranks.stdout
-    info = run(folder, "zerofp4", "info", cwd="outside")
-    assert info.returncode == 0 and f"by zerofp4._autograd, {folder}/cache/" in info.stdout, info.stdout
+    assert ranks.returncode == 0, ranks.stdout
+
+
+def test_an_isolated_build_says_what_to_type(installed):
+    """Before it fetches a torch or compiles anything."""
+    folder, _ = installed
+    isolated = run(folder, "pip", "install", ".", cwd="checkout")
+    if "No matching distribution found for setuptools" in isolated.stdout and not CI:
+        pytest.skip("pip cannot fetch setuptools here")
+    assert isolated.returncode != 0
+    assert ", then pip install --no-build-isolation ." in isolated.stdout, isolated.stdout
 
 
 def test_the_quick_tests_pass(installed):

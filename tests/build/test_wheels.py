@@ -20,15 +20,12 @@ LEFT_BEHIND = (".git", ".venv", "build", "dist", "runs", "site")
 LEFT_BEHIND += ("*.so", "*.egg-info", "__pycache__", ".*_cache")
 
 USE = """
-import os, pathlib, sys
-os.environ["XDG_CACHE_HOME"] = sys.prefix
+import pathlib, sys
 import torch, zerofp4
 from zerofp4 import reference
 assert pathlib.Path(zerofp4.__file__).is_relative_to(sys.prefix), zerofp4.__file__
 x = torch.randn(48, 64)
 assert torch.equal(zerofp4.quantize(x).rowwise_data, reference.quantize(x).rowwise_data)
-why = zerofp4.ops.why_python_autograd()  # not that there are no sources
-assert "the first product with an NVFP4 weight compiles it" in why or "C++ compiler" in why, why
 """
 
 
@@ -46,19 +43,14 @@ def test_a_wheel_in_a_clean_environment(tmp_path):
     """Built in a copy, since the script empties folders of the build. Only torch is this environment's."""
     checkout, clean = tmp_path / "checkout", tmp_path / "clean"
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
-    (ROOT / "build" / "objects").mkdir(parents=True, exist_ok=True)
-    (checkout / "build").mkdir()
-    (checkout / "build" / "objects").symlink_to(ROOT / "build" / "objects")  # what is current is not compiled
     run("bash", checkout / "scripts" / "build_wheels.sh", sys.executable)
     (wheel,) = (checkout / "dist").glob("*.whl")
     assert len(list((checkout / "dist").glob("*.tar.gz"))) == 1
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [*(ROOT / "zerofp4").rglob("*.py"), ROOT / "zerofp4" / "py.typed"]
     expected = {file.relative_to(ROOT).as_posix() for file in files}
-    sources = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc" / "autograd").glob("*.cpp")]
-    expected |= {f"zerofp4/{file.relative_to(ROOT).as_posix()}" for file in sources}  # for a first use
-    (extension,) = held - expected
-    assert len(held) == len(expected) + 1 and extension.startswith("zerofp4/_C.")
+    assert expected <= held
+    assert {name.partition(".")[0] for name in held - expected} == {"zerofp4/_C", "zerofp4/_autograd"}
 
     run(sys.executable, "-m", "venv", clean)
     python = clean / "bin" / "python"

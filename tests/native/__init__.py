@@ -38,7 +38,7 @@ class Conversions:
 
     def __init__(self, device: torch.device, folder: Path):
         on_gpu = device.type == "cuda"
-        name = os.environ.get("NVCC", "nvcc") if on_gpu else os.environ.get("CXX", "g++")
+        name = os.environ.get("CUDACXX", "nvcc") if on_gpu else os.environ.get("CXX", "g++")
         compiler = shutil.which(name)
         if compiler is None:
             pytest.skip(f"no {name} on the PATH")

@@ -12,12 +12,7 @@ from tensor_helpers import DTYPES, values
 from torch import nn
 
 import zerofp4
-from zerofp4 import ops
 from zerofp4.ops.dequantize import _dequantize
-
-needs_extension = pytest.mark.skipif(
-    ops.why_python_autograd() is not None, reason=str(ops.why_python_autograd())
-)
 
 FORMATS = {
     "16x16": {},
@@ -27,7 +22,6 @@ FORMATS = {
 }
 
 
-@needs_extension
 @pytest.mark.heavy
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
@@ -50,7 +44,6 @@ def test_frames_are_counted():
     assert frames(lambda: zerofp4.quantize(values(32, 64)))
 
 
-@needs_extension
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("block_rows", [1, 16])
@@ -98,7 +91,6 @@ WRONG = {
 }
 
 
-@needs_extension
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_said_by_python(name):
     arguments = plain_arguments()
@@ -111,14 +103,12 @@ def test_what_is_wrong_is_said_by_python(name):
     assert str(expected.value) in str(found.value)
 
 
-@needs_extension
 def test_a_stack_goes_on_to_python(device):
     t = zerofp4.quantize(values(3, 48, 80, device=device))
     arguments = (t.rowwise_data, t.rowwise_scale, t.amax, 16, torch.bfloat16)
     assert_bytes_equal(torch.ops.zerofp4.dequantize(*arguments), t.dequantize(), "values")
 
 
-@needs_extension
 def test_none_in_place_of_a_tensor():
     """torch lets it pass."""
     arguments = plain_arguments()

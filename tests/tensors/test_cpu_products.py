@@ -43,8 +43,6 @@ def node(request, monkeypatch) -> None:
     """Of F.linear."""
     if request.param == "python":
         monkeypatch.setattr(products, "_native_linear", None)
-    elif ops.why_python_autograd() is not None:
-        pytest.skip(str(ops.why_python_autograd()))
 
 
 class Product:

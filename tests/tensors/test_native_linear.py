@@ -5,7 +5,6 @@ that node what is not plain.
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import threading
 import weakref
@@ -24,12 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zerofp4
-from zerofp4 import ops
-from zerofp4.ops import autograd
 from zerofp4.tensors import products
-from zerofp4.tensors.nvfp4_values import values_source
-
-pytestmark = pytest.mark.skipif(ops.why_python_autograd() is not None, reason=str(ops.why_python_autograd()))
 
 FORMATS = {
     "16x16": {},
@@ -478,11 +472,12 @@ def test_forward_differentiation_by_a_weight_is_refused(device):
             F.linear(torch.ones(1, 32, device=device), dual)
 
 
-def test_compiled_autograd_hears_what_to_do(device):
+def test_compiled_autograd_is_refused(device):
     weight = torch.nn.Parameter(zerofp4.quantize(torch.ones(32, 32, device=device)))
     y = F.linear(torch.ones(1, 32, device=device), weight)
     compiler = torch.compile(backend="eager")
-    with compiled_autograd._enable(compiler), pytest.raises(RuntimeError, match="set ZEROFP4_AUTOGRAD=0"):
+    refused = pytest.raises(RuntimeError, match="compiled autograd cannot trace a product")
+    with compiled_autograd._enable(compiler), refused:
         y.sum().backward()
 
 
@@ -509,133 +504,3 @@ def test_threads_with_one_weight(device):
     assert len(found) == 3
     for y in found:
         assert_bytes_equal(y, expected, "outputs")
-
-
-# Which one is used
-
-
-def installed(monkeypatch, found: object = None) -> None:
-    """The installation has this extension, or importing it raises this error."""
-    found = found or ModuleNotFoundError("no file")
-
-    def import_module(name, *rest, original=autograd.importlib.import_module):
-        if name != autograd.NAME:
-            return original(name, *rest)
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    monkeypatch.setattr(autograd.importlib, "import_module", import_module)
-    monkeypatch.setattr(autograd, "_found", None)
-    monkeypatch.delenv("ZEROFP4_AUTOGRAD", raising=False)
-
-
-class FirstUse:
-    """In place of the cache. Its library is there if `has_library`, or once it is made, unless there is a
-    reason against that. What is imported from it is `extension`.
-    """
-
-    def __init__(self, monkeypatch, extension, has_library=False, reason=None):
-        self.library, self.reason, self.made = self, reason, []
-        self.has_library = has_library
-        monkeypatch.setattr(autograd, "_first_use", lambda: self)
-        monkeypatch.setattr(autograd, "_import_from", lambda library: extension)
-
-    def exists(self):
-        return self.has_library
-
-    def why_not(self):
-        return None
-
-    def make(self, retry=False):
-        self.made.append(retry)
-        self.has_library = self.reason is None
-        return self.reason
-
-
-EXTENSION = autograd._look().extension
-
-
-class Other:
-    """An extension that does not fit."""
-
-    def __init__(self, version=torch.__version__, is_of_this_build=True):
-        self.TORCH_VERSION = version
-        self.fits = lambda function: is_of_this_build
-
-
-@pytest.mark.parametrize(
-    ("found", "reason"),
-    [
-        (ModuleNotFoundError("no file"), "zerofp4._autograd was not built: the build saw no torch"),
-        (ImportError("undefined symbol"), "cannot be loaded with torch .*: undefined symbol"),
-        (Other(version="2.0.0"), "zerofp4._autograd was built for torch 2.0.0, this is "),
-        (Other(is_of_this_build=False), "zerofp4._autograd and zerofp4._C are of different builds"),
-    ],
-    ids=["none", "not to be loaded", "of another torch", "of another build"],
-)
-def test_an_extension_that_cannot_be_used(monkeypatch, found, reason):
-    """Then that of the cache is used, or the first product compiles one, or it is said why not."""
-    installed(monkeypatch, found)
-    first_use = FirstUse(monkeypatch, EXTENSION, has_library=True)
-    assert ops.why_python_autograd() is None and autograd._look().extension is EXTENSION
-
-    monkeypatch.setattr(autograd, "_found", None)
-    first_use.has_library = False
-    coming = "; the first product with an NVFP4 weight compiles it, or ZEROFP4_AUTOGRAD=build at once"
-    assert re.search(f"{reason}.*{coming}", ops.why_python_autograd())
-
-    monkeypatch.setattr(autograd, "_found", None)
-    monkeypatch.setattr(first_use, "why_not", lambda: "no compiler")
-    assert re.search(f"{reason}.*; it was not compiled on first use: no compiler", ops.why_python_autograd())
-    assert first_use.made == []
-
-
-def test_the_first_product_compiles_it(monkeypatch, device):
-    installed(monkeypatch)
-    first_use, told = FirstUse(monkeypatch, EXTENSION), []
-    autograd.use_extension(told.append)
-    products.use_native_linear(zerofp4.NVFP4Tensor, values_source)
-    monkeypatch.setattr(products, "_native_linear", products._compile_first)
-    product = Product(device)
-    assert told == [] and first_use.made == []
-    for _ in range(2):
-        assert is_native(F.linear(*product.leaves().values()))
-    assert told == [EXTENSION] and first_use.made == [False]
-
-
-def test_a_first_product_that_could_not_compile_it(monkeypatch, device):
-    """As where another process does not end: it is not tried again in this one."""
-    installed(monkeypatch)
-    first_use, told = FirstUse(monkeypatch, EXTENSION, reason="no room"), []
-    autograd.use_extension(told.append)
-    monkeypatch.setattr(products, "_native_linear", products._compile_first)
-    for _ in range(2):
-        assert not is_native(F.linear(*Product(device).leaves().values()))
-    assert told == [] and first_use.made == [False]
-    assert ops.why_python_autograd() == "zerofp4._autograd was not compiled on first use: no room"
-
-
-def test_what_torch_compile_traces_compiles_it(monkeypatch):
-    installed(monkeypatch)
-    first_use = FirstUse(monkeypatch, EXTENSION)
-    t = zerofp4.quantize(values(32, 32))
-    torch.compile(lambda x: F.linear(x, t), fullgraph=True, backend="aot_eager")(values(4, 32))
-    assert first_use.made == [False]
-
-
-def test_the_variable(monkeypatch):
-    installed(monkeypatch)
-    first_use = FirstUse(monkeypatch, EXTENSION, reason="no room")
-    monkeypatch.setenv("ZEROFP4_AUTOGRAD", "0")
-    assert ops.why_python_autograd() == "ZEROFP4_AUTOGRAD is 0"
-    ops.compile_on_first_use()
-    assert first_use.made == []
-    monkeypatch.setattr(autograd, "_found", None)
-    monkeypatch.setenv("ZEROFP4_AUTOGRAD", "build")
-    assert ops.why_python_autograd().endswith("; it was not compiled on first use: no room")
-    assert first_use.made == [True]
-    monkeypatch.setattr(autograd, "_found", None)
-    monkeypatch.setenv("ZEROFP4_AUTOGRAD", "off")
-    with pytest.raises(ValueError, match="ZEROFP4_AUTOGRAD='off': it is 0, 1 or build"):
-        ops.why_python_autograd()

@@ -21,8 +21,6 @@ from zerofp4.ops import (
     build_info,
     check_cuda,
     code_for,
-    extension_file,
-    why_python_autograd,
 )
 from zerofp4.version import VERSION
 
@@ -35,12 +33,11 @@ variables that matter. What is found wrong is listed last.
 
 ENVIRONMENT = {
     "ZEROFP4_CPU_ISA": "the CPU instruction set to use in place of the best one",
-    "ZEROFP4_AUTOGRAD": "0 for the nodes of F.linear and layers in Python; build compiles C++'s at once",
     "ZEROFP4_CUDA": "when building: 0 leaves CUDA out",
     "ZEROFP4_CUDA_ARCHS": "when building: the GPU architectures, or all, or native",
     "ZEROFP4_CUDA_OPTIMIZE": "when building: 0 hardly optimizes GPU code, to see that it compiles",
-    "NVCC": "when building: the CUDA compiler in place of the one on the PATH",
-    "CXX": "when building: the C++ compiler in place of g++",
+    "CUDACXX": "when building: the CUDA compiler in place of the one on the PATH",
+    "CXX": "when building: the C++ compiler in place of the one on the PATH",
     "CUDA_VISIBLE_DEVICES": "the GPUs that torch sees; empty for none",
     "OMP_NUM_THREADS": "threads of operations on the CPU",
     "RANK": "set by torchrun: this process among all",
@@ -76,14 +73,13 @@ def run(options: argparse.Namespace) -> int:
 def collect() -> dict[str, Any]:
     """All that `info` shows, for json. "problems" are sentences about what does not work but should."""
     problems: list[str] = []
-    build, reason = _attempt(build_info, problems), why_python_autograd()
+    build = _attempt(build_info, problems)
     return {
         "zerofp4": {"version": VERSION, "path": str(Path(__file__).parents[1])},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "platform": platform.platform(),
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
         "cpu": _cpu(build),
-        "autograd": {"native": reason is None, "reason": reason, "file": extension_file()},
         "cuda": None if build is None else {k: v for k, v in build["cuda"].items() if k != "devices"},
         "gpus": [] if build is None else _gpus(build["cuda"], problems),
         "distributed": _distributed(),
@@ -175,7 +171,6 @@ def lines(facts: dict[str, Any]) -> list[str]:
         ("CPU kernels", f"{cpu['running'] or 'none'}, out of {', '.join(cpu['compiled']) or 'none'}"),
         ("CPU products", _shown_products(cpu["multiplied_in_float32"])),
         ("CUDA kernels", _shown_cuda(cuda)),
-        ("F.linear", _shown_autograd(facts["autograd"])),
         ("exact products", "unknown" if cuda is None else f"on a GPU by {cuda['products']}"),
         *((f"GPU {gpu['index']}", _shown_gpu(gpu)) for gpu in facts["gpus"]),
         *([] if facts["gpus"] else [("GPUs", "none that torch sees")]),
@@ -201,13 +196,6 @@ def _shown_cuda(cuda: dict[str, Any] | None) -> str:
     if not cuda["compiled"]:
         return "not compiled in"
     return f"for {', '.join(cuda['architectures'])}, compiled by CUDA {cuda['version']}"
-
-
-def _shown_autograd(autograd: dict[str, Any]) -> str:
-    """How autograd goes through a product with an NVFP4 weight."""
-    if autograd["native"]:
-        return f"by zerofp4._autograd, {autograd['file']}"
-    return f"in Python: {autograd['reason']}"
 
 
 def _shown_gpu(gpu: dict[str, Any]) -> str:

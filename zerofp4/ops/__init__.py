@@ -1,19 +1,14 @@
-"""The native extension behind torch.library operators and plan stages: nothing else imports zerofp4._C.
+"""The extensions behind torch.library operators and plan stages: nothing else imports zerofp4._C and
+zerofp4._autograd.
 
 device.py says where a call runs and what a plan keeps there, tensor_lists.py what a step asks of hundreds of
 tensors, and whether storage has moved. stages.py has the stages of plans, optimizer.py the launches of an
 optimizer step, the other files one operator on given tensors each: schema, fake and backends.
 """
 
-from zerofp4.ops import extension  # noqa: F401, I001 (first: it says why there is no extension)
+from zerofp4.ops import extension  # noqa: F401, I001 (first: it says how to build the extensions)
 from zerofp4.ops import layouts, mxfp8, transpose  # noqa: F401 (they register operators)
-from zerofp4.ops.autograd import (
-    compile_on_first_use,
-    extension_file,
-    implement_operators,
-    use_native_linear,
-    why_python_autograd,
-)
+from zerofp4.ops.autograd import native_linear
 from zerofp4.ops.build import build_info
 from zerofp4.ops.dequantize import (
     neutral_amax,
@@ -139,11 +134,9 @@ __all__ = [
     "check_cuda",
     "choice_arguments",
     "code_for",
-    "compile_on_first_use",
     "configure_layer",
     "current_stream",
     "draw_rng_state",
-    "extension_file",
     "fake",
     "find_nonfinite",
     "flatten_method",
@@ -158,6 +151,7 @@ __all__ = [
     "load_cast",
     "load_gather",
     "native_layer",
+    "native_linear",
     "neutral_amax",
     "norm_of_squares",
     "padded_scale",
@@ -171,13 +165,9 @@ __all__ = [
     "state_facts",
     "target_of",
     "tensor_facts",
-    "use_native_linear",
     "values_of",
     "values_of_many",
     "versions_of",
-    "why_python_autograd",
     "write_scaled_product",
     "write_values",
 ]
-
-implement_operators()

@@ -5,15 +5,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch._guards import TracingContext
 
+import zerofp4._autograd as _autograd
 import zerofp4._C as _C
 from zerofp4.format import BLOCK, E2M1_MAX, E4M3_MAX, SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.layout import scale_shape
-from zerofp4.ops.autograd import compile_on_first_use
 from zerofp4.ops.device import DTYPE_CODES, Filled, is_capturing, target_of
 from zerofp4.ops.lists import run_list, run_stack, zip_lists
-from zerofp4.ops.operator import backend, check_block_rows, check_scale, fake, is_plain_call
+from zerofp4.ops.operator import (
+    backend,
+    check_block_rows,
+    check_scale,
+    fake,
+    is_plain_call,
+    without_backend,
+)
 from zerofp4.ops.tensor_lists import addresses_of
 from zerofp4.storage import address_of, check_buffer
 
@@ -224,10 +230,12 @@ def _dequantize(data, scale, amax, block_rows, dtype, layout="compact", *options
     return _run([_one(data, scale, amax, block_rows, dtype, layout, *options)], dtype, layout)[0]
 
 
+# The operator itself is dispatched in C++. Arguments that are not plain go on to this implementation.
+_autograd.implement(without_backend("dequantize"), _C.dequantize_function)
+
+
 @fake("dequantize")
 def _(data, scale, amax, block_rows, dtype, layout="compact", *options) -> torch.Tensor:
-    if TracingContext.try_get() is not None:  # what torch.compile traces will call it
-        compile_on_first_use()
     item = _one(data, scale, amax, block_rows, dtype, layout, *options)
     return data.new_empty(item.shape, dtype=dtype)
 

@@ -1,26 +1,43 @@
-"""The native extension can be imported, or an error says why not."""
+"""Loads both compiled extensions, or raises an ImportError that says in one line how to build them."""
 
+import importlib
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from types import ModuleType
+
+import torch  # its libraries have to be there before zerofp4._autograd
+
+_BUILD = "run pip install --no-build-isolation . in the folder of its sources"
 
 
-def _why_missing() -> str:
-    here = Path(__file__).parents[1]
-    files = [Path(entry, "zerofp4", f"_C{suffix}") for entry in sys.path for suffix in EXTENSION_SUFFIXES]
-    installed = next((file.parent for file in files if file.exists()), None)
-    if installed is None:
-        return f"zerofp4._C, the compiled extension, is not in {here}: pip install -e . builds it there"
+def _load(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ModuleNotFoundError(_why_missing(name), name=name) from None
+    except ImportError as error:  # most torches lack some symbol of another one
+        reason = f"{name} cannot be loaded with torch {torch.__version__}: {error}: {_BUILD}"
+        raise ImportError(reason, name=name) from None
+
+
+def _why_missing(name: str) -> str:
+    missing = f"{name}, a compiled extension, is not in {Path(__file__).parents[1]}"
+    stems = [Path(entry, *name.split(".")) for entry in sys.path]
+    found = [stem.parent for stem in stems for end in EXTENSION_SUFFIXES if Path(f"{stem}{end}").exists()]
+    if not found:
+        return f"{missing}: {_BUILD}"
     return (
-        f"zerofp4._C, the compiled extension, is not in {here}, and this source folder shadows the "
-        f"installation in {installed}: run zerofp4 instead of python -m zerofp4, run Python in another "
-        "folder, or pip install -e ."
+        f"{missing}, and this source folder shadows the installation in {found[0]}: run zerofp4 instead of "
+        "python -m zerofp4, run Python in another folder, or install with -e"
     )
 
 
-try:
-    import zerofp4._C  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "zerofp4._C":
-        raise
-    raise ModuleNotFoundError(_why_missing(), name=error.name) from None
+_C, _autograd = _load("zerofp4._C"), _load("zerofp4._autograd")
+if _autograd.TORCH_VERSION != torch.__version__:
+    _built = f"zerofp4._autograd was built for torch {_autograd.TORCH_VERSION}"
+    raise ImportError(f"{_built}, this is {torch.__version__}: {_BUILD}")
+if not all(map(_autograd.fits, (_C.dequantize_function, _C.layer_functions))):
+    raise ImportError(f"zerofp4._autograd and zerofp4._C are of different builds: {_BUILD}")

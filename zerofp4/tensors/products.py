@@ -176,25 +176,13 @@ class AddMM(torch.autograd.Function):
         return grad_bias, grad_a, grad_b
 
 
-def _compile_first(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None):
-    """In the place of the node in C++, the first time, where zerofp4._autograd may have to be compiled."""
-    global _native_linear
-    _native_linear = None
-    ops.compile_on_first_use()
-    return None if _native_linear is None else _native_linear(input, weight, bias)
-
-
-_native_linear: Callable[..., torch.Tensor | None] | None = _compile_first
+_native_linear: Callable[..., torch.Tensor | None] | None = None
 
 
 def use_native_linear(weight_type: type, values_source: Callable) -> None:
-    """Let zerofp4._autograd, where it is used, make the node of F.linear for weights of this class."""
-
-    def use(linear: Callable[..., torch.Tensor | None]) -> None:
-        global _native_linear
-        _native_linear = linear
-
-    ops.use_native_linear(use, weight_type, values_source, gradient_place, _linear_gradients)
+    """Let zerofp4._autograd make the node of F.linear for weights of this class."""
+    global _native_linear
+    _native_linear = ops.native_linear(weight_type, values_source, gradient_place, _linear_gradients)
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
