@@ -25,8 +25,8 @@ struct DequantizeCall {
 // Returns null, or what went wrong: text that stays until the thread calls again.
 using DequantizeFunction = const char* (*)(const DequantizeCall&) noexcept;
 
-// The name of a capsule with a DequantizeFunction. The number changes with the struct, and with what zerofp4/ops
-// calls: so an extension of an older build is not used.
+// The name of a capsule with a DequantizeFunction. The number changes with the struct, and with what
+// zerofp4/ops calls: so an extension of an older build is not used.
 constexpr const char* kDequantizeCapsule = "zerofp4._C.dequantize_function 5";
 
 }  // namespace zerofp4

@@ -157,8 +157,9 @@ struct LinearBackward : Node {
     std::string name() const override { return "LinearBackward"; }
 
     void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
-        TORCH_CHECK(false,
-                    "compiled autograd cannot trace a product with an NVFP4 weight: call backward() without it");
+        TORCH_CHECK(
+            false,
+            "compiled autograd cannot trace a product with an NVFP4 weight: call backward() without it");
     }
 
     void release_variables() override {
