@@ -1,6 +1,6 @@
 """Builds zerofp4._C and zerofp4._autograd by CMake and ninja, for this Python and the torch that it has:
 
-    pip install torch setuptools pybind11 cmake ninja
+    pip install torch 'setuptools>=77' pybind11 cmake ninja
     pip install --no-build-isolation .
 
 Environment:
@@ -28,12 +28,13 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError
 
 ROOT = Path(__file__).resolve().parent
-HOW = "pip install torch setuptools pybind11 cmake ninja, then pip install --no-build-isolation ."
+HOW = "pip install torch 'setuptools>=77' pybind11 cmake ninja, then pip install --no-build-isolation ."
 SWITCHES = {"ZEROFP4_CUDA": "1", "ZEROFP4_CUDA_OPTIMIZE": "1", "ZEROFP4_SANITIZE": "0"}
 COMPILERS = ("CXX", "CUDACXX", "CUDAHOSTCXX", "NVCC_CCBIN", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS")
 # This Python's programs come first: its environment may not be activated.
@@ -43,6 +44,7 @@ PATH = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os
 def check_tools():
     found = {name: importlib.util.find_spec(name) for name in ("torch", "pybind11")}
     found |= {name: shutil.which(name, path=PATH) for name in ("cmake", "ninja")}
+    found["setuptools>=77"] = int(setuptools.__version__.split(".")[0]) >= 77
     missing = ", ".join(name for name in found if not found[name])
     if missing:
         sys.exit(f"the build does not find {missing}: {HOW}")

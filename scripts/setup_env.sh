@@ -120,7 +120,8 @@ renew_pip() {
 get_build_tools() {
     local wanted=() folder
     folder=$(dirname "$1")
-    has "$1" setuptools || wanted+=('setuptools>=77')
+    "$1" -c 'import setuptools; assert int(setuptools.__version__.split(".")[0]) >= 77' 2>/dev/null ||
+        wanted+=('setuptools>=77')
     has "$1" pybind11 || wanted+=('pybind11>=2.13')
     PATH=$folder:$PATH command -v cmake >/dev/null || wanted+=('cmake>=3.24')
     PATH=$folder:$PATH command -v ninja >/dev/null || wanted+=(ninja)

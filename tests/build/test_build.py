@@ -21,7 +21,7 @@ from early import waits_for
 from setuptools.errors import BaseError
 
 CSRC = ROOT / "csrc"
-HOW = "pip install torch setuptools pybind11 cmake ninja, then pip install --no-build-isolation ."
+HOW = "pip install torch 'setuptools>=77' pybind11 cmake ninja, then pip install --no-build-isolation ."
 
 pytestmark = [
     pytest.mark.heavy,
@@ -72,10 +72,11 @@ def test_what_is_missing_is_said_in_a_line(tmp_path, monkeypatch):
     """As where pip isolates the build: nothing is compiled, nor anything fetched."""
     page = setup_page()
     monkeypatch.setattr(page.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(page.setuptools, "__version__", "65.5.0")  # as a new environment of 3.11 has
     monkeypatch.setitem(page.check_tools.__globals__, "PATH", str(tmp_path))
     with pytest.raises(SystemExit) as ended:
         page.check_tools()
-    assert str(ended.value) == f"the build does not find torch, pybind11, cmake, ninja: {HOW}"
+    assert str(ended.value) == f"the build does not find torch, pybind11, cmake, ninja, setuptools>=77: {HOW}"
 
 
 def test_an_isolated_build_fetches_no_torch():
