@@ -202,15 +202,22 @@ def test_only_the_gradients_that_are_needed(device):
     assert_same(*results)
 
 
-def test_what_breaks_the_graph_gives_the_same_bytes(device):
-    """A gradient that is added to main_grad, outside of the graph."""
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("flag", [False, True])
+def test_main_grad(device, flag, name):
+    """The gradient is added inside of the graph, unless a flag is to be set that says so."""
     module, x = made("Linear", device, fuse_wgrad_accumulation=True), values(32, 64, device=device)
     sums = []
-    for function in (torch.compile(module, backend="aot_eager"), module):
-        module.weight.main_grad = torch.zeros(48, 64, device=device)
-        step(module, function, RECIPES["nvfp4"], x)
+    for function in (torch.compile(module, fullgraph=not flag, backend="aot_eager"), module):
+        module.weight.main_grad = torch.ones(48, 64, device=device)
+        if flag:
+            module.weight.grad_added_to_main_grad = False
+        for _ in range(2):
+            step(module, function, RECIPES[name], x)
+        assert not flag or module.weight.grad_added_to_main_grad
+        assert flag or module.weight.grad is None
         sums.append(module.weight.main_grad)
-    assert sums[0].any()
+    assert (sums[0] != 1).any()
     assert_bytes_equal(*sums, "main_grad")
 
 

@@ -7,6 +7,7 @@ import torch
 from cases.layers import RECIPES
 from helpers import assert_bytes_equal
 from tensor_helpers import values
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import zerofp4
 from zerofp4.nn import GroupedLinear, Linear, NVFP4Recipe, autocast
@@ -125,6 +126,10 @@ def test_state_dicts():
         module.load_state_dict({f"moe.{name}": p for name, p in saved.items()})
         for name, parameter in module["moe"].named_parameters():
             assert_bytes_equal(parameter.detach(), stack[name], name)
+    assert list(get_model_state_dict(torch.nn.ModuleDict({"moe": module}))) == [f"moe.moe.{n}" for n in names]
+    assert list(other.state_dict(keep_vars=True)) == ["weight", "bias"]  # the parameters
+    with pytest.raises(AttributeError, match="weight4"):
+        _ = other.weight4
     del of_list["experts.1.weight"]
     with pytest.raises(RuntimeError, match="Missing key"):
         other.load_state_dict(of_list)

@@ -94,9 +94,16 @@ class GroupedLinear(nn.Module):
 
     # State dicts
 
+    def __getattr__(self, name: str) -> Any:
+        """`weight0`, ...: what state dicts name so, for torch's functions that look keys up in modules."""
+        whole, index = name.rstrip("0123456789"), name.lstrip("weightbias")
+        if whole in ("weight", "bias") and index.isdigit() and int(index) < self.num_gemms:
+            return super().__getattr__(whole)[int(index)]
+        return super().__getattr__(name)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self._parameters:
+        for name in () if keep_vars else self._parameters:  # which asks for the parameters themselves
             whole = destination.get(prefix + name)
             if whole is not None and not hasattr(whole, "to_local"):  # a DTensor's matrices are elsewhere
                 del destination[prefix + name]
