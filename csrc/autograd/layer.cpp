@@ -276,7 +276,7 @@ struct LayerBackward : Node {
     Saved x, own;   // copies of x and of the weight, as zerofp4::linear returns them
     Groups groups;  // of x, in a layer of those
     uint32_t splits_version = 0;
-    Tensor weight;  // where the gradient of x reads its buffers or its cache, or main_grad is its
+    Tensor weight;            // where the gradient of x reads its buffers or its cache, or main_grad is its
     OptionalTensors primary;  // as the operator was given them
     uint32_t weight_version = 0;
     OptionalTensor cache, main_grad;
@@ -475,8 +475,10 @@ std::vector<Tensor> differentiated(c10::DispatchKeySet keys, const Tensor& x, at
                                    bool weight_needs) {
     static const auto itself =
         c10::Dispatcher::singleton().findSchemaOrThrow("zerofp4::linear", "").typed<decltype(run_linear)>();
-    const NodePointer node =
-        weight ? begin_node(x, *weight, bias.value_or(Tensor()), main_grad, recipe) : NodePointer();
+    const Tensor own_weight = weight.value_or(Tensor()), own_bias = bias.value_or(Tensor());
+    for (const Tensor& each : {x, own_weight, own_bias})
+        TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(each), "a layer of a recipe has no forward-mode derivative");
+    const NodePointer node = weight ? begin_node(x, own_weight, own_bias, main_grad, recipe) : NodePointer();
     std::vector<Tensor> results;
     {
         at::AutoDispatchBelowAutograd below;
@@ -497,7 +499,7 @@ std::vector<Tensor> differentiated(c10::DispatchKeySet keys, const Tensor& x, at
         made.groups = {*splits, results[1], results[2], x.size(0), x.size(-1)};
         made.splits_version = version_of(*splits);
     }
-    if (main_grad || (x_needs && kept.size() == count)) keep_weight(made, *weight);
+    if (main_grad || (x_needs && kept.size() == count)) keep_weight(made, own_weight);
     if (x_needs) made.primary = primary;
     torch::autograd::set_history(results[0], node);
     return results;

@@ -52,19 +52,38 @@ int64_t current_stream(c10::DeviceIndex index) {
     return stream;
 }
 
+Tensor values_of(const Source& source, at::ScalarType dtype) {
+    int64_t rows = source.data.size(0), cols = 2 * source.data.size(1);
+    if (source.columnwise) {
+        rows = 2 * source.data.size(1);
+        cols = source.data.size(0);
+    }
+    Tensor values = at::empty({rows, cols}, source.data.options().dtype(dtype));
+    DequantizeCall call{};
+    const bool on_cpu = source.data.is_cpu();
+    call.device = on_cpu ? -1 : source.data.get_device();
+    call.stream = source.stream;
+    call.threads = on_cpu ? at::get_num_threads() : 0;
+    call.data = source.data.const_data_ptr();
+    call.scale = source.scale.const_data_ptr();
+    call.amax = source.amax.const_data_ptr();
+    call.output = values.mutable_data_ptr();
+    call.rows = rows;
+    call.cols = cols;
+    call.columnwise = source.columnwise;
+    call.block_rows = source.block_rows;
+    call.e4m3_max = source.e4m3_max;
+    call.dtype = dtype_code(dtype);
+    const char* error = python.dequantize(call);
+    TORCH_CHECK(error == nullptr, error);
+    return values;
+}
+
 PyTypeObject* weight_type() { return reinterpret_cast<PyTypeObject*>(python.weight_type); }
 
 namespace {
 
 // Values of a weight
-
-struct Source {
-    Tensor data, scale, amax;
-    int64_t block_rows;
-    int e4m3_max;
-    bool columnwise;
-    int64_t stream;
-};
 
 // What values are computed from. Nothing where Python is to say what is wrong. Needs the GIL.
 std::optional<Source> source_of(PyObject* weight, const c10::Device& device) {
@@ -91,33 +110,6 @@ std::optional<Source> source_of(PyObject* weight, const c10::Device& device) {
     if (source.data.dim() != 2) return std::nullopt;
     if (device.is_cuda()) source.stream = current_stream(device.index());
     return source;
-}
-
-Tensor values_of(const Source& source, at::ScalarType dtype) {
-    int64_t rows = source.data.size(0), cols = 2 * source.data.size(1);
-    if (source.columnwise) {
-        rows = 2 * source.data.size(1);
-        cols = source.data.size(0);
-    }
-    Tensor values = at::empty({rows, cols}, source.data.options().dtype(dtype));
-    DequantizeCall call{};
-    const bool on_cpu = source.data.is_cpu();
-    call.device = on_cpu ? -1 : source.data.get_device();
-    call.stream = source.stream;
-    call.threads = on_cpu ? at::get_num_threads() : 0;
-    call.data = source.data.const_data_ptr();
-    call.scale = source.scale.const_data_ptr();
-    call.amax = source.amax.const_data_ptr();
-    call.output = values.mutable_data_ptr();
-    call.rows = rows;
-    call.cols = cols;
-    call.columnwise = source.columnwise;
-    call.block_rows = source.block_rows;
-    call.e4m3_max = source.e4m3_max;
-    call.dtype = dtype_code(dtype);
-    const char* error = python.dequantize(call);
-    TORCH_CHECK(error == nullptr, error);
-    return values;
 }
 
 // Products, as multiply() in zerofp4/tensors/products.py

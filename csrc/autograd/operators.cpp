@@ -2,14 +2,11 @@
 // do the checks: arguments that are not plain go to the implementation in Python, which says what is wrong
 // with them, or computes the same bytes.
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <optional>
 
 #include "autograd/call_python.h"
-#include "autograd/dequantize_call.h"
 #include "autograd/functions.h"
 #include "autograd/plain.h"
 #include "common/bits.h"
@@ -20,7 +17,6 @@ namespace {
 // What implement() was given, for as long as the process lives.
 struct {
     PyObject* dequantize;  // the implementation in Python
-    DequantizeFunction run;
 } implementation;
 
 // Whether a kernel may be handed the tensor as one of these sizes: its storage holds all of it.
@@ -60,25 +56,8 @@ Tensor dequantize(const Tensor& data, const Tensor& scale, const Tensor& amax, i
     if (!is_usual || !fits(data, data.sizes(), device) || !fits(amax, {1}, device) ||
         !fits(scale, {ceil_div(data.size(0), block_rows), ceil_div(data.size(1), 8)}, device))
         return dequantize_in_python(data, scale, amax, block_rows, dtype, layout, e4m3_max, columnwise);
-    const int64_t rows = data.size(0), cols = 2 * data.size(1);
-    DequantizeCall call{};
-    call.device = data.is_cpu() ? -1 : data.get_device();
-    call.stream = stream_of(data);
-    call.threads = data.is_cpu() ? at::get_num_threads() : 0;
-    call.rows = columnwise ? cols : rows;
-    call.cols = columnwise ? rows : cols;
-    Tensor values = at::empty({call.rows, call.cols}, data.options().dtype(dtype));
-    call.data = data.const_data_ptr();
-    call.scale = scale.const_data_ptr();
-    call.amax = amax.const_data_ptr();
-    call.output = values.mutable_data_ptr();
-    call.columnwise = columnwise;
-    call.block_rows = block_rows;
-    call.e4m3_max = static_cast<int>(e4m3_max);
-    call.dtype = dtype_code(dtype);
-    const char* error = implementation.run(call);
-    TORCH_CHECK(error == nullptr, error);
-    return values;
+    return values_of({data, scale, amax, block_rows, static_cast<int>(e4m3_max), columnwise, stream_of(data)},
+                     dtype);
 }
 
 }  // namespace
@@ -88,9 +67,6 @@ PyObject* implement(PyObject*, PyObject* given) {
     HANDLE_TH_ERRORS
     PyObject* capsule;
     if (!PyArg_ParseTuple(given, "OO", &implementation.dequantize, &capsule)) return nullptr;
-    void* function = PyCapsule_GetPointer(capsule, kDequantizeCapsule);
-    if (function == nullptr) return nullptr;
-    implementation.run = reinterpret_cast<DequantizeFunction>(function);
     Py_INCREF(given);  // and all that it holds
     // Not a static of the file: nothing of torch is touched before its version was compared.
     static auto* library =

@@ -60,6 +60,19 @@ inline Tensor unwrapped(PyObject* object) {
 // The handle of the current stream of a GPU that our kernels run on. Needs the GIL, and configure().
 int64_t current_stream(c10::DeviceIndex index);
 
+// A copy of a quantized matrix, or of its transpose if it is columnwise, with compact scales, and the stream
+// on which its values are computed.
+struct Source {
+    Tensor data, scale, amax;
+    int64_t block_rows;
+    int e4m3_max;
+    bool columnwise;
+    int64_t stream;
+};
+
+// Needs configure().
+Tensor values_of(const Source& source, at::ScalarType dtype);
+
 // The class of NVFP4Tensor, once configure() was called.
 PyTypeObject* weight_type();
 

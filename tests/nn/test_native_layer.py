@@ -22,6 +22,7 @@ from helpers import assert_bytes_equal
 from tensor_helpers import DTYPES, VIEWS, values
 from torch import nn
 from torch._dynamo import compiled_autograd
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -385,6 +386,14 @@ def test_a_wrong_shape_is_the_same_error(device, shape):
 
     made, expected = by_both(run)
     assert made == expected
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_a_tangent_is_refused(device, name):
+    layer, x = Case(device, kind="of the call").layer(), values(6, 80, device=device)
+    with forward_ad.dual_level(), autocast(RECIPES[name]):
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            layer(forward_ad.make_dual(x, x))
 
 
 def test_no_rows(device):

@@ -49,10 +49,17 @@ def _by_recipe(layer: Conv1D, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     check_primary(weight, recipe)
     state = weight_state(weight)
 
-    def is_current() -> bool:
-        return weight_state(weight) == state
+    def check(_: torch.Tensor) -> None:
+        if weight_state(weight) != state:
+            raise RuntimeError(
+                "the weight of a layer was written to between its forward and its backward pass: call "
+                "backward first"
+            )
 
-    return layer_product(by_autocast(x), _Turn.apply(weight), layer.bias, recipe, is_current=is_current)
+    y = layer_product(by_autocast(x), _Turn.apply(weight), layer.bias, recipe)
+    if y.requires_grad and x.requires_grad:
+        y.register_hook(check)  # its transpose has a version of its own
+    return y
 
 
 def turned(record: NVFP4Storage) -> NVFP4Storage:

@@ -1,6 +1,7 @@
 """GroupedLinear: a linear layer for each of several groups of rows."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,9 +97,9 @@ class GroupedLinear(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """`weight0`, ...: what state dicts name so, for torch's functions that look keys up in modules."""
-        whole, index = name.rstrip("0123456789"), name.lstrip("weightbias")
-        if whole in ("weight", "bias") and index.isdigit() and int(index) < self.num_gemms:
-            return super().__getattr__(whole)[int(index)]
+        found = re.fullmatch(r"(weight|bias)(\d+)", name)
+        if found is not None and int(found[2]) < self.num_gemms:
+            return super().__getattr__(found[1])[int(found[2])]
         return super().__getattr__(name)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
