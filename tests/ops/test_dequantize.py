@@ -255,7 +255,7 @@ def test_many_refuses():
         ZEROFP4.dequantize_many(data, [*scale[:2], scale[0]], amax, block_rows, dtype, *options)
     with pytest.raises(TypeError, match=r"tensors\[1\] must be an NVFP4Tensor or .* got Tensor"):
         zerofp4.dequantize_many([zerofp4.empty((16, 16)), torch.zeros(16, 16)])
-    with pytest.raises(ValueError, match="dtype must be one of"):
+    with pytest.raises(TypeError, match="dtype must be one of"):
         zerofp4.dequantize_many([zerofp4.empty((16, 16))], torch.float64)
 
 
