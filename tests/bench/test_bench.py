@@ -149,7 +149,7 @@ def test_all_writes_a_file_per_operation(tmp_path, monkeypatch, quick_copies):
     assert both["speedup"] == theirs["times_ours"] == pytest.approx(theirs["ms"] / both["ms"])
     assert both["bytes"] == theirs["bytes"]
     assert rows["host_step/10"]["host_us"] > 0 and "host_us_per_weight" in rows["host_function/10"]
-    for name in ("post/1", "all_gather/1", "quantize_rht_swizzled", "swizzle_scales/448"):
+    for name in ("post/1", "all_gather/1", "quantize_rht_swizzled", "swizzle_scales_new/448"):
         assert rows[f"host_{name}"]["host_us"] > 0
     assert rows["host_linear"]["plain_us"] > 0 and rows["host_zero_step/1"]["inner_us"] > 0
 
