@@ -1,8 +1,11 @@
-"""What tests of layers share: recipes, and a linear layer composed from reference operations on the CPU."""
+"""What tests of layers share: recipes, a linear layer composed from reference operations on the CPU, and a
+Conv1D.
+"""
 
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import zerofp4
@@ -22,6 +25,20 @@ RECIPES = {
     "mxfp8": MXFP8Recipe(),
     "mxfp8, dequantized": MXFP8Recipe(backward="dequantized"),
 }
+
+
+class Conv1D(nn.Module):
+    """The layer of that name in transformers: its weight is [in, out]."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.02)
+        self.bias = nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        size_out = (*x.size()[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
 
 
 class Factor(NamedTuple):

@@ -43,19 +43,6 @@ def in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Quantizers, "scheme", _IN_PYTHON, raising=False)
 
 
-def layers_by_both(run: Callable) -> tuple:
-    """What run() returns where C++ multiplies in layers, and where Python does."""
-    native = run()
-    with pytest.MonkeyPatch.context() as patch:
-        in_python(patch)
-        return native, run()
-
-
-def layers_same(run: Callable) -> None:
-    """run() gives tensors by name, None among them: of the same bytes by both."""
-    _assert_same(*layers_by_both(run))
-
-
 def gradients_of(layer: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
     """By name, those of the input and of all parameters."""
     return {"x": x.grad, **{name: parameter.grad for name, parameter in layer.named_parameters()}}

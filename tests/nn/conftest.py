@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zerofp4.gemm import grouped
-from zerofp4.nn import grouped_linear
+from zerofp4.nn import grouped_linear, operators
 from zerofp4.tensors import Quantizer
 
 
@@ -27,12 +27,17 @@ def multiplied_at_once(monkeypatch, device):
 
 @pytest.fixture
 def quantized(monkeypatch) -> list:
-    """The shapes of what Python has quantized."""
-    found, original = [], Quantizer.record
+    """The shapes of what Python has quantized, in groups or not."""
+    found, record, of_groups = [], Quantizer.record, operators.quantize_grouped
 
     def counting(self, x, **options):
         found.append(tuple(x.shape))
-        return original(self, x, **options)
+        return record(self, x, **options)
+
+    def counting_groups(x, *arguments, **options):
+        found.append(tuple(x.shape))
+        return of_groups(x, *arguments, **options)
 
     monkeypatch.setattr(Quantizer, "record", counting)
+    monkeypatch.setattr(operators, "quantize_grouped", counting_groups)
     return found

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofp4
-from zerofp4.nn import LayerNormLinear, LayerNormMLP, Linear, NVFP4Recipe, autocast
+from zerofp4.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, NVFP4Recipe, autocast
 from zerofp4.nn.quantizers import WeightCache
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("fresh_compiler")]
@@ -232,21 +232,44 @@ def test_inductor():
     assert_same(step(module, run, recipe, x)[:3], step(module, module, recipe, x)[:3])
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4, dequantized", "mxfp8"])
-def test_opcheck(device, name):
-    """Of both operators; without what compares results, which float8 has no operations for."""
-    layer, recipe, ops = made("Linear", device), RECIPES[name], torch.ops.zerofp4
-    x, grad = values(32, 64, device=device), values(32, 48, device=device, seed=1)
-    with autocast(recipe):
-        common = ([], torch.bfloat16, 448, recipe.key, None)
-        arguments = (x, [], None, layer.bias, layer.weight, *common, None, True, True)
-        checks = ("test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(ops.linear.default, arguments, test_utils=checks)
-        kept = [each.detach() for each in ops.linear(*arguments)[1:]]
-        count = len(kept) // 2
-        for out, adds in ((None, False), (torch.zeros(48, 64, device=device), True)):
-            own = kept[:count], 64, kept[count:]
-            arguments = (grad, [], *own, None, *common, out, adds, torch.bfloat16, True, True)
-            torch.library.opcheck(ops.linear_gradients.default, arguments, test_utils=checks[1:])
-        arguments = (layer._weight_cache.handle, layer.weight.detach(), recipe.key, True)
-        torch.library.opcheck(ops.cache_weight.default, arguments, test_utils=checks[1:])
+# Groups that are multiplied at once
+
+
+def groups(device, **options):
+    torch.manual_seed(0)
+    return GroupedLinear(4, 64, 48, device=device, dtype=torch.bfloat16, **options)
+
+
+@pytest.mark.usefixtures("multiplied_at_once")
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"primary_weights": True}], ids=str)
+def test_groups_in_one_graph(device, options):
+    """Splits that change are no other graph."""
+    module, recipe, x = groups(device, **options), NVFP4Recipe(), values(36, 64, device=device)
+    run = compiled(module)
+    for splits in ([16, 0, 17, 3], [9, 9, 9, 9]):
+        given = torch.tensor(splits, device=device)
+        with torch.compiler.set_stance("fail_on_recompile" if splits[1] else "default"):
+            actual = step(module, run, recipe, x, given)
+        assert_same(actual, step(module, module, recipe, x, given))
+    splits = [16, 0, 17, 3]  # on the host
+    assert_same(step(module, run, recipe, x, splits), step(module, module, recipe, x, splits))
+
+
+@pytest.mark.usefixtures("multiplied_at_once")
+@pytest.mark.parametrize("options", [{}, {"primary_weights": True}], ids=str)
+def test_the_cache_of_groups(device, options):
+    module, recipe = groups(device, **options), NVFP4Recipe(stochastic_rounding=False)
+    run, given = compiled(module), (values(36, 64, device=device), [16, 0, 17, 3])
+    for first in (True, False):
+        assert_same(step(module, run, recipe, *given, first), step(module, module, recipe, *given))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(values(*parameter.shape, device=device, seed=4))
+    assert_same(step(module, run, recipe, *given, False), step(module, module, recipe, *given))
+
+
+@pytest.mark.usefixtures("multiplied_at_once")
+def test_groups_of_weights_in_blocks_of_1x16(device):
+    module, given = groups(device), (values(36, 64, device=device), [16, 0, 17, 3])
+    recipe = NVFP4Recipe(weight_block=(1, 16), stochastic_rounding=False)
+    assert_same(step(module, compiled(module), recipe, *given), step(module, module, recipe, *given))

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from cases.layers import RECIPES
+from cases.layers import RECIPES, Conv1D
 from helpers import assert_bytes_equal
 from tensor_helpers import values
 from torch import nn
@@ -18,23 +18,17 @@ from zerofp4.nn import Linear, MXFP8Recipe, NVFP4Recipe, autocast, quantize_inpu
 NAMES = ["nvfp4", "nvfp4, no transform", "nvfp4, dequantized"]
 
 
-class Conv1D(nn.Module):
-    """The layer of that name in transformers: its weight is [in, out]."""
-
-    def __init__(self, nf, nx, device="cpu"):
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight = nn.Parameter(values(nx, nf, device=device))
-        self.bias = nn.Parameter(values(nf, device=device, seed=1))
-
-    def forward(self, x):
-        size_out = (*x.size()[:-1], self.nf)
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
+def made(nf, nx, device):
+    layer = Conv1D(nf, nx).to(device, torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.copy_(values(nx, nf))
+        layer.bias.copy_(values(nf, seed=1))
+    return layer
 
 
 def pair(device, columnwise=True):
     """A converted Conv1D, and a converted Linear of the transpose."""
-    turned, linear = Conv1D(48, 64, device), nn.Linear(64, 48, device=device, dtype=torch.bfloat16)
+    turned, linear = made(48, 64, device), nn.Linear(64, 48, device=device, dtype=torch.bfloat16)
     with torch.no_grad():
         linear.weight.copy_(turned.weight.t())
         linear.bias.copy_(turned.bias)
@@ -78,7 +72,7 @@ def test_the_bytes_of_a_linear_layer(device, name, columnwise):
 
 def test_outside_of_autocast_and_back(device):
     turned, _ = pair(device)
-    plain, x = Conv1D(48, 64, device), values(4, 5, 64, device=device)
+    plain, x = made(48, 64, device), values(4, 5, 64, device=device)
     plain.load_state_dict({"weight": turned.weight.dequantize(), "bias": turned.bias})
     assert_bytes_equal(turned(x).detach(), plain(x).detach(), "y")
     again = pickle.loads(pickle.dumps(copy.deepcopy(turned)))
@@ -119,7 +113,7 @@ def test_a_filter_and_subclasses(device):
     class Own(Conv1D):
         """May have more than what it computes."""
 
-    model = nn.Sequential(Conv1D(64, 32, device), Own(32, 64, device))
+    model = nn.Sequential(made(64, 32, device), Own(32, 64).to(device, torch.bfloat16))
     report = zerofp4.convert_model(model, lambda module, name: name != "0", layers=True)
     assert report.converted == ["1"] and report.layers == []
     assert report.skipped["0.weight"] == "filter_fn is false for it"

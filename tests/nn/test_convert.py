@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases.layers import Conv1D
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -169,20 +170,6 @@ def test_weights_that_are_not_ordinary():
     assert report.skipped["lazy.weight"] == "it is not an ordinary parameter, but of UninitializedParameter"
     assert report.skipped["wide.weight"].startswith("dtype torch.float64 is not one of")
     assert report.shares["lazy.weight"] == 0 and report.share == 0
-
-
-class Conv1D(nn.Module):
-    """The layer of that name in transformers: its weight is [in, out]."""
-
-    def __init__(self, nf, nx):
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.02)
-        self.bias = nn.Parameter(torch.randn(nf))
-
-    def forward(self, x):
-        size_out = (*x.size()[:-1], self.nf)
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
 
 
 class OwnConv1D(Conv1D):

@@ -84,22 +84,6 @@ def test_stochastic_rounding_is_the_default(device, at_once):
     assert len(at_once) == 3
 
 
-def test_the_cache(device, at_once):
-    module = experts(device)
-    expected = train(module, [9] * 4, device)
-    for first in (True, False):
-        for index, pair in enumerate(zip(train(module, [9] * 4, device, first=first), expected, strict=True)):
-            assert_bytes_equal(*pair, f"result {index}")
-    x = values(36, 64, device=device).requires_grad_()
-    with autocast(NEAREST):
-        y = module(x, [9] * 4, True)
-        with torch.no_grad():
-            module.weight[2].mul_(2)
-        module(x, [9] * 4, True)
-    with pytest.raises(RuntimeError, match="was written to between its forward and its backward pass"):
-        y.sum().backward()
-
-
 def test_accumulation_into_main_grad(device, at_once):
     module = experts(device, fuse_wgrad_accumulation=True)
     module.weight.main_grad = torch.ones(4, 48, 64, device=device)
@@ -110,19 +94,6 @@ def test_accumulation_into_main_grad(device, at_once):
         module(x, [16, 0, 17, 3]).backward(values(36, 48, device=device, seed=1))
     assert module.weight.grad is None
     assert_bytes_equal(module.weight.main_grad, expected.float() + 1, "main_grad")
-
-
-def test_a_column_that_nobody_needs_is_not_made(device, at_once):
-    module = experts(device)
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-    x = values(36, 64, device=device).requires_grad_()
-    with autocast(NEAREST):
-        y = module(x, [9] * 4)
-    y.backward(values(36, 48, device=device, seed=1))
-    assert_bytes_equal(x.grad, train(experts(device), [9] * 4, device)[1], "gradient of x")
-    with autocast(NEAREST), torch.no_grad():
-        assert_bytes_equal(module(x, [9] * 4), y.detach(), "without gradients")
 
 
 @needs_gpu

@@ -11,13 +11,13 @@ import pytest
 import torch
 from cases.frames import TORCH, frames
 from cases.layers import RECIPES
-from cases.nodes import assert_each_same, layers_by_both
+from cases.nodes import assert_each_same
 from helpers import assert_bytes_equal, poisoned_allocations
 from tensor_helpers import DTYPES, VIEWS, values
 from torch import nn
 
 import zerofp4
-from zerofp4.nn import GroupedLinear, Linear, autocast, operators
+from zerofp4.nn import GroupedLinear, Linear, autocast
 from zerofp4.nn.operators import _linear, _linear_gradients
 from zerofp4.storage import BUFFERS
 
@@ -28,6 +28,7 @@ EXACT = {name: dataclasses.replace(recipe, backend="exact") for name, recipe in 
 KINDS = ["primary", "cached", "of the call"]
 LAYERS = ["Linear", "GroupedLinear"]
 SPLITS = (16, 0, 17, 3)
+NEAREST = {"nvfp4": {"stochastic_rounding": False}}
 FORWARD, BACKWARD = torch.ops.zerofp4.linear, torch.ops.zerofp4.linear_gradients
 
 
@@ -80,8 +81,8 @@ class Call:
         needs = self.x_needs, self.weight_needs
         return run(self.x, [], self.splits, self.bias, *self.weight.values(), None, *needs)
 
-    def backward(self, run, kept: list[torch.Tensor]) -> list[torch.Tensor]:
-        """kept: what forward() gave behind y."""
+    def backward(self, run, kept: list[torch.Tensor], out=None) -> list[torch.Tensor]:
+        """kept: what forward() gave after y. out: float32, to which the weight's gradient is added."""
         groups = [] if self.splits is None else [self.splits, *kept[:2]]
         kept = kept[2:] if groups else kept
         count = (
@@ -91,7 +92,7 @@ class Call:
         weight = self.weight if not own else self.weight | {"weight": None}
         torch.manual_seed(7)
         needs = self.x.dtype, self.x_needs, self.bias is not None
-        return list(run(self.grad, groups, x, 80, own, *weight.values(), None, False, *needs))
+        return list(run(self.grad, groups, x, 80, own, *weight.values(), out, out is not None, *needs))
 
     def assert_same(self) -> None:
         """Both operators and both implementations in Python give the same."""
@@ -108,52 +109,39 @@ class Call:
         self.backward(BACKWARD, self.forward(FORWARD)[1:])
 
 
-@pytest.fixture
-def by_python(monkeypatch, quantized) -> list:
-    """The shapes of what Python has quantized, in groups or not."""
-    original = operators.quantize_grouped
-
-    def counting(x, *arguments, **options):
-        quantized.append(tuple(x.shape))
-        return original(x, *arguments, **options)
-
-    monkeypatch.setattr(operators, "quantize_grouped", counting)
-    return quantized
-
-
 # Bytes
 
 
 @pytest.mark.parametrize("recipe", [name for name in EXACT if name not in PYTHON])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes(device, kind, recipe, by_python):
+def test_bytes(device, kind, recipe, quantized):
     for tokens in (6, 32, *((1, 17) if EXACT[recipe].hadamard else ())):
         call = Call(device, EXACT[recipe], kind=kind, tokens=tokens)
-        by_python.clear()
+        quantized.clear()
         call.run_both()
-        assert by_python == []
+        assert quantized == []
         call.assert_same()
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4, no transform"])
 @pytest.mark.parametrize("splits", [SPLITS, (0, 0, 36, 0), (9, 9, 9, 9)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_of_groups(device, kind, splits, recipe, by_python):
+def test_bytes_of_groups(device, kind, splits, recipe, quantized):
     call = Call(device, EXACT[recipe], kind=kind, name="GroupedLinear", splits=splits)
-    by_python.clear()
+    quantized.clear()
     call.run_both()
-    assert by_python == []
+    assert quantized == []
     call.assert_same()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
-def test_dtypes(device, name, bias, dtype, by_python):
+def test_dtypes(device, name, bias, dtype, quantized):
     call = Call(device, dtype=dtype, name=name)
     call.bias = call.bias if bias else None
     call.run_both()
-    assert by_python == []
+    assert quantized == []
     call.assert_same()
 
 
@@ -168,14 +156,14 @@ def test_what_needs_no_gradient(device, name, kind, x_needs, weight_needs):
 
 @pytest.mark.parametrize("view", [view for view in VIEWS if view != "of three dimensions"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_memory_out_of_order(device, name, view, by_python):
+def test_memory_out_of_order(device, name, view, quantized):
     call = Call(device, name=name)
     call.x, call.grad = VIEWS[view](call.x), VIEWS[view](call.grad)
     if call.splits is not None:
         call.splits = call.splits.int()
         call.splits[-1] += len(call.x) - 36
     call.run_both()
-    assert by_python == []
+    assert quantized == []
     call.assert_same()
 
 
@@ -191,29 +179,23 @@ def test_any_dimensions(device, recipe):
     assert_each_same([of_x.flatten(0, 1), *others], gradients, "backward")
 
 
-@pytest.mark.parametrize("block", [(16, 16), (1, 16)])
-@pytest.mark.parametrize("columnwise", [True, False])
-def test_primary_weights(device, columnwise, block, by_python):
+@pytest.mark.parametrize(
+    ("name", "block", "columnwise"),
+    [
+        *(("Linear", block, columnwise) for block in ((16, 16), (1, 16)) for columnwise in (True, False)),
+        ("GroupedLinear", (16, 16), False),
+    ],
+)
+def test_primary_weights_of_four_over_six(device, name, block, columnwise, quantized):
     """Their rows are read, but of blocks of 1x16 the columns, where there are some: by Python."""
     recipe = dataclasses.replace(EXACT["nvfp4"], weight_block=block)
-    call = Call(device, recipe, kind="primary")
+    call = Call(device, recipe, kind="primary", name=name)
     options = {"block": block, "columnwise": columnwise, "four_over_six": zerofp4.FourOverSix(256)}
-    record = zerofp4.quantize(values(48, 80, device=device), **options).record
+    record = zerofp4.quantize(values(*call.layer.weight.shape, device=device), **options).record
     call.weight |= {"primary": [record.buffer(name) for name in BUFFERS], "e4m3_max": 256}
-    by_python.clear()
+    quantized.clear()
     call.run_both()
-    assert (by_python != []) == (columnwise and block == (1, 16))
-    call.assert_same()
-
-
-def test_a_stack_of_four_over_six(device, by_python):
-    call = Call(device, kind="primary", name="GroupedLinear")
-    given = values(4, 48, 80, device=device)
-    record = zerofp4.quantize(given, four_over_six=zerofp4.FourOverSix(256)).record
-    call.weight |= {"primary": [record.buffer(name) for name in BUFFERS], "e4m3_max": 256}
-    by_python.clear()
-    call.run_both()
-    assert by_python == []
+    assert (quantized != []) == (columnwise and block == (1, 16))
     call.assert_same()
 
 
@@ -253,6 +235,25 @@ def test_gradients_of_the_operator(device, name, recipe):
         assert_bytes_equal(gradient, found[1][key], key)
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4, dequantized", "mxfp8"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_opcheck(device, name, recipe):
+    """Of all operators; without what compares results, which float8 has no operations for."""
+    if name == "GroupedLinear" and recipe != "nvfp4":
+        pytest.skip("groups one after another are no operator")
+    call = Call(device, dataclasses.replace(EXACT[recipe], **NEAREST.get(recipe, {})), name=name)
+    checks = ("test_autograd_registration", "test_faketensor")
+    opcheck = torch.library.opcheck
+    call.bias, call.weight["weight"] = call.layer.bias, call.layer.weight
+    call.forward(lambda *given: opcheck(FORWARD.default, given, test_utils=checks))
+    call.bias, call.weight["weight"] = call.bias.detach(), call.weight["weight"].detach()
+    kept = call.forward(FORWARD)[1:]
+    for out in (None, torch.zeros(call.layer.weight.shape, device=device)):
+        call.backward(lambda *given: opcheck(BACKWARD.default, given, test_utils=checks[1:]), kept, out)
+    given = call.layer._weight_cache.handle, call.weight["weight"], call.weight["recipe"], True
+    opcheck(torch.ops.zerofp4.cache_weight.default, given, test_utils=checks[1:])
+
+
 # What Python does
 
 
@@ -263,28 +264,28 @@ def test_other_recipes(device, kind, recipe):
 
 
 @pytest.mark.parametrize("kind", ["cached", "of the call"])
-def test_groups_of_weights_in_blocks_of_1x16(device, kind, by_python):
+def test_groups_of_weights_in_blocks_of_1x16(device, kind, quantized):
     call = Call(device, EXACT["nvfp4, weights 1x16"], kind=kind, name="GroupedLinear")
-    by_python.clear()
+    quantized.clear()
     call.run_both()
-    assert (36, 80) in by_python and (36, 48) in by_python
+    assert (36, 80) in quantized and (36, 48) in quantized
     call.assert_same()
 
 
-def test_rows_that_nothing_completes(device, by_python):
+def test_rows_that_nothing_completes(device, quantized):
     """Of an odd number of them without the transform, Python completes the columns."""
     call = Call(device, EXACT["nvfp4, no transform"], tokens=17)
     call.run_both()
-    assert (18, 80) in by_python
+    assert (18, 80) in quantized
     call.assert_same()
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_inference_mode(device, name, by_python):
+def test_inference_mode(device, name, quantized):
     call = Call(device, name=name)
     with torch.inference_mode():
         made = call.forward(FORWARD)
-    assert by_python
+    assert quantized
     assert_each_same(made, call.forward(_linear), "forward")
 
 
@@ -314,7 +315,7 @@ WRONG_SPLITS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("what", WRONG | WRONG_SPLITS)
-def test_what_is_wrong_is_said_by_python(what, name):
+def test_what_is_wrong_is_said_quantized(what, name):
     if what in WRONG_SPLITS and name == "Linear":
         pytest.skip("a linear layer has no splits")
     call = Call("cpu", name=name)
@@ -356,38 +357,6 @@ def test_frames_of_this_package(fresh_compiler, backend, name, kind):
     else:
         assert set(forward) == set(backward) == OF_A_CALL
         assert set(forward.values()) == set(backward.values()) == {1}
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", LAYERS)
-def test_micro_batches(fresh_compiler, device, name, kind):
-    """Compiled, they give the bytes of the products in Python, and go on in the same random numbers."""
-
-    def train() -> list[torch.Tensor]:
-        call = Call(device, kind=kind, name=name)
-        layer, splits, found = call.layer, () if call.splits is None else (call.splits,), []
-        run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiles else layer
-        for step in range(2):
-            for part in range(3):
-                x = values(36, 80, device=device, seed=part).requires_grad_()
-                with autocast(EXACT["nvfp4"]):
-                    y = run(x, *splits, part == 0 if kind == "cached" else None)
-                torch.manual_seed(part)
-                y.backward(values(36, 48, device=device, seed=9))
-                found += [y.detach(), x.grad, torch.rand(1, device=device)]
-            found += [parameter.grad.clone() for parameter in layer.parameters()]
-            if kind != "primary":
-                with torch.no_grad():
-                    for parameter in layer.parameters():
-                        parameter.sub_(parameter.grad, alpha=1e-3 * (step + 1))
-        return found
-
-    compiles = True
-    made = train()
-    compiles = False
-    for expected in layers_by_both(train):
-        assert_each_same(made, expected, "training")
 
 
 # The cache, which graphs read and write

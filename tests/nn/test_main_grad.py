@@ -72,10 +72,12 @@ def test_the_flag_and_a_missing_buffer():
 
 
 @pytest.mark.heavy
+@pytest.mark.usefixtures("fresh_compiler", "multiplied_at_once")
+@pytest.mark.parametrize("recipe", [None, NVFP4Recipe(stochastic_rounding=False)], ids=["none", "nvfp4"])
 @pytest.mark.parametrize("primary", [False, True])
 @pytest.mark.parametrize("name", ["Linear", "GroupedLinear"])
-def test_compiled_layers(fresh_compiler, device, name, primary):
-    """The addition breaks the graph."""
+def test_compiled_layers(device, name, primary, recipe):
+    """Without a recipe the addition breaks the graph."""
     options = {"dtype": torch.bfloat16, "device": device, "primary_weights": primary}
     layer = LAYERS[name](fuse_wgrad_accumulation=True, **options)
     arguments = ([8, 16],) if isinstance(layer, GroupedLinear) else ()
@@ -83,6 +85,8 @@ def test_compiled_layers(fresh_compiler, device, name, primary):
     for call in (torch.compile(layer, backend="aot_eager"), layer):
         for weight in weights_of(layer):
             weight.main_grad = torch.zeros(weight.shape, device=device)
-        found.append([step(layer, call, *arguments), *(weight.main_grad for weight in weights_of(layer))])
+        around = autocast(recipe) if recipe else None
+        made = step(layer, call, *arguments, around=around)
+        found.append([made, *(weight.main_grad for weight in weights_of(layer))])
     for mine, other in zip(*found, strict=True):
         assert_bytes_equal(mine, other, "a gradient")

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from cases.layers import Conv1D
 from helpers import assert_bytes_equal
 from torch import nn
 
@@ -14,19 +15,6 @@ from zerofp4 import reference
 from zerofp4.nn import NVFP4Recipe, autocast, quantizers
 
 RECIPE = NVFP4Recipe(weight_block=(1, 16), backward="dequantized")
-
-
-class Conv1D(nn.Module):
-    """The layer of that name in transformers: its weight is [in, out]."""
-
-    def __init__(self, nf, nx):
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.randn(nx, nf))
-        self.bias = nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x):
-        return torch.addmm(self.bias, x, self.weight)
 
 
 class Experts(nn.Module):
