@@ -233,8 +233,7 @@ def _expected_buffers(
         return _matrix_buffers(rounded.view(as_matrix(weight.shape)), weight, amax)
     amaxes = _amaxes(weight, rounded) if amax is None else amax
     each = [
-        _matrix_buffers(matrix, weight, own)
-        for matrix, own in zip(rounded, amaxes.split(1), strict=True)
+        _matrix_buffers(matrix, weight, own) for matrix, own in zip(rounded, amaxes.split(1), strict=True)
     ]
     join = {1: torch.cat, 2: torch.stack}
     return {

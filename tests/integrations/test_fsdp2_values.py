@@ -129,7 +129,7 @@ def test_memory_of_values_and_of_what_they_came_from(mesh, name):
     for _ in range(2):
         layer.unshard()
         values = next(layer.parameters())
-        (group,) = fsdp2.placement._param_groups(layer._get_fsdp_state())
+        (group,) = fsdp2.torch_private._param_groups(layer._get_fsdp_state())
         codes = group.fsdp_params[0].all_gather_outputs
         storages = [tensor.untyped_storage() for tensor in (values, *codes)]
         assert [storage.nbytes() for storage in storages] == [values.numel() * 4, 0]

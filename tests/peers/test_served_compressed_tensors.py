@@ -13,7 +13,7 @@ from torch import nn
 
 import zerofp4
 from zerofp4 import serving
-from zerofp4.serving.formats import FORMATS
+from zerofp4.serving.plan import FORMATS
 
 pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
 from compressed_tensors.compressors import NVFP4PackedCompressor

@@ -1,9 +1,10 @@
 """What an export writes: every tensor, by the name that engines know, checked before one is written."""
 
 import collections
+import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +12,106 @@ from torch import nn
 
 from zerofp4.format import BLOCK, E2M1_MAX, E4M3_MAX, FLOAT32_MAX, SCALE_DTYPE
 from zerofp4.layout import ceil_div
-from zerofp4.serving.formats import FORMATS, Format
 from zerofp4.serving.fused import experts_of, fused_groups, unequal
-from zerofp4.serving.names import Rows, as_saved, check_model, checkpoint_names, rows_as_saved
 from zerofp4.serving.sources import Source
 from zerofp4.storage import NVFP4Storage
 from zerofp4.tensors import QuantizedTensor
+from zerofp4.version import VERSION
+
+
+# The two formats
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """codes, global_scale, input_scale: what fields of a linear module are called; its block scales are
+    `weight_scale` in both formats.
+
+    divides: whether dequantization divides by the global scales, or multiplies with them.
+    scalar_shape: of a global scale.
+    """
+
+    codes: str
+    global_scale: str
+    input_scale: str
+    divides: bool
+    scalar_shape: tuple[int, ...]
+
+    def global_of(self, amax: float, e4m3_max: int) -> torch.Tensor:
+        """The global scale that belongs to an amax, float32. 1 where the amax is 0: then all codes are 0."""
+        if amax == 0:
+            return torch.ones(self.scalar_shape, dtype=torch.float32, device="cpu")
+        own = torch.full(self.scalar_shape, amax, dtype=torch.float32, device="cpu")
+        most = E2M1_MAX * e4m3_max
+        return most / own if self.divides else own / most
+
+    def config(self, ignore: Sequence[str], has_inputs: bool) -> dict[str, Any]:
+        """quantization_config of config.json. ignore: names of linear modules that are not quantized."""
+        return (_compressed_tensors if self.divides else _modelopt)(ignore, has_inputs)
+
+    def extra_files(self, ignore: Sequence[str], has_inputs: bool) -> dict[str, dict[str, Any]]:
+        """Contents of other configuration files by their names."""
+        if self.divides:
+            return {}
+        quantization = {
+            "quant_algo": _ALGORITHM[has_inputs],
+            "kv_cache_quant_algo": None,
+            "group_size": BLOCK,
+            "exclude_modules": list(ignore),
+        }
+        return {"hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization}}
+
+
+FORMATS = {
+    "compressed-tensors": Format("weight_packed", "weight_global_scale", "input_global_scale", True, (1,)),
+    "modelopt": Format("weight", "weight_scale_2", "input_scale", False, ()),
+}
+"""By the name that save_pretrained takes."""
+
+_PRODUCER = {"name": "zerofp4", "version": VERSION}
+_ALGORITHM = {False: "W4A16_NVFP4", True: "NVFP4"}
+
+
+def _compressed_tensors(ignore: Sequence[str], has_inputs: bool) -> dict[str, Any]:
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor_group",
+        "group_size": BLOCK,
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn",
+    }
+    group = {
+        "targets": ["Linear"],
+        "format": "nvfp4-pack-quantized",
+        "weights": weights,
+        "input_activations": {**weights, "dynamic": "local"} if has_inputs else None,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "kv_cache_scheme": None,
+        "ignore": list(ignore),
+    }
+
+
+def _modelopt(ignore: Sequence[str], has_inputs: bool) -> dict[str, Any]:
+    bits = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
+    inputs = {"input_activations": bits} if has_inputs else {}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": _ALGORITHM[has_inputs],
+        "config_groups": {"group_0": {**inputs, "weights": bits, "targets": ["Linear"]}},
+        "ignore": list(ignore),
+        "producer": _PRODUCER,
+    }
+
+
+# Parts of an export
 
 
 class Served(NamedTuple):
@@ -29,6 +124,21 @@ class Served(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Rows(NamedTuple):
+    """Rows of a parameter that a checkpoint has as a matrix of its own: all of them, or a part of an expert.
+
+    name: in the checkpoint. first, count: rows of the parameter, flattened to two dimensions.
+    """
+
+    name: str
+    first: int
+    count: int
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight")
 
 
 class Matrix:
@@ -337,3 +447,58 @@ def _give_inputs(matrices: dict[str, Matrix], input_amaxes: Mapping[str, float])
         largest = max(matrices[name].input_amax for name in group)
         for name in group:
             matrices[name].input_amax = largest
+
+
+# The names that a checkpoint of transformers has
+
+
+def check_model(model: nn.Module) -> Any:
+    """Raise TypeError for what is no model of transformers, ImportError without transformers 5."""
+    try:
+        from transformers import PreTrainedModel
+        from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
+    except ImportError as error:
+        raise ImportError("zerofp4.serving needs transformers 5: pip install transformers") from error
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model must be a PreTrainedModel of transformers, got {type(model).__name__}: give the model "
+            "inside of a wrapper"
+        )
+    return model
+
+
+def checkpoint_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str | None]:
+    """By key of the model's state dict, the name of that tensor in a checkpoint; None for one that
+    transformers cuts or transforms when it saves.
+    """
+    stand_ins = {
+        key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in tensors.items()
+    }
+    names = {id(tensor): name for name, tensor in as_saved(model, stand_ins).items()}
+    return {key: names.get(id(tensor)) for key, tensor in stand_ins.items()}
+
+
+def as_saved(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What save_pretrained of transformers would write of these entries of the model's state dict."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)
+
+
+def rows_as_saved(model: nn.Module, key: str, shape: torch.Size) -> list[Rows]:
+    """The matrices that transformers cuts a parameter into when it saves, as experts are cut.
+
+    Raises ValueError where they are not pieces of its rows, in their order.
+    """
+    numbers = torch.arange(shape[:-1].numel(), dtype=torch.int64, device="cpu")
+    numbers = numbers.view(*shape[:-1], 1).repeat_interleave(2, dim=-1)
+    found = []
+    for name, part in as_saved(model, {key: numbers}).items():
+        first, count = int(part.flatten()[0]), part.shape[:-1].numel()
+        if not torch.equal(part.reshape(-1, 2), numbers.view(-1, 2)[first : first + count]):
+            raise ValueError(
+                f"{key} is quantized, and transformers saves {name} as a transformed tensor: leave it out of "
+                "convert_model with filter_fn"
+            )
+        found.append(Rows(name, first, count))
+    return found

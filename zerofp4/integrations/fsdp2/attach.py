@@ -11,8 +11,8 @@ from torch import nn
 
 from zerofp4.cast import CastPlan
 from zerofp4.distributed import OwnError, attempt, exchange
-from zerofp4.integrations.fsdp2.placement import Sharded, check_dtypes, placement_of
 from zerofp4.integrations.fsdp2.state import prepared_weights
+from zerofp4.integrations.fsdp2.torch_private import Sharded, check_dtypes, placement_of
 from zerofp4.integrations.fsdp2.weight import Weight
 from zerofp4.optim import FusedAdamW
 from zerofp4.storage import NVFP4Storage
@@ -62,7 +62,7 @@ def _place(model: nn.Module, sharded: Sharded) -> list[Weight]:
     attached = next((weight for *_, weight in found if weight.placement is not None), None)
     if attached is not None:
         raise RuntimeError(f"{attached.name!r} is attached already: call detach() of what attach returned")
-    placements = [placement_of(sharded, *place) for place in found]
+    placements = [placement_of(sharded.find(module, name), w.name, w.dtype) for module, name, w in found]
     check_dtypes(sharded)
     for (*_, weight), placement in zip(found, placements, strict=True):
         weight.place(placement)

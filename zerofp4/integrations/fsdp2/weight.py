@@ -3,57 +3,20 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch.autograd.graph import increment_version
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from zerofp4 import ops
 from zerofp4.distributed import rank_and_size
 from zerofp4.format import BLOCK, SCALE_DTYPE, FourOverSix
-from zerofp4.integrations.fsdp2.gathered import Gathered
+from zerofp4.integrations.fsdp2.torch_private import Placement
 from zerofp4.layout import ceil_div
 from zerofp4.storage import NVFP4Storage, Side, empty_buffer
-from zerofp4.tensors import reads_columns
+from zerofp4.tensors import NVFP4Tensor, reads_columns
 
 NOT_ATTACHED = "has no codes yet: call zerofp4.integrations.fsdp2.attach(model, optimizer) before the forward"
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Where FSDP2 has put the master of a weight.
-
-    param_of: gives FSDP2's own record of the parameter, which it does not keep alive: a cycle of that record,
-    its shard and the weight would pass through views, where Python's collector does not see it.
-    group: of the ranks that it is sharded over. shape: of the weight that is gathered, of a slice under
-    tensor parallelism. first_row, rows: of this rank's shard; padded_rows: of every rank's input to the
-    all-gather. device: where it is gathered. dtype: that layers compute in. reshards: whether FSDP2, as it is
-    set up now, frees what is gathered after the forward pass, and gathers it again for the backward pass.
-    """
-
-    param_of: weakref.ref
-    group: dist.ProcessGroup
-    shape: torch.Size
-    first_row: int
-    rows: int
-    padded_rows: int
-    device: torch.device
-    dtype: torch.dtype
-    reshards: Callable[[], bool]
-
-    @property
-    def param(self) -> Any:
-        return self.param_of()
-
-    @property
-    def start(self) -> int | None:
-        """The index of this rank's first element; None where it has none."""
-        return self.first_row * self.shape[1:].numel() if self.rows else None
 
 
 class Weight:
@@ -99,7 +62,8 @@ class Weight:
 
     def place(self, placement: Placement) -> None:
         """Make room for the scales of the whole weight and the codes of this rank's rows."""
-        self.placement, self._param_of, self._place = placement, placement.param_of, None
+        self.placement = self._placed = placement
+        self._place = None
         if self._gathered is not None:  # attached before: FSDP2 has tensors over the scales of that record
             return
         shape, local = placement.shape, self.master()
@@ -141,7 +105,7 @@ class Weight:
     def master(self) -> torch.Tensor:
         """This rank's rows, where FSDP2 has them now."""
         try:
-            return self._param_of().sharded_param._local_tensor.local
+            return self._placed.master()
         except AttributeError:
             raise RuntimeError(
                 f"{self.name!r} was prepared, but its parameter was replaced since by one that is no master: "
@@ -181,9 +145,7 @@ class Weight:
 
     def is_gathered_before_cast(self) -> bool:
         """Whether the module computes with what was gathered before the last cast."""
-        return (
-            self._gathered_casts != self._casts and self._param_of().sharded_state is ShardedState.UNSHARDED
-        )
+        return self._gathered_casts != self._casts and self._placed.is_gathered()
 
     # Gathers
 
@@ -245,3 +207,65 @@ def _empty_scales(record: NVFP4Storage, side: str, layouts: tuple[str, ...], dev
 
 def _version(local: torch.Tensor) -> int:
     return -1 if local.is_inference() else local._version
+
+
+class Gathered:
+    """The whole weight while a module computes with it, over memory that FSDP2 frees and gives back.
+
+    source: the record with the weight's scales, and no codes.
+    rows: uint8, the all-gather buffers, whose storage FSDP2 frees and fills: the codes, and the compact
+        scales if these travel.
+    as_values: whether `tensor` is plain, dequantize() of the whole weight; else it is an NVFP4Tensor over the
+        rows, the scales, and what is derived from both: the columns, if the record has any, and swizzled
+        scales.
+
+    tensor: what the module gets instead of its master. inner: the other tensors whose storage FSDP2 frees.
+    """
+
+    def __init__(self, source: NVFP4Storage, rows: Sequence[torch.Tensor], as_values: bool):
+        self._record = record = NVFP4Storage.from_context(source.shape, source.context())
+        record.name = source.name
+        codes, *scale_rows = rows
+        codes, device = codes.view(record.data_shape("rowwise")), codes.device
+        self._source, self._is_copy, self._rows = source, source.device != device, rows
+        amax = source.amax.to(device)
+        derived: list[torch.Tensor] = []
+        for name, side in source.sides():
+            scales = {layout: scale.to(device) for layout, scale in side.scales.items() if not scale_rows}
+            setattr(record, name, Side(codes, scales, amax))
+        for scales in scale_rows:
+            record.rowwise.scales["compact"] = scales.flatten(0, -2).view(SCALE_DTYPE)  # of the same memory
+            if ops.has_fp4_tensor_cores(device) and not as_values:
+                swizzled = empty_buffer(record.scale_shape("rowwise", "swizzled"), SCALE_DTYPE, device)
+                record.rowwise.scales["swizzled"] = swizzled
+                derived.append(swizzled)
+        self._values: torch.Tensor | None = None
+        self._stage = ops.PostStage(device)
+        if as_values:
+            self._values = torch.empty(source.shape, dtype=source.dtype, device=device)
+            scale = record.rowwise.scales["compact"]
+            self._read = (codes, scale, amax, record.block[0], record.e4m3_max, False)
+            derived = [self._values]
+        elif record.columnwise is not None:
+            columns = torch.empty(record.data_shape("columnwise"), dtype=torch.uint8, device=device)
+            record.columnwise.data = columns
+            derived.append(columns)
+        self.inner = tuple(derived)
+        self.tensor = NVFP4Tensor(record) if self._values is None else self._values
+
+    def fill(self, changed: bool) -> None:
+        """Derive what is not gathered. changed: whether there was a cast since the last time."""
+        if changed and self._is_copy:
+            mine = dict(self._source.buffers())
+            for name, copy in self._record.buffers():
+                travels = self._source.scales_travel and name != "amax"
+                if not travels and not name.endswith("_data"):
+                    copy.view(torch.uint8).copy_(mine[name].view(torch.uint8), non_blocking=True)
+        if self._values is not None:
+            is_stack = self._source.experts is not None
+            ops.write_values(*self._read, self._values if is_stack else self._values.flatten(0, -2))
+            for rows in self._rows:  # read, and FSDP2 gives them memory for each gather
+                rows.untyped_storage().resize_(0)
+        elif self.inner:
+            self._stage.bind([self._record])  # its memory was freed since the last gather
+            self._stage.run()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zerofp4.integrations.transformer_engine import functions
-from zerofp4.integrations.transformer_engine.versions import KNOWN, NEWEST, OLDEST
+from zerofp4.integrations.transformer_engine.records import KNOWN, NEWEST, OLDEST
 
 _REPLACEMENTS = {
     f.__name__: f for f in (functions.quantize_master_weights, functions.post_all_gather_processing)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from zerofp4.format import BLOCK, SCALE_DTYPE
-from zerofp4.integrations.transformer_engine.versions import KNOWN
 from zerofp4.ops import pointers
 from zerofp4.storage import (
     NVFP4Storage,
@@ -18,6 +17,10 @@ from zerofp4.storage import (
     dispatches,
     note_rebinding,
 )
+
+OLDEST, NEWEST = (2, 14), (2, 20)
+"""The minor versions whose functions and tensors were read: 2.14 is the first with both functions."""
+KNOWN = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
 
 _MARK = "_fp4_dtype"  # of all its tensors, NVFP4Tensor alone has it
 _RECORD = "_zerofp4_record"

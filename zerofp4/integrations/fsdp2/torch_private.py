@@ -1,7 +1,10 @@
-"""Where fully_shard has put prepared weights, read from torch; what it cannot gather in 4 bits is refused."""
+"""All that is read from FSDP2's private API: where fully_shard has put prepared weights. What FSDP2 cannot
+gather in 4 bits is refused. Tried with torch 2.10, 2.11 and 2.13.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
@@ -11,17 +14,57 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.integrations.fsdp2.master import MasterShard
-from zerofp4.integrations.fsdp2.weight import Placement, Weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where FSDP2 has put the master of a weight.
+
+    param_of: weak reference to the FSDPParam. A strong one would form a cycle through tensor views, which
+        gc cannot collect.
+    group: the ranks that the weight is sharded over.
+    shape: of the gathered weight; under tensor parallelism of this rank's slice.
+    first_row, rows: this rank's shard. padded_rows: every rank's input to the all-gather.
+    device: where the weight is gathered. dtype: that layers compute in.
+    reshards: whether FSDP2, as it is set up now, frees the gathered weight after the forward pass and gathers
+        it again for the backward pass.
+    """
+
+    param_of: weakref.ref
+    group: dist.ProcessGroup
+    shape: torch.Size
+    first_row: int
+    rows: int
+    padded_rows: int
+    device: torch.device
+    dtype: torch.dtype
+    reshards: Callable[[], bool]
+
+    @property
+    def param(self) -> Any:
+        return self.param_of()
+
+    @property
+    def start(self) -> int | None:
+        """The index of this rank's first element; None where it has none."""
+        return self.first_row * self.shape[1:].numel() if self.rows else None
+
+    def master(self) -> torch.Tensor:
+        """This rank's rows, where FSDP2 has them now. Raises AttributeError if they are no MasterShard."""
+        return self.param.sharded_param._local_tensor.local
+
+    def is_gathered(self) -> bool:
+        return self.param.sharded_state is ShardedState.UNSHARDED
 
 
 class Sharded:
     """What fully_shard made of a model: FSDP2's records of parameters, by module and name."""
 
     def __init__(self, model: nn.Module):
-        self._params: dict[tuple[int, str], _Found] = {}
+        self._params: dict[tuple[int, str], FoundParam] = {}
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         inner = {child for module in sharded for child in module.modules() if child is not module}
         for module in sharded:
@@ -32,7 +75,7 @@ class Sharded:
                 )
                 for param in group.fsdp_params:
                     info = param._module_info
-                    self._params[id(info.module), info.param_name] = _Found(group, param, reshards)
+                    self._params[id(info.module), info.param_name] = FoundParam(group, param, reshards)
         self.groups = {id(found.group): found.group for found in self._params.values()}.values()
 
     def process_groups(self) -> list[dist.ProcessGroup]:
@@ -45,15 +88,13 @@ class Sharded:
                     found.setdefault(tuple(dist.get_process_group_ranks(group)), group)
         return list(found.values())
 
-    def find(self, module: nn.Module, name: str) -> _Found | None:
+    def find(self, module: nn.Module, name: str) -> FoundParam | None:
         """What FSDP2 has of a module's parameter."""
         return self._params.get((id(module), name))
 
 
-class _Found(NamedTuple):
-    """FSDP2's group of parameters, its record of one of them, and whether it reshards them after the forward
-    pass, which may change.
-    """
+class FoundParam(NamedTuple):
+    """An FSDPParamGroup, an FSDPParam, and whether that is resharded after the forward pass, which may change."""
 
     group: Any
     param: Any
@@ -74,28 +115,27 @@ def _param_groups(state) -> list:
     return [group for group in (several or [state._fsdp_param_group]) if group is not None]
 
 
-def placement_of(sharded: Sharded, module: nn.Module, name: str, weight: Weight) -> Placement:
-    """Where a weight is. Raises RuntimeError where it is not sharded or has no values yet, ValueError for
-    what cannot be gathered in 4 bits.
+def placement_of(found: FoundParam | None, called: str, dtype: torch.dtype) -> Placement:
+    """Where a prepared weight is. called, dtype: its name, and the dtype that it had before prepare.
+
+    Raises RuntimeError where it is not sharded or has no values yet, ValueError for what cannot be gathered in
+    4 bits.
     """
-    found = sharded.find(module, name)
     if found is None:
-        raise RuntimeError(
-            f"{weight.name!r} was prepared, but is not sharded: call fully_shard before attach"
-        )
+        raise RuntimeError(f"{called!r} was prepared, but is not sharded: call fully_shard before attach")
     group, param, reshards = found
-    _check_supported(weight, group, param)
+    _check_supported(called, group, param)
     local = param._sharded_local_tensor
-    if not isinstance(local, MasterShard):
+    if not hasattr(local, "zerofp4_master"):
         raise RuntimeError(
-            f"{weight.name!r} was prepared, but its parameter was replaced since by one of {local.dtype}: "
+            f"{called!r} was prepared, but its parameter was replaced since by one of {local.dtype}: "
             "give a model its dtype before prepare"
         )
     if local.is_meta:
-        raise RuntimeError(f"{weight.name!r} is on the meta device: give it values before attach")
-    dtype = param.mp_policy.param_dtype or weight.dtype
+        raise RuntimeError(f"{called!r} is on the meta device: give it values before attach")
+    dtype = param.mp_policy.param_dtype or dtype
     if dtype not in WEIGHT_DTYPES:
-        raise ValueError(f"{weight.name!r} is to be gathered in {dtype}, which is not one of {WEIGHT_DTYPES}")
+        raise ValueError(f"{called!r} is to be gathered in {dtype}, which is not one of {WEIGHT_DTYPES}")
     rows, padded = param._orig_size[0], param.padded_sharded_param_size[0]
     first = min(param.mesh_info.shard_mesh_rank * padded, rows)
     return Placement(
@@ -111,23 +151,23 @@ def placement_of(sharded: Sharded, module: nn.Module, name: str, weight: Weight)
     )
 
 
-def _check_supported(weight: Weight, group, param) -> None:
+def _check_supported(called: str, group: Any, param: Any) -> None:
     if not hasattr(param.mesh_info, "shard_process_group"):
-        raise ValueError(f"{weight.name!r} is replicated, not sharded: there is nothing to gather")
+        raise ValueError(f"{called!r} is replicated, not sharded: there is nothing to gather")
     if param.fsdp_placement.dim != 0:
         raise ValueError(
-            f"{weight.name!r} is sharded on dim {param.fsdp_placement.dim}: packed rows are gathered whole, "
+            f"{called!r} is sharded on dim {param.fsdp_placement.dim}: packed rows are gathered whole, "
             "so that shard_placement_fn must leave it on dim 0"
         )
     if group._use_post_forward_mesh:
         raise ValueError(
             f"reshard_after_forward={group.post_forward_mesh_info.shard_mesh_size} keeps a part of "
-            f"{weight.name!r} after the forward pass, which torch cannot do with what is gathered by an "
+            f"{called!r} after the forward pass, which torch cannot do with what is gathered by an "
             "extension: give True or False"
         )
     if param.offload_to_cpu and not _has_cpu_backend(param.mesh_info.shard_process_group):
         raise ValueError(
-            f"{weight.name!r} is offloaded to the CPU, where its amax has to be reduced, and the process "
+            f"{called!r} is offloaded to the CPU, where its amax has to be reduced, and the process "
             "group has no backend for it: init_process_group('cpu:gloo,cuda:nccl')"
         )
 
