@@ -1,4 +1,4 @@
-"""python -m zerofp4.blackwell_check: whether this GPU multiplies and quantizes as it must.
+"""The checks of `zerofp4 blackwell-check`: whether this GPU multiplies and quantizes as it must.
 
 The native backend of zerofp4.gemm needs FP4 tensor cores, on which it was never run by those who wrote it.
 This shows, on such a GPU and in a few minutes, that the elements and scales that we hand to them are where
@@ -8,21 +8,17 @@ or scale that is not in its place.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-import json
 import platform
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from zerofp4 import nn, ops, reference
 from zerofp4.format import BLOCK, SCALE_LAYOUTS, FourOverSix
-from zerofp4.gemm import BACKENDS, Operand, chosen_backend, gemm
+from zerofp4.gemm import Operand, chosen_backend, gemm
 from zerofp4.storage import SIDES, Scheme
 from zerofp4.tensors import quantize, quantize_mxfp8
 from zerofp4.testing import first_difference
@@ -43,12 +39,6 @@ SHAPES = {
 NEUTRAL_AMAX = 2688.0  # with it a block that ends at 6 has scale 1
 TOLERANCE = 3e-5  # of float32 sums in another order, which tensor cores cut off, relative to their norm
 LAYER_TOLERANCE = 2e-2  # of bfloat16 results that are quantized again on the way
-
-DESCRIPTION = """\
-Check the products and the quantization of this GPU, in every class of shapes: one-hot operands, whose
-products are known exactly, random ones against float64, every byte of quantize against the CPU, native
-products and layers against exact ones. The last line is BLACKWELL CHECK PASSED or BLACKWELL CHECK FAILED.
-"""
 
 
 class Wrong(Exception):
@@ -256,42 +246,18 @@ def randoms(rows: int, cols: int, device: torch.device, seed: int) -> torch.Tens
     return torch.randn(rows, cols, dtype=torch.float32, device="cpu", generator=generator).to(device)
 
 
-# The command
-
-
-def run_checks(setting: Setting) -> list[dict[str, Any]]:
-    """Runs them all; {"check", "case", "passed", "message"} for each. What a check raises is its message."""
-    results = []
-    for group in CHECKS:
-        own = []
-        for check, case, run in group(setting):
-            message = None
-            try:
-                run()
-            except Exception as error:  # whatever it is, the other checks are still worth running
-                message = str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
-            own.append({"check": check, "case": case, "passed": message is None, "message": message})
+def check(setting: Setting) -> dict[str, Any]:
+    """Run all checks, and print what failed. Returns what --json writes."""
+    reason, results = _why_not(setting), []
+    if reason is not None:
+        print(reason)
+    for group in CHECKS if reason is None else ():
+        own = [{"check": check, "case": case, **_run(run)} for check, case, run in group(setting)]
         failed = [each for each in own if not each["passed"]]
         print(f"{own[0]['check']}: {len(own) - len(failed)} of {len(own)} passed", flush=True)
         for each in failed:
             print(f"  {each['case']}: {each['message']}", flush=True)
         results += own
-    return results
-
-
-def why_not(setting: Setting) -> str | None:
-    """Why nothing can be checked."""
-    try:
-        chosen_backend(setting.device, setting.backend)
-        if setting.device.type == "cuda":
-            ops.check_cuda(setting.device.index or 0)
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
-def report_of(setting: Setting, results: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
-    """What --json writes."""
     name, capability = platform.processor() or platform.machine(), None
     if setting.device.type == "cuda":
         name = torch.cuda.get_device_name(setting.device)
@@ -307,45 +273,21 @@ def report_of(setting: Setting, results: list[dict[str, Any]], reason: str | Non
     }
 
 
-def named_device(name: str) -> torch.device:
+def _run(check: Callable[[], None]) -> dict[str, Any]:
+    message = None
     try:
-        return torch.device(name)
+        check()
+    except Exception as error:  # whatever it is, the other checks are still worth running
+        message = str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
+    return {"passed": message is None, "message": message}
+
+
+def _why_not(setting: Setting) -> str | None:
+    """Why nothing can be checked."""
+    try:
+        chosen_backend(setting.device, setting.backend)
+        if setting.device.type == "cuda":
+            ops.check_cuda(setting.device.index or 0)
     except RuntimeError as error:
-        raise argparse.ArgumentTypeError(str(error).splitlines()[0]) from None
-
-
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m zerofp4.blackwell_check",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="exit codes:\n  0  passed\n  1  failed, the output says what\n  2  wrong command line\n",
-    )
-    backends = [backend for backend in BACKENDS if backend != "auto"]
-    parser.add_argument("--backend", choices=backends, default="native", help="of zerofp4.gemm (native)")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument(
-        "--device", type=named_device, default=device, help="cpu or cuda:N (%(default)s here)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a report for programs")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line, sys.argv's by default. Returns the exit code; a wrong one raises SystemExit(2)."""
-    options = parse_options(arguments)
-    setting = Setting(torch.device(options.device), options.backend)
-    reason = why_not(setting)
-    if reason is not None:
-        print(reason)
-    results = run_checks(setting) if reason is None else []
-    report = report_of(setting, results, reason)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"BLACKWELL CHECK {'PASSED' if report['passed'] else 'FAILED'}")
-    return 0 if report["passed"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return str(error)
+    return None

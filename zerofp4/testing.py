@@ -117,7 +117,6 @@ def verify_model(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, int]:
     """Check every trained weight of a model against the FP32 masters that its optimizer shards. Collective.
@@ -128,7 +127,6 @@ def verify_model(
     Args:
         model: the live model.
         optimizer: a ZeroFP4Optimizer, or any optimizer with `param_groups` and `gathered_masters()`.
-        amax_groups: as they were given to the optimizer.
         process_group: the ranks that hold the same weights; the default group where None.
 
     Returns:
@@ -146,8 +144,7 @@ def verify_model(
                 f"optimizer: its parameter {i}, {tuple(parameter.shape)}, is none of the model's"
             )
     weights = {names[id(parameter)]: parameter for parameter in parameters}
-    masters = optimizer.gathered_masters()
-    return verify_weights(weights, masters, amax_groups=amax_groups, process_group=process_group)
+    return verify_weights(weights, optimizer.gathered_masters(), process_group=process_group)
 
 
 def verify_weights(

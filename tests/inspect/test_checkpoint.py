@@ -173,7 +173,9 @@ def test_what_is_printed(tmp_path, capsys):
     layers = {f"layers.{i}.weight": torch.full((2, 4), i + 1.0) for i in (10, 2)}
     torch.save(layers | {"ids": torch.arange(3)}, tmp_path / "m.pt")
     assert main(["inspect", str(tmp_path / "m.pt")]) == 0
-    assert capsys.readouterr().out == """\
+    assert (
+        capsys.readouterr().out
+        == """\
 tensor            kind   shape  bytes  amax
 ids               int64      3     24     -
 layers.2.weight   fp32   2 x 4     32     3
@@ -186,6 +188,7 @@ all          3     88              5.500
 
 torch.save; 16 parameters
 """
+    )
 
 
 class Terminal(io.StringIO):

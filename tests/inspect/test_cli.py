@@ -210,9 +210,9 @@ def test_wrong_options(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["inspect", "--help"]])
+@pytest.mark.parametrize("arguments", [[], ["info"], ["inspect"], ["memory"], ["blackwell-check"]])
 def test_help_says_what_the_exit_codes_mean(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(arguments)
+        main([*arguments, "--help"])
     assert stopped.value.code == 0
     assert "  1  done, and something was found wrong" in capsys.readouterr().out

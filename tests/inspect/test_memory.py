@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from helpers import collect_garbage
 from torch import nn
 
 import zerofp4
-from zerofp4.inspect import main
+from zerofp4.inspect import main, memory
 from zerofp4.inspect.memory import WAYS, memory_kept
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
@@ -107,6 +108,15 @@ def test_the_largest_model_of_a_card(capsys):
             assert found == pytest.approx(size + more * 0.39, abs=0.1)
             assert (rows[name][0] != "does not fit") == fits, (name, options, rows[name])
     assert table("--card", "2")[1]["bf16 weights"] == ("does not fit", "none")
+
+
+def test_a_model_that_reads_its_number_of_layers_elsewhere(capsys, tmp_path, monkeypatch):
+    model = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=2))
+    monkeypatch.setattr(memory, "model_of", lambda *_: model)
+    monkeypatch.setattr(memory, "memory_kept", lambda *_, **__: {"weights": 10**9})
+    monkeypatch.setattr(memory, "elements", lambda _: 10**9)
+    assert main(["memory", str(tmp_path), "--card", "2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[-3:] == ["1.0", "1.0", "-"]
 
 
 def test_what_is_no_configuration(capsys, tmp_path):

@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from zerofp4.inspect import checkpoint, info, memory
+from zerofp4.inspect import blackwell, checkpoint, info, memory
 from zerofp4.version import VERSION
 
-COMMANDS = {"info": info, "inspect": checkpoint, "memory": memory}
+COMMANDS = {"info": info, "inspect": checkpoint, "memory": memory, "blackwell-check": blackwell}
 """By name, modules with SUMMARY, DESCRIPTION, add_options(parser) and run(options), which returns the exit
 code.
 """

@@ -21,8 +21,8 @@ weights, gradients, masters and moments, computed from the model's shapes. Activ
 step, are not in it: what is left on the card is for them. Nothing is allocated.
 
 The largest model that the card can train has more or fewer layers of the same shape. Give --activations what
-a run of the configuration has beyond what it keeps: a larger model has as many bytes a parameter of these, a
-smaller one as many in all, since those of one layer, and logits, stay.
+a run of the configuration has beyond what it keeps: a larger model has as many bytes of these per parameter,
+a smaller one as many in all, since those of one layer, and logits, stay.
 """
 WAYS = {
     "bf16 weights": {"nvfp4": False},
@@ -86,7 +86,7 @@ def model_of(config: Path, layers: int | None = None) -> nn.Module:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="a config.json of transformers, or its folder")
-    parser.add_argument("--layers", type=int, metavar="N", help="in place of those of the configuration")
+    parser.add_argument("--layers", type=int, metavar="N", help="instead of those of the configuration")
     parser.add_argument("--card", type=float, metavar="GB", help="memory of the GPU, in 1e9 bytes")
     beyond = "activations and buffers of this model, in 1e9 bytes (default: 0)"
     parser.add_argument("--activations", type=float, metavar="GB", default=0.0, help=beyond)
@@ -113,9 +113,13 @@ def run(options: argparse.Namespace) -> int:
             left = card - total - beyond
             a_layer = sum(memory_kept(larger, **way).values()) - total
             a_layer += beyond * (elements(larger) / count - 1) if left > 0 else 0
+            row.append(f"{left / 1e9:.1f}" if left > 0 else "does not fit")
+            if not a_layer:  # the model does not read num_hidden_layers
+                row.append("-")
+                rows.append(row)
+                continue
             more = math.floor(left / a_layer)
             layers, size = model.config.num_hidden_layers + more, count + more * (elements(larger) - count)
-            row.append(f"{left / 1e9:.1f}" if left > 0 else "does not fit")
             row.append(f"{layers} layers, {size / 1e9:.1f}e9" if layers > 0 else "none")
         rows.append(row)
     what = f"with {options.activations:g} GB of" if beyond else "without"

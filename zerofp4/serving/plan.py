@@ -18,7 +18,6 @@ from zerofp4.storage import NVFP4Storage
 from zerofp4.tensors import QuantizedTensor
 from zerofp4.version import VERSION
 
-
 # The two formats
 
 

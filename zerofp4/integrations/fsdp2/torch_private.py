@@ -94,7 +94,7 @@ class Sharded:
 
 
 class FoundParam(NamedTuple):
-    """An FSDPParamGroup, an FSDPParam, and whether that is resharded after the forward pass, which may change."""
+    """FSDP2's group, its parameter, and whether it reshards that after the forward pass, which may change."""
 
     group: Any
     param: Any
@@ -118,8 +118,8 @@ def _param_groups(state) -> list:
 def placement_of(found: FoundParam | None, called: str, dtype: torch.dtype) -> Placement:
     """Where a prepared weight is. called, dtype: its name, and the dtype that it had before prepare.
 
-    Raises RuntimeError where it is not sharded or has no values yet, ValueError for what cannot be gathered in
-    4 bits.
+    Raises RuntimeError if it is not sharded or has no values yet, ValueError if it cannot be gathered in 4
+    bits.
     """
     if found is None:
         raise RuntimeError(f"{called!r} was prepared, but is not sharded: call fully_shard before attach")

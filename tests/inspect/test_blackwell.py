@@ -1,4 +1,4 @@
-"""python -m zerofp4.blackwell_check, by the exact backend, which runs everywhere."""
+"""zerofp4 blackwell-check, by the exact backend, which runs everywhere."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import torch
 from early import waits_for
 
 from zerofp4 import blackwell_check, ops
-from zerofp4.blackwell_check import main
+from zerofp4.inspect import main
 
 GROUPS = [
     "one-hot products",
@@ -28,12 +28,12 @@ def few_shapes(monkeypatch):
 
 
 def checked(capsys, *arguments) -> tuple[int, list[str]]:
-    code = main(arguments)
+    code = main(["blackwell-check", *arguments])
     return code, capsys.readouterr().out.splitlines()
 
 
 def run_module(_) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "zerofp4.blackwell_check", "--backend", "exact", "--device", "cpu"]
+    command = [sys.executable, "-m", "zerofp4", "blackwell-check", "--backend", "exact", "--device", "cpu"]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
@@ -124,16 +124,8 @@ def test_what_a_check_raises_is_reported(monkeypatch, capsys, few_shapes):
     assert any(line.endswith("RuntimeError: cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED") for line in lines)
 
 
-def test_help(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert "The last line is BLACKWELL CHECK PASSED" in text and "--backend {native,exact}" in text
-
-
 @pytest.mark.parametrize("arguments", [["--backend", "auto"], ["--device", "tpu7"], ["--j", "x"]], ids=str)
 def test_a_wrong_command_line(arguments):
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main(["blackwell-check", *arguments])
     assert ended.value.code == 2
