@@ -49,19 +49,6 @@ def test_an_error_is_raised_in_every_test(one_core):
             one_core.result(fails)
 
 
-def test_the_end_waits_for_what_has_begun_and_begins_nothing(one_core):
-    begun, ended = threading.Event(), []
-
-    def long(_):
-        begun.set()
-        ended.append("long")
-
-    one_core.begin(long)
-    assert begun.wait(60)
-    one_core.end()
-    assert ended == ["long"] and not any(folder.exists() for folder in one_core._folders.values())
-
-
 def test_skipped_tests_ask_for_nothing():
     def item(*marks):
         return SimpleNamespace(iter_markers=lambda name=None: (m for m in marks if name in (None, m.name)))

@@ -35,9 +35,10 @@ def test_all_kinds_in_one_plan(device):
     check_kinds(weights[:3], masters[:3], amax)
 
 
-def test_bfloat16_masters_at_any_alignment(device):
+@pytest.mark.parametrize("choice", [None, CHOICES[0]], ids=str)
+def test_bfloat16_masters_at_any_alignment(device, choice):
     for offset in (0, 1, 2):
-        weights, masters, starts = make_kinds(device, [(34, 50), (48, 64)], [ROWS, TILES], CHOICES[:1])
+        weights, masters, starts = make_kinds(device, [(34, 50), (48, 64)], [ROWS, TILES], [choice])
         masters = [torch.cat([m.new_zeros(offset), m]).bfloat16()[offset:] for m in masters]
         run(zerofp4.CastPlan(weights, masters, starts))
         check_kinds(weights, masters)

@@ -102,15 +102,6 @@ def test_masters_and_flags_that_torch_moves_in_place_are_noticed(what):
     assert found_inf.item() == 1
 
 
-def test_a_weight_sent_to_another_process_is_noticed():
-    weights, masters, starts = make("cpu")
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    plan.step()
-    weights[0].share_memory_()
-    with pytest.raises(RuntimeError, match=r"model_weights\[0\]: rowwise_data has moved"):
-        plan.step()
-
-
 def test_a_moved_shard_buffer_is_noticed(device):
     weights, masters, starts = make(device, ((16, 16),))
     buffer = torch.zeros(128, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Casts into weights in blocks of 1x16, in a world of one: each rank writes scales, and post() pads them."""
+"""Casts into weights in blocks of 1x16, whose scales each rank writes and post() pads, and of both kinds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import zerofp4
 from zerofp4 import reference
 from zerofp4.optim import FusedAdamW
 
+BLOCKS = {"rows": [ROWS], "tiles": [TILES], "both": [ROWS, TILES]}
 
-@pytest.mark.parametrize("blocks", [[ROWS], [ROWS, TILES]], ids=["rows", "both"])
+
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_plan_and_functions(device, dtype, blocks):
     shapes = [(34, 288), (16, 16), (130, 1000), (64, 64)] if TILES in blocks else None
@@ -23,16 +25,10 @@ def test_plan_and_functions(device, dtype, blocks):
     check_plan_and_functions(weights, masters, starts)
 
 
-def test_bfloat16_masters(device):
-    weights, masters, starts = make_kinds(device)
-    masters = [master.bfloat16() for master in masters]
-    run(zerofp4.CastPlan(weights, masters, starts))
-    check_kinds(weights, masters)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_masters_at_odd_addresses(dtype):
-    weights, masters, starts = make_kinds("cpu")
+@pytest.mark.parametrize("block", [ROWS, TILES], ids=str)
+def test_masters_at_odd_addresses(dtype, block):
+    weights, masters, starts = make_kinds("cpu", [(34, 288), (16, 16), (130, 1000)], [block])
     masters = [at_an_odd_address(master.to(dtype)) for master in masters]
     run(zerofp4.CastPlan(weights, masters, starts))
     check_kinds(weights, masters)
