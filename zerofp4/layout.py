@@ -26,11 +26,10 @@ def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def stacked_matrices(shape: Sequence[int], block_rows: int) -> int | None:
-    """E of a stack [E, N, K] in blocks of 16x16, whose matrices are quantized each alone; None for what is
-    one matrix, as anything in blocks of 1x16 is once it is flattened.
+    """E of a stack [E, N, K] in blocks of 16x16, whose matrices are quantized separately; None for a single
+    matrix. In blocks of 1x16 every shape is flattened to one matrix.
 
-    Raises ValueError for more than three dimensions in blocks of 16x16: which of them count experts, and
-    which rows, nobody has said.
+    Raises ValueError for more than three dimensions in blocks of 16x16.
     """
     if block_rows == 1 or len(shape) < 3:
         return None

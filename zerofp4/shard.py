@@ -44,9 +44,8 @@ def owned_blocks(shard: Shard, cols: int) -> tuple[int, int]:
 
 
 def cut_blocks(shard: Shard, cols: int) -> tuple[int | None, int | None]:
-    """The 1x16 blocks in which the shard begins and ends, where it has only a part of them; else None.
-
-    Both are the same block where the shard lies inside one.
+    """The 1x16 blocks that the shard cuts at its beginning and at its end; None where it cuts none. Both are
+    the same block if the shard lies inside it.
     """
     if not shard.numel:
         return None, None
@@ -68,7 +67,7 @@ def state_groups(shard: Shard, cols: int) -> Shard:
 
 
 def state_unit(cols: int) -> int:
-    """A cut between so many elements of a tensor with rows of this length goes through no group."""
+    """Elements per cut unit: cuts at multiples of it split no group of compact state. cols: of the tensor."""
     return cols if cols % STATE_GROUP else STATE_GROUP
 
 
@@ -105,13 +104,13 @@ def find_gap(shards: Sequence[Shard], numel: int) -> tuple[int, int] | None:
 def equal_slices(
     sizes: Sequence[int], world_size: int, alignment: int, units: Sequence[int] | None = None
 ) -> tuple[list[int], int]:
-    """Offsets of pieces laid one after the other in a flat buffer, and the length of each rank's equal slice.
+    """(offsets of pieces laid one after the other in a flat buffer, length of each rank's equal slice).
 
-    Every piece starts at a multiple of `alignment` and the slice length is one too; the buffer has
-    world_size * slice elements, and rank r owns [r * slice, (r + 1) * slice).
+    Offsets and the slice length are multiples of `alignment`. The buffer has world_size * slice elements, and
+    rank r owns [r * slice, (r + 1) * slice).
 
-    units: by piece, it is cut only between so many of its elements; None cuts it anywhere. What a cut leaves
-        free lies before the piece.
+    units: by piece, it is cut at multiples of so many of its elements only; None: anywhere. Padding that this
+        needs lies before the piece.
     """
     steps = [math.lcm(unit, alignment) for unit in units or (1,) * len(sizes)]
     length = max(ceil_div(sum(round_up(size, alignment) for size in sizes), world_size), 1)
@@ -134,10 +133,10 @@ def equal_slices(
 def whole_slices(
     sizes: Sequence[int], owners: Sequence[int], world_size: int, alignment: int
 ) -> tuple[list[int], int]:
-    """The same, but that each piece lies whole in the slice of the rank that owns it: slices are as long as
-    the longest, and what the others do not fill lies at their end.
+    """As equal_slices(), with each piece whole in the slice of its owner. Slices are as long as the longest;
+    the padding of the others lies at their end.
 
-    owners: in ascending order, so that offsets are too.
+    owners: by piece, in ascending order, so that offsets ascend too.
     """
     ends, starts = [0] * world_size, []
     for size, owner in zip(sizes, owners, strict=True):
@@ -177,9 +176,7 @@ def rectangles(shape: Sequence[int], shard: Shard) -> Iterator[Rectangle]:
 def _boxes(
     shape: tuple[int, ...], first: int, last: int, outer: tuple[int, ...], base: int
 ) -> Iterator[Rectangle]:
-    """Of the elements [first, last) of the tensor of this shape that lies at `outer`, from element `base`
-    on.
-    """
+    """Of elements [first, last) of the tensor of this shape at `outer`, whose first element is `base`."""
     if first >= last:
         return
     ones = (1,) * len(outer)

@@ -106,26 +106,6 @@ def test_mlp_is_the_composition(name, activation):
         assert_same(train(module, x, grad, recipe, cached), expected)
 
 
-@pytest.mark.parametrize("count", [1, 4, 16])
-@pytest.mark.parametrize(
-    "make", [lambda: LayerNormLinear(64, 48, dtype=BF16), lambda: LayerNormMLP(64, 96, dtype=BF16)]
-)
-def test_micro_batches_with_and_without_the_cache(make, count):
-    module = make()
-    width = 48 if isinstance(module, LayerNormLinear) else 64
-    results = []
-    for cached in (True, False):
-        torch.manual_seed(1)
-        module.zero_grad()
-        for index in range(count):
-            rows = 2 * index + 2
-            with autocast(RECIPES["nvfp4"]):
-                y = module(values(rows, 64, seed=index), index == 0 if cached else None)
-            y.backward(values(rows, width, seed=index + 50))
-        results.append({name: p.grad.clone() for name, p in module.named_parameters()} | {"y": y.detach()})
-    assert_same(*results)
-
-
 def test_outside_they_are_ordinary_layers():
     module = LayerNormMLP(32, 64, activation="swiglu")
     x = values(4, 32, dtype=torch.float32)

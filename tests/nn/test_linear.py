@@ -141,15 +141,6 @@ def test_primary_weights_are_what_the_cast_would_make():
     assert torch.equal(module(x), nn.functional.linear(x, module.weight.dequantize(), module.bias))
 
 
-def test_converted_layers_multiply_their_codes():
-    module = nn.Sequential(layer(64, 48))
-    assert zerofp4.convert_model(module).converted == ["0"]
-    assert_all_equal(
-        train(module[0], values(32, 64), values(32, 48, seed=1), RECIPES["nvfp4"]),
-        train(layer(64, 48), values(32, 64), values(32, 48, seed=1), RECIPES["nvfp4"]),
-    )
-
-
 def test_a_weight_with_rows_only_has_the_same_gradients():
     module, x, grad = layer(64, 48, primary_weights=True), values(32, 64), values(32, 48, seed=1)
     expected = train(module, x, grad, RECIPES["nvfp4"])
@@ -217,25 +208,6 @@ def test_checkpoints_give_the_same_bytes(name, first, reentrant):
     assert_all_equal((y.detach(), x.grad, module.weight.grad, module.bias.grad), expected)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
-def test_saved_activations_are_quantized(name):
-    """At most 0.30 of bfloat16 for NVFP4: 4 bits, a scale for 16 of them, and no rowwise copy."""
-    module, x = layer(256, 512), values(256, 256).requires_grad_()
-    module(x)  # nothing is saved here
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.data_ptr()] = tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(RECIPES[name]):
-        y = module(x)
-    weight = sum(buffer.nbytes for _, buffer in zerofp4.quantize(module.weight.detach()).record.buffers())
-    activations = sum(saved.values()) - (weight if name == "nvfp4" else 512 * 256 * (1 + 1 / 32))
-    assert 0 < activations <= (0.30 if name == "nvfp4" else 0.55) * x.nbytes
-    assert y.shape == (256, 512)
-
-
 def test_layers_can_be_copied_and_pickled():
     module, x = layer(64, 48), values(32, 64)
     with autocast(RECIPES["nvfp4"]):
@@ -244,23 +216,6 @@ def test_layers_can_be_copied_and_pickled():
             assert_bytes_equal(other(x), y, "y")
             with pytest.raises(RuntimeError, match="takes the cached weight, but there is none"):
                 other(x, False)
-
-
-def test_it_trains():
-    torch.manual_seed(0)
-    model = nn.Sequential(Linear(32, 64), nn.GELU(), Linear(64, 32))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    x = torch.randn(128, 32)
-    target = x.roll(1, 1).tanh()
-    losses = []
-    for _ in range(150):
-        with autocast(NVFP4Recipe()):
-            loss = (model(x) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.35 * losses[0]
 
 
 # Bad input

@@ -35,15 +35,15 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 
 
 class CheckpointError(Exception):
-    """What was named cannot be inspected. The message is one line."""
+    """A checkpoint cannot be inspected. The message is one line."""
 
 
 @dataclasses.dataclass
 class Row:
-    """A tensor.
+    """A tensor of a checkpoint.
 
-    elements: how many of it the checkpoint has. amax: None of what has none, such as integers.
-    is_weight: whether its elements are parameters: neither state of an optimizer, nor integers.
+    elements: how many of them the checkpoint has. amax: None for dtypes without one, such as integers.
+    is_weight: whether its elements are parameters: neither optimizer state nor integers.
     """
 
     name: str
@@ -58,11 +58,11 @@ class Row:
 
 @dataclasses.dataclass
 class Contents:
-    """What was read.
+    """The contents of a checkpoint.
 
-    format: of the files. ranks: how many ranks wrote them, None where the files do not say.
-    optimizers: by the keys that lead to each, the steps that a ZeroFP4Optimizer has counted, if one did, and
-        the different numbers of steps of its parameters.
+    format: of the files. ranks: how many ranks wrote them, None if the files do not say.
+    optimizers: by the keys that lead to each, the steps counted by a ZeroFP4Optimizer, if it is one, and the
+        distinct step counts of its parameters.
     """
 
     format: str
@@ -92,8 +92,8 @@ class Contents:
         return found
 
     def add(self, keys: Keys, tensor: torch.Tensor, shape: Sequence[int], is_state: bool) -> None:
-        """Note a tensor or a chunk of one. shape: of the whole. is_state: whether keys ends in the name of a
-        parameter and the name of what an optimizer keeps of it.
+        """Add a tensor or a chunk of one. shape: of the whole. is_state: whether it is optimizer state, whose
+        keys end in the parameter's name and the entry's.
         """
         kind, size, amax = _measure(tensor)
         elements, is_weight = tensor.numel(), not is_state and tensor.dtype in DTYPES

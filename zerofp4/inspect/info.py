@@ -9,19 +9,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerofp4.ops import (
-    SLOW_ON_CPU,
-    build_info,
-    check_cuda,
-    code_for,
-)
+from zerofp4.ops import SLOW_ON_CPU, build_info, check_cuda, code_for
 from zerofp4.version import VERSION
 
 SUMMARY = "versions, what was compiled in, and what this machine can run"
@@ -73,7 +67,11 @@ def run(options: argparse.Namespace) -> int:
 def collect() -> dict[str, Any]:
     """All that `info` shows, for json. "problems" are sentences about what does not work but should."""
     problems: list[str] = []
-    build = _attempt(build_info, problems)
+    try:
+        build = build_info()
+    except Exception as error:  # whatever it is, the other facts are still worth showing
+        build = None
+        problems.append(f"{type(error).__name__}: {error}")
     return {
         "zerofp4": {"version": VERSION, "path": str(Path(__file__).parents[1])},
         "python": {"version": platform.python_version(), "executable": sys.executable},
@@ -88,44 +86,27 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _attempt(function: Callable[[], Any], problems: list[str]) -> Any:
-    """Its result, or None and a problem more."""
-    try:
-        return function()
-    except Exception as error:  # whatever it is, the other facts are still worth showing
-        problems.append(f"{type(error).__name__}: {error}")
-        return None
-
-
 def _cpu(build: dict[str, Any] | None) -> dict[str, Any]:
     isas = {"compiled": [], "running": None} if build is None else build["cpu"]
     slow = [str(dtype).removeprefix("torch.") for dtype in SLOW_ON_CPU]
-    facts = {"machine": platform.machine(), "cores": _cores(), "threads": torch.get_num_threads()}
+    # Cores that this process may use.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    facts = {"machine": platform.machine(), "cores": cores, "threads": torch.get_num_threads()}
     return {**facts, **isas, "multiplied_in_float32": slow}
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus(cuda: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
     gpus = []
     for index, device in enumerate(cuda["devices"]):
-        reason = _why_unusable(index)
+        reason = None
+        try:
+            check_cuda(index)
+        except RuntimeError as error:
+            reason = str(error)
+            problems.append(f"GPU {index} cannot be used: {reason}")
         code = None if reason else code_for(device["capability"], cuda["architectures"])
         gpus.append({"index": index, **device, "usable": reason is None, "code": code, "reason": reason})
-        if reason is not None:
-            problems.append(f"GPU {index} cannot be used: {reason}")
     return gpus
-
-
-def _why_unusable(index: int) -> str | None:
-    try:
-        check_cuda(index)
-    except RuntimeError as error:
-        return str(error)
-    return None
 
 
 def _distributed() -> dict[str, Any]:
@@ -162,6 +143,7 @@ def mpi_library() -> str | None:
 def lines(facts: dict[str, Any]) -> list[str]:
     """The facts for a person, a line each."""
     cpu, cuda, torch_build = facts["cpu"], facts["cuda"], facts["torch"]
+    slow = " and ".join(cpu["multiplied_in_float32"])
     shown = [
         ("zerofp4", f"{facts['zerofp4']['version']}, in {facts['zerofp4']['path']}"),
         ("Python", f"{facts['python']['version']}, {facts['python']['executable']}"),
@@ -169,7 +151,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
         ("torch", f"{torch_build['version']}, CUDA {torch_build['cuda'] or 'no'}"),
         ("CPU", f"{cpu['machine']}, {cpu['cores']} cores, {cpu['threads']} threads"),
         ("CPU kernels", f"{cpu['running'] or 'none'}, out of {', '.join(cpu['compiled']) or 'none'}"),
-        ("CPU products", _shown_products(cpu["multiplied_in_float32"])),
+        ("CPU products", f"of {slow} in float32, for want of instructions" if slow else "in each dtype"),
         ("CUDA kernels", _shown_cuda(cuda)),
         ("exact products", "unknown" if cuda is None else f"on a GPU by {cuda['products']}"),
         *((f"GPU {gpu['index']}", _shown_gpu(gpu)) for gpu in facts["gpus"]),
@@ -186,10 +168,6 @@ def lines(facts: dict[str, Any]) -> list[str]:
     return text if facts["problems"] else [*text, "no problem found"]
 
 
-def _shown_products(slow: list[str]) -> str:
-    return f"of {' and '.join(slow)} in float32, for want of instructions" if slow else "in each dtype"
-
-
 def _shown_cuda(cuda: dict[str, Any] | None) -> str:
     if cuda is None:
         return "unknown"
@@ -199,8 +177,9 @@ def _shown_cuda(cuda: dict[str, Any] | None) -> str:
 
 
 def _shown_gpu(gpu: dict[str, Any]) -> str:
-    name = f"{gpu['name']}, compute capability {gpu['capability'][0]}.{gpu['capability'][1]}"
-    return f"{name}: " + (f"runs {gpu['code']}" if gpu["usable"] else "cannot be used")
+    major, minor = gpu["capability"]
+    can = f"runs {gpu['code']}" if gpu["usable"] else "cannot be used"
+    return f"{gpu['name']}, compute capability {major}.{minor}: {can}"
 
 
 def _shown_distributed(found: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Where the codes of a model's NVFP4 weights are: whole on every rank, cut over ranks, or yet to be made."""
+"""The codes of a model's NVFP4 weights: whole on every rank, sharded over ranks, or made of averages."""
 
 from collections.abc import Callable, Iterator
 from typing import Protocol

@@ -28,9 +28,7 @@ def make_modify_rowwise_storage(original: Callable) -> Callable:
 
 def make_unwrap(original: Callable) -> Callable:
     def _unwrap_parameter_data(tensor: torch.Tensor) -> torch.Tensor:
-        """Megatron asks twice a step what each weight is inside. Ours is the same with .data, which makes a
-        tensor each time.
-        """
+        """Called twice per step for each weight. Ours is returned as it is: .data would make a new tensor."""
         return tensor if isinstance(tensor, NVFP4Tensor) else original(tensor)
 
     return _unwrap_parameter_data
@@ -108,8 +106,8 @@ def _check_gathered(name: str, record: NVFP4Storage) -> None:
 
 
 class _Watch:
-    """Whether a cast has met masters that are NaN or Inf, which then never change a weight again, heard of in
-    the cast after it: by then that is known on every rank, and no host waits for a device.
+    """Reports NaN or Inf masters one cast late, so that the host never waits for the GPU. Such masters no
+    longer change their weights.
     """
 
     def __init__(self, device: torch.device):
