@@ -10,8 +10,7 @@ from zerofp4.layout import scale_shape
 from zerofp4.storage import Side, check_block, side_of
 from zerofp4.tensors.mxfp8 import MXFP8Tensor
 from zerofp4.tensors.mxfp8 import values_source as mxfp8_values_source
-from zerofp4.tensors.nvfp4 import NVFP4Tensor
-from zerofp4.tensors.nvfp4_values import values_source
+from zerofp4.tensors.nvfp4 import NVFP4Tensor, values_source
 
 ScaleOf = tuple[torch.Tensor, tuple[int, int]]
 """E4M3 scales (or their uint8 bytes), and the shape (rows, cols) of the matrix that they belong to."""

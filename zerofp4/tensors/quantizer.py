@@ -1,8 +1,7 @@
 """Quantizer, quantize's options checked once, and quantize, which is a Quantizer used once."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,7 +12,6 @@ from zerofp4.tensors.arguments import check_generator, check_out, check_values, 
 from zerofp4.tensors.initial_value import replace_initial_value
 from zerofp4.tensors.nvfp4 import NVFP4Tensor
 from zerofp4.tensors.quantized_tensor import wrap
-from zerofp4.tensors.straight_through import StraightThrough
 
 _REMEMBERED = 64
 """Shapes whose layouts a quantizer remembers; after so many others it begins anew."""
@@ -183,27 +181,24 @@ class Quantizer:
 _kept_quantizer = functools.lru_cache(maxsize=64, typed=True)(Quantizer)
 
 
-def _quantizer(options: dict[str, Any]) -> Quantizer:
-    """The one that was made for these options before, where they can be looked up."""
-    if torch.compiler.is_compiling():  # which traces past a cache
-        return Quantizer(**options)
-    block, layouts = options["block"], options["scale_layouts"]
-    try:
-        hashable = {
-            "block": tuple(block),
-            "scale_layouts": layouts if type(layouts) is str else tuple(layouts),
-        }
-        return _kept_quantizer(**options | hashable)
-    except TypeError:  # what cannot be hashed is not an option either, or is one of a kind
-        return Quantizer(**options)
-
-
 def _apart(record: NVFP4Storage, given: torch.Tensor | None) -> torch.Tensor | None:
     """A given value that the record's own amaxes do not overwrite before it is used."""
     if given is None or torch.compiler.is_compiling() or record.amax.device != given.device:
         return given
     own = {amax.data_ptr() for amax in (record.amax, record.columnwise_amax) if amax is not None}
     return given.clone() if given.data_ptr() in own else given
+
+
+class StraightThrough(torch.autograd.Function):
+    """quantize(x), whose gradient becomes x's, in x's dtype."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, quantize: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return quantize(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad, None
 
 
 def quantize(
@@ -261,17 +256,21 @@ def quantize(
     ValueError for a wrong shape, option or combination of options, RuntimeError for an x whose storage was
     freed.
     """
-    options = {
-        "block": block,
-        "rowwise": rowwise,
-        "columnwise": columnwise,
-        "hadamard": hadamard,
-        "random_signs": random_signs,
-        "stochastic_rounding": stochastic_rounding,
-        "four_over_six": four_over_six,
-        "scale_layouts": scale_layouts,
-    }
-    quantizer = _quantizer(options) if generator is None else Quantizer(generator=generator, **options)
+    if not isinstance(scale_layouts, str):
+        scale_layouts = tuple(scale_layouts)
+    # Not a kept one where torch.compile traces, which sees no cache, nor one that keeps a generator.
+    is_kept = generator is None and not torch.compiler.is_compiling()
+    quantizer = (_kept_quantizer if is_kept else Quantizer)(
+        block=tuple(block),
+        rowwise=rowwise,
+        columnwise=columnwise,
+        hadamard=hadamard,
+        random_signs=random_signs,
+        stochastic_rounding=stochastic_rounding,
+        generator=generator,
+        four_over_six=four_over_six,
+        scale_layouts=scale_layouts,
+    )
     if out is not None:
         if straight_through:
             raise ValueError("straight_through gives a new tensor a history, which out cannot get")
