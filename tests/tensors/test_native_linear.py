@@ -450,20 +450,6 @@ def test_inference_mode(device):
     assert_same(run)
 
 
-def test_forward_differentiation(device):
-    product = Product(device, dtype=torch.float32, frozen=["weight", "bias", "x"])
-    leaves = product.leaves()
-
-    def run():
-        with torch.no_grad(), torch.autograd.forward_ad.dual_level():
-            x = torch.autograd.forward_ad.make_dual(leaves["x"], torch.ones_like(leaves["x"]))
-            y = F.linear(x, leaves["weight"], leaves["bias"])
-            return torch.autograd.forward_ad.unpack_dual(y)._asdict()
-
-    assert_same(run)
-    assert run()["tangent"] is not None
-
-
 def test_forward_differentiation_by_a_weight_is_refused(device):
     weight = zerofp4.quantize(torch.ones(32, 32, device=device))
     with torch.autograd.forward_ad.dual_level():

@@ -198,10 +198,11 @@ def test_to_another_dtype_dequantizes(device):
     assert t.to(torch.bfloat16) is t
     for dtype in (torch.float16, torch.float32):
         expected = reference.dequantize(t.rowwise_data, t.rowwise_scale, t.amax, 16, dtype)
-        for actual in (t.to(dtype), t.dequantize(dtype), torch.empty_like(expected).copy_(t)):
+        assert_bytes_equal(t.dequantize(dtype), expected, f"exact values as {dtype}")
+        for actual in (t.to(dtype), t.type(dtype), torch.empty_like(expected).copy_(t)):
             assert type(actual) is torch.Tensor
-            assert_bytes_equal(actual, expected, f"values as {dtype}")
-    assert torch.equal(t.double(), t.dequantize(torch.float32).double())
+            assert_bytes_equal(actual, t.dequantize().to(dtype), f"values as {dtype}")
+    assert not torch.equal(t.float(), t.dequantize(torch.float32))
 
 
 # Serialization

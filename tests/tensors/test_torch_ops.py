@@ -5,7 +5,6 @@ import torch
 from helpers import assert_bytes_equal
 from tensor_helpers import ALL, DTYPES, addresses, assert_quantized, assert_record_equal, make, values
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import zerofp4
@@ -314,15 +313,6 @@ def test_linear_without_gradients_has_the_same_bytes(device, bias, autocasts):
                     y = F.linear(given, weight, b)
                 assert type(y) is torch.Tensor and not y.requires_grad
                 assert_bytes_equal(y.clone(), expected.detach(), mode.__name__)
-
-
-def test_linear_without_gradients_has_tangents(device):
-    p = weight(device, 48, 80)
-    x, tangent = (values(4, 80, seed=seed, device=device, dtype=torch.float32) for seed in range(2))
-    with torch.no_grad(), forward_ad.dual_level():
-        y = forward_ad.unpack_dual(F.linear(forward_ad.make_dual(x, tangent), p))
-        assert_bytes_equal(y.primal.clone(), F.linear(x, p), "y")
-        assert_bytes_equal(y.tangent.clone(), F.linear(tangent, p), "its tangent")
 
 
 def test_inference_mode(device):

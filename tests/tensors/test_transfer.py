@@ -247,7 +247,7 @@ def test_fsdp_may_leave_quantized_weights_alone(world_of_one):
 
 @formats
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode, torch.no_grad])
-def test_conversions_round_once_in_every_mode(device, make_format, mode):
+def test_conversions_are_those_of_the_values_in_every_mode(device, make_format, mode):
     t = make_format(device)
     assert t.dtype == torch.bfloat16
     exact = t.dequantize(torch.float64)
@@ -259,9 +259,10 @@ def test_conversions_round_once_in_every_mode(device, make_format, mode):
             torch.float16: (lambda: t.half(), lambda: t.to(torch.ones(1).half().to(device))),
             torch.float64: (lambda: t.double(), lambda: t.to(t.device, torch.float64)),
         }.items():
-            for way in (*ways, lambda dtype=dtype: t.to(dtype), lambda dtype=dtype: t.dequantize(dtype)):
+            assert_bytes_equal(t.dequantize(dtype), exact.to(dtype), f"exact values as {dtype}")
+            for way in (*ways, lambda dtype=dtype: t.to(dtype)):
                 assert type(way()) is torch.Tensor
-                assert_bytes_equal(way().cpu(), exact.to(dtype).cpu(), str(dtype))
+                assert_bytes_equal(way().cpu(), t.dequantize().to(dtype).cpu(), str(dtype))
         assert t.dequantize().dtype == t.dtype and t.bfloat16() is t
 
 

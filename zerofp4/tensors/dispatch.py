@@ -134,7 +134,7 @@ def _clone(tensor, *, memory_format=None):
 def _to_copy(tensor, *, dtype=None, device=None, non_blocking=False, pin_memory=None, **layout):
     """Another dtype dequantizes, another device does not."""
     if dtype is not None and dtype != tensor.dtype:
-        return plain(tensor, dtype).to(device=device, non_blocking=non_blocking)
+        return plain(tensor).to(dtype=dtype, device=device, non_blocking=non_blocking)
     options = {"device": device or tensor.device, "non_blocking": non_blocking, "copy": True}
     return type(tensor)(transfer.copy_record(tensor.record, lambda buffer: buffer.to(**options)))
 
@@ -146,7 +146,7 @@ def _copy_(target, source, non_blocking=False):
     if mine is None:
         if _who_asks().startswith("transformers.modeling_utils"):
             _refuse_copies(_aten.copy_.default)
-        return target.copy_(plain(source, target.dtype), non_blocking)
+        return target.copy_(plain(source), non_blocking)
     mine.check_memory("the tensor")
     if other is not None:
         other.check_memory("the source of copy_")
@@ -156,7 +156,7 @@ def _copy_(target, source, non_blocking=False):
             take_initial_value(mine, other)
         return target
     check_memory("the source of copy_", source)
-    values = source.resolve_neg() if other is None else plain(source, target.dtype)
+    values = source.resolve_neg() if other is None else plain(source)
     if is_kept_by(mine, values, lambda: plain(target)):
         return target
     target._requantize(mine, values)
@@ -222,6 +222,7 @@ HANDLERS = {
     _aten.select.int: _select,
     _aten.unbind.int: _unbind,
     _aten.zero_.default: _zero_,
+    torch.ops.prims.convert_element_type.default: plain,
 }
 # Above autograd these come apart into _to_copy. In inference mode nothing takes them apart but this.
 for _whole in (_aten.to.dtype, _aten.to.device, _aten.to.dtype_layout, _aten.to.other, _aten.type_as.default):

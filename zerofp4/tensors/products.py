@@ -1,18 +1,18 @@
 """Products of quantized tensors, and dequantize, as autograd sees them: what __torch_function__ replaces.
 
-The products save the quantized tensor as it is, so that the dequantized weight lives no longer than one
-GEMM, and take its values from the record: each trip through __torch_dispatch__ would cost the host more
-than most kernels take. (torch.compile traces those trips; it merges the dequantizations of forward and
-backward, and saves one.)
+The products save the quantized tensor itself, so the dequantized weight lives no longer than one GEMM. They
+take values from the record, because a trip through __torch_dispatch__ costs the host more than most kernels.
+(torch.compile traces such trips, and merges the dequantizations of forward and backward.)
 
-F.linear with an NVFP4 weight has a second node, in C++ (csrc/autograd/linear.cpp), which computes what Linear
-does in a fifth of its time on the host, and takes what is plain only.
+F.linear of a plain x and an NVFP4 weight runs in C++ (csrc/autograd/linear.cpp). Linear here is for what that
+leaves: traced calls, modes and subclasses, MXFP8 weights, and gradients of gradients.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._prims  # torch.ops.prims
 from torch.nn import functional as F
 
 from zerofp4 import ops
@@ -27,27 +27,30 @@ def is_quantized(tensor: torch.Tensor) -> bool:
 def plain(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The values that a product computes with, as a plain tensor of dtype.
 
-    Without one, in a forward pass, of the tensor's and without history: autocast would cache its copy of a
-    leaf. With one, in a backward pass, with their history where a derivative of the gradient is asked for.
+    dtype None (forward): in the tensor's dtype and detached, since autocast caches casts of leaves. dtype
+    given (backward): differentiable under create_graph=True.
     """
-    without_history = dtype is None or not torch.is_grad_enabled()
-    if is_quantized(tensor) and without_history and not torch.compiler.is_compiling():
-        return tensor._values_of(tensor.record, dtype or tensor.dtype)
-    if dtype is None:
-        return tensor.detach()
-    return tensor if tensor.dtype == dtype and not is_quantized(tensor) else tensor.to(dtype)
+    if not is_quantized(tensor):
+        return tensor.detach() if dtype is None else tensor.to(dtype)
+    if torch.compiler.is_compiling():
+        return torch.ops.prims.convert_element_type(tensor, dtype or tensor.dtype)
+    if dtype is not None and torch.is_grad_enabled():
+        return Dequantize.apply(tensor, dtype)
+    return tensor._values_of(tensor.record, dtype or tensor.dtype)
 
 
 class Dequantize(torch.autograd.Function):
-    """A quantized tensor to the plain tensor of its values, in its dtype; the gradient passes through."""
+    """A quantized tensor to the plain tensor of its values, rounded once to dtype; the gradient passes
+    through.
+    """
 
     @staticmethod
-    def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.dequantize(tensor) if torch.compiler.is_compiling() else plain(tensor)
+    def forward(ctx, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return plain(tensor, dtype)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
-        return grad
+    def backward(ctx, grad: torch.Tensor):
+        return grad, None
 
 
 def multiply(
@@ -62,7 +65,7 @@ def multiply(
             return _multiply_by_autocast(product, operands)
         # Operands of different dtypes are torch's to refuse.
         if dtype in ops.SLOW_ON_CPU and all(each is None or each.dtype == dtype for each in operands):
-            result = product(*(_dequantized(each, torch.float32) for each in operands))
+            result = product(*(_in_dtype(each, torch.float32) for each in operands))
             return result.to(dtype) if out is None else out.copy_(result)
     return product(*operands) if out is None else product(*operands, out=out)
 
@@ -71,14 +74,11 @@ def _multiply_by_autocast(product: Callable, operands: tuple[torch.Tensor | None
     """In the dtype of autocast, which is off then: it would round operands in float32 to its dtype again."""
     dtype = torch.get_autocast_dtype("cpu")
     with torch.autocast("cpu", enabled=False):
-        return multiply(product, *(_dequantized(each, dtype) for each in operands))
+        return multiply(product, *(_in_dtype(each, dtype) for each in operands))
 
 
-def _dequantized(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The values in dtype, but of a quantized tensor first rounded to its own."""
-    if tensor is None or tensor.dtype not in WEIGHT_DTYPES:
-        return tensor
-    return (Dequantize.apply(tensor) if is_quantized(tensor) else tensor).to(dtype)
+def _in_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return tensor if tensor is None or tensor.dtype not in WEIGHT_DTYPES else tensor.to(dtype)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,9 +190,6 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         out = _native_linear(input, weight, bias)
         if out is not None:
             return out
-    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # What is not quantized stays as it is: it may have a tangent of forward AD, which detach() drops.
-        return multiply(F.linear, *(plain(x) if is_quantized(x) else x for x in (input, weight)), bias)
     return Linear.apply(input, weight, bias)
 
 
@@ -213,7 +210,7 @@ def _addmm(input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, *, beta=
 
 
 FUNCTIONS = {
-    torch.dequantize: lambda tensor: Dequantize.apply(tensor),
+    torch.dequantize: lambda tensor: Dequantize.apply(tensor, tensor.dtype),
     F.linear: _linear,
     torch.addmm: _addmm,
     torch.matmul: _matmul,

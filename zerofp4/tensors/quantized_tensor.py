@@ -30,9 +30,8 @@ class QuantizedTensor(torch.Tensor):
       do views: a view is one of a dequantized copy, and writing to it does not change the codes. (But one of
       the matrices of a stack, which a format may quantize alone, is a tensor of that format.)
     - `dequantize()` gives the values in the logical dtype, as an ordinary parameter of it would have them;
-      `float()`, `half()`, `double()`, `.to(dtype)` and `dequantize(dtype)` give the values of the codes,
-      which may need more than a logical bfloat16 holds, rounded once to that dtype. So `t.float()` is
-      `t.dequantize(torch.float32)` and not `t.dequantize().float()`, also in inference mode.
+      `float()`, `half()`, `double()` and `.to(dtype)` convert these. Only `dequantize(torch.float32)` gives
+      the exact values of the codes, which a logical bfloat16 may not hold.
     - empty_like and new_empty of its size, with a device given (as Module.to_empty and checkpoints' stagers
       give one), make a tensor of the same format; other tensors made like it are plain.
     - F.linear, matmul, mm, addmm and @ save the quantized tensor for backward and dequantize it again there.
@@ -112,11 +111,9 @@ class QuantizedTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor of dtype (default: the logical one), rounded once from float32.
 
-        Differentiable. With dtype it is `.to(dtype)`.
+        Differentiable.
         """
-        if dtype is not None and dtype != self.dtype:
-            return self.to(dtype)
-        return torch.dequantize(self)
+        return torch.dequantize(self) if dtype is None else products.Dequantize.apply(self, dtype)
 
     def _describe(self) -> list[str]:
         """The fields of repr between shape and requires_grad."""
@@ -211,7 +208,7 @@ def _in_dtype_of(values: torch.Tensor, tensor: QuantizedTensor) -> QuantizedTens
         return None
     record = transfer.copy_record(tensor.record, lambda buffer: buffer.to(values.device))
     record.dtype = values.dtype
-    own = tensor._values_of(record, values.dtype)
+    own = dispatch.plain(tensor).to(values.device, values.dtype)
     return type(tensor)(record) if torch.equal(own.nan_to_num(), values.nan_to_num()) else None
 
 
