@@ -289,7 +289,7 @@ def bad(**options):
         (bad(bias=torch.zeros(31)), ValueError, r"bias must have shape \(32,\) on cpu, got \(31,\) on cpu"),
         (bad(bias=torch.zeros(32, dtype=torch.int8)), TypeError, r"bias must be .* got torch\.int8"),
         (bad(bias=0.5), TypeError, "bias must be a tensor .* got float"),
-        (bad(accumulate_into=torch.zeros(32, 31)), ValueError, r"shape \(32, 32\) on cpu, got \(32, 31\)"),
+        (bad(accumulate_into=torch.zeros(32, 31)), ValueError, r"shape \(32, 32\), got \(32, 31\)"),
         (bad(accumulate_into=torch.zeros(32, 32, dtype=torch.bfloat16)), TypeError, r"got torch\.bfloat16"),
         (bad(accumulate_into=torch.zeros(32, 64)[:, ::2]), ValueError, "accumulate_into must be contiguous"),
         (

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import zerofp4
 from zerofp4.format import BLOCK, SCALE_LAYOUTS
-from zerofp4.storage import BUFFERS, allocate_mxfp8, side_names
+from zerofp4.storage import BUFFERS, side_names
 
 ZEROFP4 = torch.ops.zerofp4
 SHAPE = (34, 80)
@@ -95,9 +95,8 @@ def dequantize_many(device) -> Call:
 
 
 def quantize_mxfp8(device) -> Call:
-    x, sides = matrix(device), ("rowwise", "columnwise")
-    layouts = ("compact", "swizzled")
-    record = allocate_mxfp8(SHAPE, dtype=x.dtype, device=device, sides=sides, scale_layouts=layouts)
+    x, layouts = matrix(device), ("compact", "swizzled")
+    record = zerofp4.quantize_mxfp8(x, columnwise=True, scale_layouts=layouts).record
     return ZEROFP4.quantize_mxfp8, [x, None, *(record.buffer(name) for name in side_names(layouts))]
 
 

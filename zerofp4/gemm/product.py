@@ -8,7 +8,7 @@ from zerofp4 import ops
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.gemm import exact, native
 from zerofp4.gemm.operand import Operand, as_operand, check_pair
-from zerofp4.storage import check_memory, check_plain
+from zerofp4.storage import check_buffer, check_plain
 
 BACKENDS = ("auto", "native", "exact")
 
@@ -52,10 +52,13 @@ def gemm(
     check_pair(left, right)
     shape = (left.shape[0], right.shape[0])
     out_dtype = _out_dtype(left, right, out_dtype, accumulate_into)
-    _check_vector(bias, shape[1], left.device)
-    _check_target(accumulate_into, shape, left.device)
+    _check_bias(bias, shape[1], left.device)
+    if accumulate_into is not None:
+        check_buffer("accumulate_into", accumulate_into, shape, torch.float32, left.device)
     if ops.is_plain_call(left.copy.data):  # what is traced has no memory
-        _check_addressed(bias, accumulate_into)
+        for name, given in (("bias", bias), ("accumulate_into", accumulate_into)):
+            if given is not None:
+                check_plain(name, given)
     used = chosen_backend(left.device, backend)
     bias = None if bias is None else bias.detach()
     try:
@@ -120,7 +123,7 @@ def _out_dtype(a: Operand, b: Operand, asked: torch.dtype | None, accumulate_int
     return torch.promote_types(a.record.dtype, b.record.dtype) if asked is None else asked
 
 
-def _check_vector(bias: torch.Tensor | None, size: int, device: torch.device) -> None:
+def _check_bias(bias: torch.Tensor | None, size: int, device: torch.device) -> None:
     if bias is None:
         return
     if not isinstance(bias, torch.Tensor) or bias.dtype not in WEIGHT_DTYPES:
@@ -130,26 +133,3 @@ def _check_vector(bias: torch.Tensor | None, size: int, device: torch.device) ->
         raise ValueError(
             f"bias must have shape {(size,)} on {device}, got {tuple(bias.shape)} on {bias.device}"
         )
-    check_memory("bias", bias)
-
-
-def _check_addressed(bias: torch.Tensor | None, target: torch.Tensor | None) -> None:
-    """Raises TypeError or ValueError for what has no bytes of its own, or other ones than its values."""
-    if bias is not None:
-        check_plain("bias", bias)
-    if target is not None:
-        check_plain("accumulate_into", target)
-
-
-def _check_target(target: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
-    if target is None:
-        return
-    if not isinstance(target, torch.Tensor) or target.dtype != torch.float32:
-        found = getattr(target, "dtype", type(target).__name__)
-        raise TypeError(f"accumulate_into must be a torch.float32 tensor, got {found}")
-    if tuple(target.shape) != shape or target.device != device:
-        found = f"{tuple(target.shape)} on {target.device}"
-        raise ValueError(f"accumulate_into must have shape {shape} on {device}, got {found}")
-    if not target.is_contiguous():
-        raise ValueError(f"accumulate_into must be contiguous, got strides {target.stride()}")
-    check_memory("accumulate_into", target)

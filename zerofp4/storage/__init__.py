@@ -11,7 +11,7 @@ from zerofp4.storage.memory import (
     note_rebinding,
     rebindings,
 )
-from zerofp4.storage.mxfp8 import MXFP8Storage, allocate_mxfp8
+from zerofp4.storage.mxfp8 import MXFP8Storage
 from zerofp4.storage.nvfp4 import NVFP4Storage, Scheme, check_block, check_rounding, check_transform
 from zerofp4.storage.record import (
     Storage,
@@ -49,7 +49,6 @@ __all__ = [
     "Sides",
     "Storage",
     "address_of",
-    "allocate_mxfp8",
     "any_dispatches",
     "called",
     "check_block",

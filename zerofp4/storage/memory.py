@@ -11,12 +11,19 @@ import torch
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError, which says what to pass instead, for a subclass with a dispatch of its own (DTensor,
-    FakeTensor and other tensors over tensors) and for a layout that is not dense. ValueError, RuntimeError:
-    as check_memory.
+    FakeTensor) and for a sparse layout. ValueError, RuntimeError: as check_memory.
     """
     if dispatches(tensor):
-        kind = type(tensor).__name__
-        raise TypeError(f"{name} is a {kind}, which has no memory of its own: pass {_inside(tensor)}")
+        instead = {
+            "to_local": "its to_local()",
+            "fake_mode": "a tensor with data",
+            "record": "its dequantize(), or the values that it was made from",
+        }
+        found = [text for attribute, text in instead.items() if hasattr(tensor, attribute)]
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__}, which has no memory of its own: "
+            f"pass {(found or ['the plain tensor inside'])[0]}"
+        )
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}: pass its to_dense()")
     check_memory(name, tensor)
@@ -34,17 +41,6 @@ def _class_dispatches(kind: type) -> bool:
 def any_dispatches(tensors: Sequence[torch.Tensor]) -> bool:
     """dispatches() of any of a list. A step asks this of hundreds, so each class is asked once."""
     return any(map(_class_dispatches, set(map(type, tensors))))
-
-
-def _inside(tensor: torch.Tensor) -> str:
-    """What a caller has to pass instead of a tensor that dispatches."""
-    if hasattr(tensor, "to_local"):
-        return "its to_local()"
-    if hasattr(tensor, "fake_mode"):
-        return "a tensor with data"
-    if hasattr(tensor, "record"):
-        return "its dequantize(), or the values that it was made from"
-    return "the plain tensor inside"
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
@@ -104,9 +100,7 @@ _rebindings = 0
 
 
 def rebindings() -> int:
-    """The number of times that a record was copied or rebound, or a tensor given another record. While it is
-    unchanged, no record has changed buffers.
-    """
+    """Counts copied and rebound records. While it is unchanged, no record has changed buffers."""
     return _rebindings
 
 

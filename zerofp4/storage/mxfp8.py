@@ -1,12 +1,11 @@
 """Records in MXFP8."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
-from zerofp4.format import MXFP8_BLOCK, MXFP8_DATA_DTYPE, MXFP8_SCALE_DTYPE, MXFP8_SCALE_LAYOUTS
+from zerofp4.format import MXFP8_BLOCK, MXFP8_DATA_DTYPE, MXFP8_SCALE_DTYPE
 from zerofp4.layout import mxfp8_scale_shape
 from zerofp4.storage.record import Storage
 
@@ -17,7 +16,6 @@ class MXFP8Storage(Storage):
     [M, ceil(K/32)] and columnwise [ceil(M/32), K]; swizzled ones padded (layout.mxfp8_scale_shape).
     """
 
-    layouts: ClassVar = MXFP8_SCALE_LAYOUTS
     context_fields: ClassVar = ("dtype",)
     block: ClassVar[tuple[int, int]] = (1, MXFP8_BLOCK)
 
@@ -47,18 +45,3 @@ class MXFP8Storage(Storage):
 
     def scale_shape(self, side: str, layout: str) -> tuple[int, int]:
         return mxfp8_scale_shape(*self.matrix, side == "columnwise", layout)
-
-
-def allocate_mxfp8(
-    shape: Sequence[int],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    sides: Sequence[str],
-    scale_layouts: Sequence[str],
-) -> MXFP8Storage:
-    """Uninitialized buffers for a tensor of `shape`. Raises ValueError for fewer than two dimensions."""
-    record = MXFP8Storage(torch.Size(shape), dtype)
-    for side in sides:
-        record.allocate_side(side, scale_layouts, device, None)
-    return record

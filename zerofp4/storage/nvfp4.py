@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from zerofp4.format import BLOCK, E4M3_MAX, SCALE_DTYPE, SCALE_LAYOUTS, WEIGHT_DTYPES, FourOverSix
+from zerofp4.format import BLOCK, E4M3_MAX, SCALE_DTYPE, WEIGHT_DTYPES, FourOverSix
 from zerofp4.layout import (
     as_matrix,
     check_matrix,
@@ -29,7 +29,6 @@ class NVFP4Storage(Storage):
     of experts are: every buffer has E as its first dimension, amaxes are float32 [E].
     """
 
-    layouts: ClassVar = SCALE_LAYOUTS
     context_fields: ClassVar = ("dtype", "block", "hadamard", "random_signs", "four_over_six")
 
     block: tuple[int, int]
@@ -50,13 +49,11 @@ class NVFP4Storage(Storage):
 
     @classmethod
     def from_context(cls, shape, context) -> "NVFP4Storage":
-        dtype, block, hadamard, random_signs, four_over_six = context
-        record = cls(shape, dtype, tuple(block), hadamard=hadamard, random_signs=random_signs)
-        if isinstance(four_over_six, FourOverSix):
-            record.four_over_six = four_over_six
-        elif four_over_six is not None:
-            record.four_over_six = FourOverSix(*four_over_six)
-        return record
+        dtype, block, hadamard, random_signs, choice = context
+        if choice is not None and not isinstance(choice, FourOverSix):
+            choice = FourOverSix(*choice)
+        options = {"hadamard": hadamard, "random_signs": random_signs, "four_over_six": choice}
+        return cls(shape, dtype, tuple(block), **options)
 
     def context(self) -> tuple:
         """(dtype, block, hadamard, random_signs, the fields of four_over_six or None)"""

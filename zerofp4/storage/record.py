@@ -24,8 +24,6 @@ class Storage(Sides):
     once. A format is a subclass.
     """
 
-    layouts: ClassVar[tuple[str, ...]]
-    """The layouts of scales that the format has."""
     context_fields: ClassVar[tuple[str, ...]]
     """The fields that context() is made of."""
 
@@ -51,8 +49,7 @@ class Storage(Sides):
         is not what the record must have.
         """
         record = cls.from_context(shape, context)
-        for name, side in sides_of(buffers).items():
-            setattr(record, name, side)
+        vars(record).update(sides_of(buffers))
         record.check_context()
         if record.rowwise is None and record.columnwise is None:
             raise ValueError(f"buffers must have a copy of the matrix, got {list(buffers)}")
@@ -66,10 +63,16 @@ class Storage(Sides):
         return record
 
     def __reduce_ex__(self, protocol):
-        """Copies and pickles of a record share no buffer with it and have no attachment: plans hold
-        addresses.
-        """
-        return _restore, (type(self), self.shape, self.context(), dict(self.buffers()), self.name)
+        """Copies and pickles share no buffer with the record and have no attachment: plans hold addresses."""
+        return type(self)._copied, (self.shape, self.context(), dict(self.buffers()), self.name)
+
+    @classmethod
+    def _copied(cls, shape: torch.Size, context: tuple, buffers: dict, name: str | None) -> "Storage":
+        note_rebinding()  # a copy may take the place of the record, as when a module moves to another device
+        record = cls.from_context(shape, context)
+        vars(record).update(sides_of(buffers), name=name)
+        record.check()
+        return record
 
     def check_context(self) -> None:
         """Raises TypeError or ValueError for a shape, dtype or option that the format has not. A record made
@@ -142,13 +145,8 @@ class Storage(Sides):
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Storage":
         """A record whose buffers are function(buffer), with no attachment. Errors as check()."""
-        note_rebinding()  # where a module moves to another device, its weights get such a record
-        new = self.from_context(self.shape, self.context())
-        for name, side in sides_of({name: function(buffer) for name, buffer in self.buffers()}).items():
-            setattr(new, name, side)
-        new.name = self.name
-        new.check()
-        return new
+        buffers = {name: function(buffer) for name, buffer in self.buffers()}
+        return self._copied(self.shape, self.context(), buffers, self.name)
 
     def rebind(self, rowwise_data: torch.Tensor) -> None:
         """Make another buffer the codes of this tensor. Its contents are taken as they are.
@@ -166,18 +164,6 @@ class Storage(Sides):
         """Make it hold zeros: in every format these are codes, scales and amaxes of zero bytes."""
         for _, buffer in self.buffers():
             buffer.view(torch.uint8).zero_()
-
-
-def _restore(
-    cls: type[Storage], shape: torch.Size, context: tuple, buffers: dict[str, torch.Tensor], name: str | None
-) -> Storage:
-    note_rebinding()  # where a copy takes the place of the record, whoever holds addresses looks again
-    record = cls.from_context(shape, context)
-    for side_name, side in sides_of(buffers).items():
-        setattr(record, side_name, side)
-    record.name = name
-    record.check()
-    return record
 
 
 def record_of(tensor: Any) -> Any:

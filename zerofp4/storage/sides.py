@@ -36,9 +36,9 @@ def side_and_layout(name: str) -> tuple[str, str | None]:
 
 
 class Gate:
-    """Stands before elements that may be on their way from other ranks. Sides of many records may share one.
+    """Holds up reads of elements that other ranks may still be sending. Sides of many records may share one.
 
-    It is open unless close() was called since open(): then every read calls what close() was given, first.
+    After close(wait) every read calls wait() first, until open().
     """
 
     __slots__ = ("_wait",)
@@ -64,11 +64,10 @@ class Side:
     data: its elements; None where no whole copy of them exists. scales: by layout, "compact" among them
     unless only a kernel reads them. amax: float32, NVFP4's second level; None in a format that has none.
 
-    gate: what a read of `data` waits for, on a GPU in the current stream only; None where nothing is ever on
-    its way. All reads of a record's elements come here: who keeps the tensor itself, or its address, waits at
-    the gate before each use. scale_gate: the same for `scales`, where these travel. (Amaxes never do: every
-    rank computes them.)
-    place, scale_places: the same tensors for who only asks where they are.
+    gate: what a read of `data` waits for, on a GPU in the current stream only; None if nothing ever travels.
+    Whoever keeps the tensor itself, or its address, waits at the gate before each use.
+    scale_gate: the same for `scales`. (Amaxes never travel: every rank computes them.)
+    place, scale_places: the same tensors without waiting; use them only for addresses and shapes.
     """
 
     __slots__ = ("amax", "gate", "place", "scale_gate", "scale_places")
@@ -105,12 +104,25 @@ class Side:
         self.scale_places = value
 
 
+def _buffer(name: str) -> property:
+    return property(lambda sides: sides.buffer(name), doc="None where it does not exist.")
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Sides:
     """A rowwise and a columnwise copy; None for one that does not exist."""
 
     rowwise: Side | None = None
     columnwise: Side | None = None
+
+    rowwise_data = _buffer("rowwise_data")
+    rowwise_scale = _buffer("rowwise_scale")
+    rowwise_scale_expanded = _buffer("rowwise_scale_expanded")
+    rowwise_scale_swizzled = _buffer("rowwise_scale_swizzled")
+    columnwise_data = _buffer("columnwise_data")
+    columnwise_scale = _buffer("columnwise_scale")
+    columnwise_scale_expanded = _buffer("columnwise_scale_expanded")
+    columnwise_scale_swizzled = _buffer("columnwise_scale_swizzled")
 
     def sides(self) -> Iterator[tuple[str, Side]]:
         """Existing sides by name."""
@@ -147,7 +159,7 @@ class Sides:
         yield from self.places()
 
     def places(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same for who only asks where they are: elements may be on their way."""
+        """The same without waiting at a gate: use them only for addresses and shapes."""
         for name, side in self.sides():
             if side.place is not None:
                 yield f"{name}_data", side.place
@@ -158,14 +170,6 @@ class Sides:
             yield "amax", self.amax
         if self.columnwise_amax is not self.amax and self.columnwise_amax is not None:
             yield "columnwise_amax", self.columnwise_amax
-
-
-def _buffer_property(name: str) -> property:
-    return property(lambda sides: sides.buffer(name), doc="None where it does not exist.")
-
-
-for _name in side_names(SCALE_LAYOUTS):
-    setattr(Sides, _name, _buffer_property(_name))
 
 
 def unstack(sides: Sides, count: int, first: int = 0) -> list[Sides]:

@@ -26,10 +26,6 @@ from zerofp4.tensors.nvfp4 import NVFP4Tensor
 from zerofp4.tensors.quantized_tensor import wrap
 
 
-def _buffer(name: str) -> property:
-    return property(lambda groups: groups.buffer(name))
-
-
 @dataclasses.dataclass(eq=False, repr=False)
 class GroupedNVFP4(Sides):
     """Groups of consecutive rows of a [tokens, K] matrix, each quantized as a tensor of its own with blocks
@@ -71,15 +67,6 @@ class GroupedNVFP4(Sides):
     scale_offsets: torch.Tensor
 
     block = (1, BLOCK)
-
-    rowwise_data = _buffer("rowwise_data")
-    rowwise_scale = _buffer("rowwise_scale")
-    rowwise_scale_expanded = _buffer("rowwise_scale_expanded")
-    rowwise_scale_swizzled = _buffer("rowwise_scale_swizzled")
-    columnwise_data = _buffer("columnwise_data")
-    columnwise_scale = _buffer("columnwise_scale")
-    columnwise_scale_expanded = _buffer("columnwise_scale_expanded")
-    columnwise_scale_swizzled = _buffer("columnwise_scale_swizzled")
 
     @property
     def device(self) -> torch.device:

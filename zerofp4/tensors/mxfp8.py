@@ -9,7 +9,6 @@ from zerofp4.format import MXFP8_SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.storage import (
     MXFP8Storage,
     Side,
-    allocate_mxfp8,
     check_layouts,
     check_sides,
     side_names,
@@ -116,8 +115,9 @@ def quantize_mxfp8(
     if skip is not None and out is None:
         raise ValueError("skip keeps what out has, but there is no out")
     if out is None:
-        options = {"dtype": x.dtype, "device": x.device, "sides": sides, "scale_layouts": layouts}
-        record = allocate_mxfp8(x.shape, **options)
+        record = MXFP8Storage(x.shape, x.dtype)
+        for side in sides:
+            record.allocate_side(side, layouts, x.device, None)
     else:
         wanted = {"rowwise": rowwise, "columnwise": columnwise, "scale_layouts": layouts}
         check_out(out, MXFP8Tensor, x, block=MXFP8Storage.block, **wanted)
