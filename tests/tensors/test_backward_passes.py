@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zerofp4
-from zerofp4.tensors import products
 
 FORMATS = {
     "NVFP4": lambda x: zerofp4.quantize(x, columnwise=True),
@@ -88,7 +87,6 @@ def accumulated(function):
 
 
 PASSES = {
-    "grad": lambda loss, ws: autograd.grad(loss, ws),
     "grad of one": lambda loss, ws: [autograd.grad(loss, w, retain_graph=True)[0] for w in ws],
     "grad with a graph": lambda loss, ws: [g.detach() for g in autograd.grad(loss, ws, create_graph=True)],
     "grad, materialized": lambda loss, ws: autograd.grad(loss, ws, materialize_grads=True),
@@ -124,17 +122,6 @@ def test_hooks_compute_with_quantized_weights_as_outside(device, run, quantize):
     assert seen == [True]
 
 
-def test_batched_gradients(device):
-    parameters, x = weights(device), inputs(device)
-    loss = loss_of(x, parameters)
-    (found,) = autograd.grad(
-        loss, parameters[:1], loss.new_tensor([1.0, 2.0]), is_grads_batched=True, retain_graph=True
-    )
-    (wanted,) = autograd.grad(loss, parameters[:1])
-    # Products of a batch add up in another order: roundings of bfloat16.
-    torch.testing.assert_close(found, torch.stack([wanted, 2 * wanted]), rtol=0.02, atol=1e-6)
-
-
 @pytest.mark.parametrize("run", [autograd.functional.vhp, autograd.functional.hvp], ids=["vhp", "hvp"])
 def test_autograd_functional(device, run):
     """Second derivatives through a checkpoint are those without one."""
@@ -146,16 +133,6 @@ def test_autograd_functional(device, run):
     )
     for i, (product, expected) in enumerate(zip(found, wanted, strict=True)):
         assert_bytes_equal(product, expected, f"weight {i}")
-
-
-def test_vjp(device):
-    parameters, x = tuple(w.detach() for w in weights(device)), inputs(device)
-    direction = values(32, 64, device=device, seed=4)
-    leaves = [w.requires_grad_() for w in weights(device)]
-    outputs(x, leaves).backward(direction)
-    _, found = autograd.functional.vjp(lambda *ws: outputs(x, ws), parameters, direction)
-    for i, (gradient, leaf) in enumerate(zip(found, leaves, strict=True)):
-        assert_bytes_equal(gradient, leaf.grad, f"weight {i}")
 
 
 def quantized_output(x, parameters):
@@ -203,18 +180,6 @@ def test_to_a_quantized_tensor_that_is_no_leaf(device):
     assert master.grad is None
 
 
-def test_nothing_is_dequantized_to_find_an_input(monkeypatch):
-    monkeypatch.setattr(products, "_native_linear", None)  # its node would not call what is refused here
-    used, unused = weights("cpu")[:2]
-    loss = loss_of(inputs("cpu"), [used], F.linear)
-
-    def refuse(record, dtype):
-        raise AssertionError("dequantized")
-
-    monkeypatch.setattr(zerofp4.NVFP4Tensor, "_values_of", staticmethod(refuse))
-    assert autograd.grad(loss, unused, allow_unused=True) == (None,)
-
-
 def test_unused_weights(device):
     used, unused = weights(device)[:2]
     loss = loss_of(inputs(device), [used])
@@ -226,18 +191,6 @@ def test_unused_weights(device):
     assert_bytes_equal(again, gradient, "used")
     assert type(zeros) is torch.Tensor
     assert_bytes_equal(zeros, torch.zeros_like(gradient), "unused")
-
-
-def test_edges_among_the_inputs(device):
-    used, unused, other = weights(device)
-    loss = loss_of(inputs(device), [used, other])
-    expected = autograd.grad(loss, [used, other], retain_graph=True)
-    edge = autograd.graph.get_gradient_edge
-    found = autograd.grad(loss, [used, edge(other)], retain_graph=True)
-    for gradient, wanted in zip(found, expected, strict=True):
-        assert_bytes_equal(gradient, wanted, "gradient")
-    with pytest.raises(RuntimeError, match="the given input is a GradientEdge"):
-        autograd.grad(loss, [used, edge(unused)], materialize_grads=True)
 
 
 @pytest.mark.parametrize("run", PASSES.values(), ids=PASSES)

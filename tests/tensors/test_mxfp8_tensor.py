@@ -1,9 +1,5 @@
 """MXFP8Tensor: quantize_mxfp8, buffers, copies, pickles."""
 
-import copy
-import io
-import pickle
-
 import pytest
 import torch
 from cases.mxfp8 import ALL, NAMES, assert_quantized, assert_same, make
@@ -120,32 +116,6 @@ def test_no_elements(device, shape):
 # Copies, and what is shared
 
 
-@pytest.mark.parametrize("copy_of", [torch.clone, copy.deepcopy, lambda t: t.to(t.device, copy=True)])
-def test_copies_share_nothing(device, copy_of):
-    t = make(device)
-    new = copy_of(t)
-    assert type(new) is zerofp4.MXFP8Tensor
-    assert_same(new, t)
-    assert not set(addresses(new).values()) & set(addresses(t).values())
-
-
-def test_detach_parameter_and_data_share_the_record(device):
-    t = make(device)
-    parameter = nn.Parameter(t)
-    assert isinstance(parameter, zerofp4.MXFP8Tensor) and parameter.requires_grad
-    parameter.data.copy_(values(48, 80, device=device, seed=1))
-    t.rowwise_data = t.rowwise_data.clone()
-    for other in (parameter, t.detach(), parameter.data, copy.copy(parameter)):
-        assert other.record is t.record and other.rowwise_data is t.rowwise_data
-    assert_quantized(parameter, values(48, 80, device=device, seed=1))
-    with pytest.raises(TypeError, match=r"rowwise_data must be a torch\.float8_e4m3fn tensor"):
-        t.rowwise_data = torch.zeros(48, 80)
-    with pytest.raises(ValueError, match=r"rowwise_data must have shape \(48, 80\)"):
-        t.rowwise_data = t.rowwise_data.view(80, 48)
-    with pytest.raises(TypeError, match="data must be an MXFP8Tensor, got NVFP4Tensor"):
-        parameter.data = zerofp4.empty((48, 80), device=device)
-
-
 def test_to_another_device_or_dtype(device):
     t = make(device)
     assert t.to(device) is t
@@ -166,37 +136,6 @@ def linear(t):
     module = nn.Linear(80, 48, bias=False, dtype=t.dtype, device=t.device)
     module.weight = nn.Parameter(t)
     return module
-
-
-def save_and_load(value, **options):
-    file = io.BytesIO()
-    torch.save(value, file)
-    return torch.load(io.BytesIO(file.getvalue()), **options)
-
-
-@pytest.mark.parametrize("weights_only", [True, False])
-def test_save_and_load(device, weights_only):
-    t = make(device, columnwise=False)
-    t.record.name = "layers.0"
-    loaded = save_and_load({"t": t, "p": nn.Parameter(t.clone())}, weights_only=weights_only)
-    for new in loaded.values():
-        assert type(new) is zerofp4.MXFP8Tensor and new.dtype == t.dtype and new.record.name == "layers.0"
-        assert_same(new, t)
-    assert isinstance(loaded["p"], nn.Parameter) and loaded["p"].requires_grad
-    assert_same(pickle.loads(pickle.dumps(t)), t)
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_state_dict_round_trip(device, assign):
-    source, target = linear(make(device)), linear(make(device))
-    target.weight.data.zero_()
-    before = addresses(target.weight)
-    target.load_state_dict(save_and_load(source.state_dict()), assign=assign)
-    assert_same(target.weight, source.weight)
-    assert (addresses(target.weight) == before) == (not assign)
-    plain = nn.Linear(80, 48, bias=False, dtype=torch.bfloat16)
-    plain.load_state_dict(target.state_dict())
-    assert_bytes_equal(plain.weight.detach(), target.weight.dequantize().detach().cpu(), "values")
 
 
 def test_flatten_names_what_exists_and_unflatten_restores_it():

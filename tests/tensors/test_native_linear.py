@@ -125,12 +125,6 @@ def test_python_dequantizes_nothing(device, monkeypatch):
     assert (native, python) == (0, 2)
 
 
-def test_without_gradients(device):
-    product = Product(device)
-    with torch.no_grad():
-        assert_same(lambda: {"y": F.linear(*product.leaves().values())})
-
-
 def test_arguments_by_name(device):
     x, weight, bias = Product(device).leaves().values()
     assert is_native(F.linear(x, bias=bias, weight=weight))
@@ -209,57 +203,6 @@ def test_gradient_places(device, times):
     assert_same(run)
 
 
-def test_only_what_is_asked_for(device):
-    product = Product(device)
-
-    def run():
-        leaves = product.leaves()
-        memory = memory_of([leaves["weight"]])
-        memory.views[0].fill_(7)
-        found = {
-            name: torch.autograd.grad(F.linear(*leaves.values()), leaf, product.grad)[0]
-            for name, leaf in leaves.items()
-        }
-        return {**found, "memory": memory.views[0]}
-
-    assert_same(run)
-
-
-def test_what_is_saved(device):
-    product, saved = Product(device), []
-
-    def run():
-        leaves = product.leaves()
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: (saved.append(type(tensor)), tensor)[1], lambda tensor: tensor
-        ):
-            y = F.linear(*leaves.values())
-        y.backward(product.grad)
-        return gradients_of(leaves)
-
-    assert_same(run)
-    assert saved == [torch.Tensor, zerofp4.NVFP4Tensor] * 2
-
-
-def test_saved_tensors(device):
-    leaves = Product(device).leaves()
-    x, weight = F.linear(*leaves.values()).grad_fn.saved_tensors
-    assert x is leaves["x"] and weight is leaves["weight"]
-    assert F.linear(leaves["x"].detach(), leaves["weight"]).grad_fn.saved_tensors[1] is None
-
-
-def test_checkpoint(device):
-    product = Product(device)
-
-    def run():
-        leaves = product.leaves()
-        y = checkpoint(lambda *given: F.gelu(F.linear(*given)), *leaves.values(), use_reentrant=False)
-        y.backward(product.grad)
-        return {"y": y, **gradients_of(leaves)}
-
-    assert_same(run)
-
-
 def test_a_checkpoint_computes_no_product_that_nothing_needs():
     """x and the weight are saved in front of the product, so the second one is not computed again."""
     leaves = Product(torch.device("cpu")).leaves()
@@ -269,21 +212,6 @@ def test_a_checkpoint_computes_no_product_that_nothing_needs():
         y.sum().backward()
 
     assert nodes.count_calls(call, "aten::mm", "aten::addmm") == 3
-
-
-def test_a_weight_that_is_cast_into_in_between(device):
-    product = Product(device)
-
-    def run():
-        leaves = product.leaves()
-        y = F.linear(*leaves.values())
-        with torch.no_grad():
-            leaves["weight"].copy_(leaves["weight"].dequantize())
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward(product.grad)
-        return {}
-
-    by_both(run)
 
 
 def test_backward_twice(device):
@@ -299,44 +227,6 @@ def test_backward_twice(device):
         return gradients_of(leaves)
 
     assert_same(run)
-
-
-def test_a_gradient_of_a_gradient(device):
-    product = Product(device, dtype=torch.float32)
-
-    def run():
-        leaves = product.leaves()
-        y = F.linear(*leaves.values())
-        grad = product.grad.clone().requires_grad_()
-        first = torch.autograd.grad(y, list(leaves.values()), grad, create_graph=True)
-        second = torch.autograd.grad(
-            sum(g.square().sum() for g in first), [leaves["x"], leaves["weight"], grad]
-        )
-        return dict(enumerate([*first, *second]))
-
-    assert_same(run)
-
-
-def test_codes_that_were_freed(device):
-    product = Product(device, rowwise=True, columnwise=False)
-    product.quantized.record.name = "fc1"
-
-    def run(free_first):
-        leaves = product.leaves()
-        leaves["weight"] = nn.Parameter(product.quantized.clone())
-        leaves["weight"].record.name = "fc1"
-        storage = leaves["weight"].rowwise_data.untyped_storage()
-        if free_first:
-            storage.resize_(0)
-        with pytest.raises(
-            RuntimeError, match=r"the tensor 'fc1': rowwise_data needs .* which has 0: it was freed"
-        ):
-            y = F.linear(*leaves.values())
-            storage.resize_(0)
-            y.backward(product.grad)
-
-    for free_first in (True, False):
-        by_both(lambda free_first=free_first: run(free_first))
 
 
 def test_a_wrong_shape_is_the_same_error(device):
@@ -436,18 +326,6 @@ def test_an_input_of_another_class(device):
         F.linear(leaves["x"], nn.Parameter(zerofp4.quantize_mxfp8(values(48, 80, device=device))))
     )
     assert not is_native(F.linear(leaves["weight"], leaves["weight"]))
-
-
-def test_inference_mode(device):
-    product = Product(device)
-
-    def run():
-        with torch.inference_mode():
-            y = F.linear(*product.leaves().values())
-            assert y.is_inference()
-            return {"y": y.clone()}
-
-    assert_same(run)
 
 
 def test_forward_differentiation_by_a_weight_is_refused(device):

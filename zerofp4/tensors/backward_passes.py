@@ -1,12 +1,12 @@
 """Backward passes that torch's functions run when they are given quantized tensors.
 
-A pass calls code of others: what a checkpoint computes once more, hooks, backward of their own autograd
-functions. There, as in the forward pass, a product of a quantized weight must be ours. One that is torch's
-saves other tensors, and a checkpoint, which knows them by number and shape, takes one for another.
+A backward pass calls other people's code: recomputation of checkpoints, hooks, autograd functions. A product
+of a quantized weight must be ours there, as in the forward pass. One of torch's saves other tensors, and a
+checkpoint, which identifies saved tensors by number and shape, would mix them up.
 
-__torch_function__ runs a function with those of subclasses off, which would hold for all of the pass, on
-each of its threads; with them on, torch.autograd would come back to __torch_function__. So it gets, with them
-on, the edges of the graph that the tensors stand for: they mean the same, and are no tensors.
+Inside __torch_function__ subclass overrides are disabled, and would stay so for the whole backward pass. We
+re-enable them and pass GradientEdges in place of tensors, so that torch.autograd does not dispatch to
+__torch_function__ again.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,10 +44,8 @@ def _grad(outputs, inputs, *, materialize_grads=False, **options) -> tuple[torch
     gradients = _run(torch.autograd.grad, _edges(outputs), _edges(inputs), options)
     if not materialize_grads:
         return gradients
-    pairs = list(zip(gradients, inputs, strict=True))
-    if any(gradient is None and isinstance(given, GradientEdge) for gradient, given in pairs):
-        raise RuntimeError("materialize_grads cannot be used when the given input is a GradientEdge")
     has_graph = options.get("create_graph", False)
+    pairs = zip(gradients, inputs, strict=True)
     return tuple(torch.zeros_like(t, requires_grad=has_graph) if g is None else g for g, t in pairs)
 
 
