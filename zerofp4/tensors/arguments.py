@@ -1,13 +1,14 @@
 """What the functions that quantize check of their arguments."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zerofp4 import ops
 from zerofp4.format import BLOCK, WEIGHT_DTYPES
-from zerofp4.storage import SIDES, check_block, check_plain, scale_name
+from zerofp4.storage import check_block, check_plain, scale_name
 from zerofp4.tensors.quantized_tensor import QuantizedTensor
 
 
@@ -22,10 +23,7 @@ def detached(name: str, value: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def check_values(x: torch.Tensor) -> None:
-    """Raises TypeError unless x can be quantized, RuntimeError where its storage was freed.
-
-    What is traced or transformed, FakeTensors too, goes to the operators, which know it.
-    """
+    """Raises TypeError unless x can be quantized, RuntimeError if its storage was freed."""
     if not isinstance(x, torch.Tensor) or isinstance(x, QuantizedTensor):
         raise TypeError(f"x must be a plain torch.Tensor, got {type(x).__name__}")
     if x.dtype not in WEIGHT_DTYPES:
@@ -34,6 +32,7 @@ def check_values(x: torch.Tensor) -> None:
 
 
 def _check_plain(name: str, x: torch.Tensor) -> None:
+    """Traced or transformed tensors, FakeTensors too, are for the operators to judge."""
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
         return
     if torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.maybe_current_level() is None:
@@ -50,8 +49,8 @@ def kernel_input(x: torch.Tensor) -> torch.Tensor:
 
 
 def weight_columns(block: tuple[int, int], columnwise: bool | None) -> bool:
-    """Whether a weight in such blocks, into which masters are cast, has a columnwise copy. Raises ValueError
-    for blocks that NVFP4 has not, and for a copy that a cast cannot write.
+    """Whether a weight that masters are cast into has a columnwise copy. Raises ValueError for a block that
+    NVFP4 does not have, and for a copy that a cast cannot write.
     """
     check_block(block)
     has_tiles = tuple(block) == (BLOCK, BLOCK)
@@ -72,25 +71,26 @@ def reads_columns(block: tuple[int, int], device: torch.device) -> bool:
 
 def check_out(
     out: QuantizedTensor,
-    wanted: type[QuantizedTensor],
+    kind: type[QuantizedTensor],
     x: torch.Tensor,
-    *,
-    block: tuple[int, int],
-    rowwise: bool,
-    columnwise: bool,
+    sides: Sequence[str],
     scale_layouts: Sequence[str],
+    **options: Any,
 ) -> None:
-    """Raises TypeError or ValueError unless x can be quantized into `out`, which has what is asked for."""
-    if not isinstance(out, wanted):
-        raise TypeError(f"out must be an {wanted.__name__}, got {type(out).__name__}")
+    """Raises TypeError or ValueError unless x can be quantized into `out`, which must have these sides and
+    layouts, and these options as fields of its record.
+    """
+    if not isinstance(out, kind):
+        raise TypeError(f"out must be an {kind.__name__}, got {type(out).__name__}")
     for rule in ("shape", "dtype", "device"):
         # Of the record: those of the tensor pass through __torch_function__, which costs as much as a kernel.
         if getattr(out.record, rule) != getattr(x, rule):
             raise ValueError(f"out must have x's {rule} {getattr(x, rule)}, got {getattr(out, rule)}")
-    if out.record.block != block:
-        raise ValueError(f"out must have block {block}, got {out.block}")
-    for side, asked in zip(SIDES, (rowwise, columnwise), strict=True):
-        for layout in scale_layouts if asked else ():
+    for name, wanted in options.items():
+        if getattr(out.record, name) != wanted:
+            raise ValueError(f"out must have {name} {wanted}, got {getattr(out.record, name)}")
+    for side in sides:
+        for layout in scale_layouts:
             if out.record.buffer(scale_name(side, layout)) is None:
                 raise ValueError(f"out must have {side} scales in the {layout} layout, got {out}")
     out.record.check_memory("out")

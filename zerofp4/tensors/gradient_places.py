@@ -1,23 +1,17 @@
-"""Where the gradient of a parameter is to lie: products write it there, and autograd takes it as p.grad.
+"""Buffers that gradients of parameters are to be written to: products write there, and autograd takes the
+result as p.grad without a copy.
 
-A gradient that lies in the wrong memory is silently wrong, so a product writes into the place of a parameter
-only where all of this holds, and returns ordinary memory in every other case:
+A gradient in the wrong memory is silently wrong. So a product uses the buffer only if all of this holds:
 
-- The engine is about to accumulate into this very parameter, by a plain backward pass: not for
-  autograd.grad, which may not touch what p.grad lies in, not for create_graph, whose gradients have a graph,
-  and not for a copy of the parameter, whose accumulation is another node.
-- p.grad is None: what is there is added to by autograd, with its rounding, and the hooks of parameters are
-  called, which a product that returned None for a sum of its own would keep from running.
-- No hook of the parameter sees its gradients, which it may keep; and autocast is off, which would choose
-  another dtype for the product.
-- Nobody else has the gradient that lay there last: `b.grad = a.grad` makes it that of another parameter.
-- Nothing that an earlier product wrote there is on its way: no product of this backward pass has written
-  there, nor is the tensor of one before alive, as where an error, or a backward pass inside of another, came
-  in between. (In one pass the tensor may be gone, and another with its memory, which a hook of the product
-  has made of it, waits for the gradient of another use of the weight.)
+- The engine is about to accumulate into this very parameter in a plain backward pass: not autograd.grad, not
+  create_graph, not a copy of the parameter, whose accumulation is another node.
+- p.grad is None. (Autograd adds to an existing one, with its rounding, and calls the parameter's hooks.)
+- The parameter has no hook that may keep its gradients, and autocast, which may choose another dtype, is off.
+- Nobody else holds the gradient that lay there last: `b.grad = a.grad` makes it that of another parameter.
+- The buffer is free: no other product of this backward pass wrote to it, and no gradient tensor over it from
+  an earlier pass (one that failed, or that encloses this one) is alive.
 
-Autograd takes the tensor over without a copy. Where it adds another gradient to it first, it does so in new
-memory, since what is written here shares its storage.
+If autograd adds another gradient first, it does so in new memory, since the buffer's storage is shared.
 """
 
 import sys
@@ -33,15 +27,13 @@ _places: "weakref.WeakValueDictionary[int, GradientPlace]" = weakref.WeakValueDi
 
 
 class GradientPlace:
-    """Memory of a parameter's shape, in which its gradients are to lie as long as this object lives, or until
-    the parameter gets another place.
-    """
+    """A buffer of a parameter's shape for its gradients, until the parameter gets another one."""
 
     def __init__(self, parameter: torch.Tensor, view: torch.Tensor):
         self._parameter, self._view = parameter, view
         self._given: TensorWeakRef | None = None
-        """Until it is p.grad: torch swaps no tensor that has a weak reference, and autograd clones one that
-        has another strong reference.
+        """Until it is p.grad. Weak, as autograd clones a gradient with a second strong reference; and no
+        longer, as torch swaps no tensor with a weak one.
         """
         self._last: torch.Tensor | None = None
         self._last_pass = -1
@@ -49,24 +41,22 @@ class GradientPlace:
         _places[id(parameter)] = self
 
     def is_awaited(self) -> bool:
-        """Whether a gradient is here that has not become p.grad yet: nothing may be written over it."""
+        """Whether the buffer holds a gradient that is not p.grad yet."""
         return self._given is not None and self._given() is not None
 
     def note(self, gradient: torch.Tensor) -> None:
-        """It lies here, and is p.grad."""
+        """The gradient in the buffer has become p.grad."""
         self._given, self._last = None, gradient
 
     def is_kept(self, gradient: torch.Tensor | None) -> bool:
-        """Whether somebody has the gradient that lay here last, beside the parameter, whose p.grad this is:
-        it may be that of another one by now, and nothing is to be written over it.
-        """
+        """Whether anybody but the parameter holds the last gradient. gradient: the parameter's p.grad."""
         if self._last is None or self._last is gradient:
             return False
         # Python's references: self._last and the argument. C++'s: that of the Python object.
         return sys.getrefcount(self._last) > 2 or self._last._use_count() > 1
 
     def give(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """The memory as a new tensor, with a version of its own; None where nothing may be written there."""
+        """The buffer as a new tensor, with a version of its own; None if it may not be written to."""
         view = self._view
         if self._parameter is not parameter or view.dtype != dtype or view.device != parameter.device:
             return None
@@ -84,10 +74,10 @@ class GradientPlace:
 
 
 def gradient_place(node: Any, index: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """In a backward pass, memory for the gradient of the node's input of this number, a parameter, in which
-    it is to be written, and which is to be returned; None where the gradient belongs into other memory.
+    """In a backward pass, the buffer to write the gradient of a node's input to, and to return; None if the
+    gradient needs memory of its own.
 
-    node: the context of an autograd.Function. dtype: of the gradient, which has the parameter's shape.
+    node: the context of an autograd.Function. index: of the input, a parameter. dtype: of the gradient.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _places:
         return None

@@ -35,9 +35,15 @@ def dequantize_many(
     values: dict[int, torch.Tensor] = {}
     for is_mxfp8, each in dict.fromkeys(wanted):
         members = [i for i, own in enumerate(wanted) if own == (is_mxfp8, each)]
-        make = _mxfp8_values if is_mxfp8 else _nvfp4_values
+        source = mxfp8_values_source if is_mxfp8 else values_source
+        sources = [source(tensors[i].record) for i in members]
         try:
-            made = make([tensors[i] for i in members], each)
+            if is_mxfp8:
+                data, scale, columnwise = map(list, zip(*sources, strict=True))
+                options = (columnwise, "compact", each)
+                made = torch.ops.zerofp4.dequantize_mxfp8_many(data, scale, *options)
+            else:
+                made = ops.values_of_many(sources, each)
         except RuntimeError:
             for i in members:
                 tensors[i].record.check_memory(f"tensors[{i}]")  # by name, if that is it
@@ -56,18 +62,6 @@ def _check_tensors(tensors: Sequence) -> None:
             raise ValueError(
                 f"tensors[{i}] must be on {tensors[0].device}, as the first is, got {tensor.device}"
             )
-
-
-def _nvfp4_values(tensors: Sequence[NVFP4Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Matrices, from one launch."""
-    return ops.values_of_many([values_source(tensor.record) for tensor in tensors], dtype)
-
-
-def _mxfp8_values(tensors: Sequence[MXFP8Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Matrices, from one launch."""
-    sources = [mxfp8_values_source(tensor.record) for tensor in tensors]
-    data, scale, columnwise = map(list, zip(*sources, strict=True))
-    return torch.ops.zerofp4.dequantize_mxfp8_many(data, scale, columnwise, "compact", dtype)
 
 
 def swizzle_scales(

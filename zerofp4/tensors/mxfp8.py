@@ -119,8 +119,7 @@ def quantize_mxfp8(
         for side in sides:
             record.allocate_side(side, layouts, x.device, None)
     else:
-        wanted = {"rowwise": rowwise, "columnwise": columnwise, "scale_layouts": layouts}
-        check_out(out, MXFP8Tensor, x, block=MXFP8Storage.block, **wanted)
+        check_out(out, MXFP8Tensor, x, sides, layouts)
         torch.autograd.graph.increment_version(out)
         record = out.record
     _quantize_into(record, kernel_input(x), detached("skip", skip))

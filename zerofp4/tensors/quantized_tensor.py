@@ -26,23 +26,20 @@ def buffer_property(name: str) -> property:
 class QuantizedTensor(torch.Tensor):
     """A torch.Tensor of a logical shape and dtype whose bytes, quantized, are in a storage record.
 
-    - Operations that are not named here dequantize and give plain tensors; gradients flow through them. So
-      do views: a view is one of a dequantized copy, and writing to it does not change the codes. (But one of
-      the matrices of a stack, which a format may quantize alone, is a tensor of that format.)
+    - Operations that are not named here dequantize and give plain tensors; gradients flow through them. A
+      view is one of a dequantized copy: writing to it does not change the codes. (A matrix of a stack, t[e],
+      is a tensor of the format over t's own buffers.)
     - `dequantize()` gives the values in the logical dtype, as an ordinary parameter of it would have them;
       `float()`, `half()`, `double()` and `.to(dtype)` convert these. Only `dequantize(torch.float32)` gives
       the exact values of the codes, which a logical bfloat16 may not hold.
-    - empty_like and new_empty of its size, with a device given (as Module.to_empty and checkpoints' stagers
-      give one), make a tensor of the same format; other tensors made like it are plain.
-    - F.linear, matmul, mm, addmm and @ save the quantized tensor for backward and dequantize it again there.
-    - A backward pass that is given such tensors, as autograd.grad(loss, weights) and backward(inputs=weights)
-      are, calls checkpoints, hooks and autograd functions of others as loss.backward() does.
-    - clone, deepcopy, pickling, pin_memory and `.to(device)` copy every buffer. detach (so nn.Parameter(t),
-      p.data, p.detach(), state_dict()) shares the record: what is written or rebound through one is seen
-      through all.
-    - Module.half(), .to(dtype) and their like give a parameter another logical dtype and keep its codes.
-      Where Module.to() keeps the dtype, torch swaps each parameter with a new tensor: hooks and grad_dtype
-      stay, attributes that others have set do not.
+    - F.linear, matmul, mm, addmm and @ save the quantized tensor for backward and dequantize it again there,
+      also in checkpoints, hooks and autograd functions of any backward pass.
+    - clone, deepcopy, pickling, pin_memory, `.to(device)`, and empty_like and new_empty of its size with a
+      device given keep the format. detach (so nn.Parameter(t), p.data, state_dict()) shares the record: what
+      is written or rebound through one is seen through all.
+    - Module.half(), .to(dtype) and their like give a parameter another logical dtype and keep its codes. If
+      Module.to() keeps the dtype, torch swaps each parameter with a new tensor: hooks and grad_dtype stay,
+      attributes that others have set do not.
     - copy_ from a tensor of the same format, shape and block copies bytes; any other copy_, fill_ and zero_
       quantize into the existing buffers, whose addresses stay. Any other operation that writes raises.
     - torch.distributed's broadcast sends the buffers: all ranks must have the same formats. Other collectives

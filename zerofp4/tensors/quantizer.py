@@ -121,12 +121,8 @@ class Quantizer:
         amax, columnwise_amax, skip: as of quantize. Returns out. Errors as quantize.
         """
         layout, scheme = self._layout(x), self._scheme
-        copies = {name: getattr(scheme, name) for name in ("rowwise", "columnwise", "scale_layouts")}
-        check_out(out, NVFP4Tensor, x, block=scheme.block, **copies)
-        for name in ("hadamard", "random_signs", "four_over_six"):
-            if getattr(out.record, name) != getattr(scheme, name):
-                found = getattr(out.record, name)
-                raise ValueError(f"out must have {name} {getattr(scheme, name)}, got {found}")
+        options = {name: getattr(scheme, name) for name in NVFP4Storage.context_fields[1:]}
+        check_out(out, NVFP4Tensor, x, scheme.sides, scheme.scale_layouts, **options)
         torch.autograd.graph.increment_version(out)
         self._fill(out.record, layout, x, amax, columnwise_amax, skip)
         if skip is None:
