@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zerofp4.storage import check_memory, record_of
+from zerofp4 import ops
+from zerofp4.storage import Storage, check_memory, record_of
 from zerofp4.tensors import transfer
 from zerofp4.tensors.initial_value import is_kept_by, replace_initial_value, take_initial_value
 
@@ -151,7 +152,7 @@ def _copy_(target, source, non_blocking=False):
     if other is not None:
         other.check_memory("the source of copy_")
     if other is not None and other.scheme == mine.scheme:
-        target._copy_bytes(mine, other, non_blocking)
+        _copy_bytes(target, other, non_blocking)
         if mine is not other:
             take_initial_value(mine, other)
         return target
@@ -159,17 +160,42 @@ def _copy_(target, source, non_blocking=False):
     values = source.resolve_neg() if other is None else plain(source)
     if is_kept_by(mine, values, lambda: plain(target)):
         return target
-    target._requantize(mine, values)
-    replace_initial_value(mine, values)
-    return target
+    return _write(target, values)
+
+
+def _copy_bytes(target, source: Storage, non_blocking: bool) -> None:
+    """Fill every buffer of target from a record of the same scheme; no value is quantized again. What the
+    source does not have is derived from what it has, or raises before anything is written.
+    """
+    record = target.record
+    found = [(name, side, target._side_of(source, name)) for name, side in record.sides()]
+    for name, side, given in found:
+        if side.amax is not None and (side is found[0][1] or side.amax is not record.amax):
+            side.amax.copy_(given.amax, non_blocking)  # once, if two sides share it
+        side.data.copy_(given.data, non_blocking)
+        like_source = record.from_context(record.shape, record.context())
+        setattr(like_source, name, given)
+        for layout, buffer in side.scales.items():
+            scale = given.scales["compact"]
+            if layout != "compact":
+                scale = ops.padded_scale(like_source, name, layout)
+            buffer.copy_(scale, non_blocking)
+
+
+def _write(tensor, values: torch.Tensor):
+    """Quantize values, which broadcast to the tensor's shape and are first rounded to its dtype, into the
+    buffers that it has.
+    """
+    record = tensor.record
+    rounded = values.to(device=record.device, dtype=record.dtype)
+    tensor._quantize_into(rounded.expand(record.shape).contiguous(), record)
+    replace_initial_value(record, values)
+    return tensor
 
 
 def _fill_(tensor, value):
     tensor.record.check_memory("the tensor")
-    values = torch.as_tensor(value, dtype=torch.float32)
-    tensor._requantize(tensor.record, values)
-    replace_initial_value(tensor.record, values)
-    return tensor
+    return _write(tensor, torch.as_tensor(value, dtype=torch.float32))
 
 
 def _zero_(tensor):

@@ -4,32 +4,16 @@ from collections.abc import Sequence
 
 import torch
 
-from zerofp4 import ops
-from zerofp4.format import MXFP8_SCALE_LAYOUTS, WEIGHT_DTYPES
+from zerofp4.format import MXFP8_SCALE_LAYOUTS
 from zerofp4.storage import (
     MXFP8Storage,
     Side,
     check_layouts,
     check_sides,
     side_names,
-    side_of,
 )
 from zerofp4.tensors.arguments import check_out, check_values, detached, kernel_input
 from zerofp4.tensors.quantized_tensor import QuantizedTensor, wrap
-
-
-def _quantize_into(record: MXFP8Storage, x: torch.Tensor, skip: torch.Tensor | None = None) -> None:
-    """Quantize x, a contiguous tensor of the record's shape, into the record's buffers."""
-    buffers = [record.buffer(name) for name in side_names(MXFP8_SCALE_LAYOUTS)]
-    # As bytes: inductor has no float8_e8m0fnu.
-    buffers = [None if buffer is None else buffer.view(torch.uint8) for buffer in buffers]
-    torch.ops.zerofp4.quantize_mxfp8(x.reshape(record.matrix), skip, *buffers)
-
-
-def _requantize(record: MXFP8Storage, values: torch.Tensor) -> None:
-    """Values broadcast to the record's shape and are rounded to its dtype."""
-    values = values.to(device=record.device, dtype=record.dtype)
-    _quantize_into(record, values.expand(record.shape).contiguous())
 
 
 def values_source(record: MXFP8Storage) -> tuple[torch.Tensor, torch.Tensor, bool]:
@@ -39,29 +23,25 @@ def values_source(record: MXFP8Storage) -> tuple[torch.Tensor, torch.Tensor, boo
 
 
 def _dequantize(record: MXFP8Storage, dtype: torch.dtype) -> torch.Tensor:
-    kernel_dtype = dtype if dtype in WEIGHT_DTYPES else torch.float32
-    try:
-        values = torch.ops.zerofp4.dequantize_mxfp8(*values_source(record), "compact", kernel_dtype)
-    except RuntimeError:
-        record.check_memory("the tensor")  # by name, if that is it
-        raise
-    return values.view(record.shape).to(dtype)
+    return torch.ops.zerofp4.dequantize_mxfp8(*values_source(record), "compact", dtype)
 
 
-def _copy_bytes(target: MXFP8Storage, source: MXFP8Storage, non_blocking: bool = False) -> None:
-    """Raises ValueError, before anything is written, where the source lacks a copy that the target has."""
-    for name, _ in target.sides():
-        if getattr(source, name) is None:
-            raise ValueError(
-                f"the source has no {name} copy, and its other one does not determine it: "
-                f"quantize the original values with {name}=True"
-            )
-    for name, side in target.sides():
-        given: Side = getattr(source, name)
-        side.data.copy_(given.data, non_blocking)
-        side.scales["compact"].copy_(given.scales["compact"], non_blocking)
-        if "swizzled" in side.scales:
-            side.scales["swizzled"].copy_(ops.padded_scale(source, name, "swizzled"), non_blocking)
+def _quantize_into(x: torch.Tensor, record: MXFP8Storage, skip: torch.Tensor | None = None) -> None:
+    """Quantize x, a contiguous tensor of the record's shape, into the record's buffers."""
+    buffers = [record.buffer(name) for name in side_names(MXFP8_SCALE_LAYOUTS)]
+    # As bytes: inductor has no float8_e8m0fnu.
+    buffers = [None if buffer is None else buffer.view(torch.uint8) for buffer in buffers]
+    torch.ops.zerofp4.quantize_mxfp8(x.reshape(record.matrix), skip, *buffers)
+
+
+def _side_of(record: MXFP8Storage, name: str) -> Side:
+    side: Side | None = getattr(record, name)
+    if side is None:
+        raise ValueError(
+            f"the source has no {name} copy, and its other one does not determine it: "
+            f"quantize the original values with {name}=True"
+        )
+    return side
 
 
 class MXFP8Tensor(QuantizedTensor):
@@ -71,17 +51,9 @@ class MXFP8Tensor(QuantizedTensor):
 
     record: MXFP8Storage
     _record_type = MXFP8Storage
-    _values_of = staticmethod(_dequantize)
-    _requantize = staticmethod(_requantize)
-    _copy_bytes = staticmethod(_copy_bytes)
-
-    def swizzled_scale(self, columnwise: bool = False) -> torch.Tensor:
-        """E8M0 scales in the order in which block-scaled GEMMs read them, padded with 0: of size
-        [round_up(M, 128), round_up(ceil(K/32), 4)], columnwise [round_up(K, 128), round_up(ceil(M/32), 4)].
-
-        The persistent buffer if there is one, else computed. Raises ValueError where the side does not exist.
-        """
-        return ops.padded_scale(self.record, side_of(columnwise), "swizzled")
+    _dequantize = staticmethod(_dequantize)
+    _quantize_into = staticmethod(_quantize_into)
+    _side_of = staticmethod(_side_of)
 
 
 torch.serialization.add_safe_globals([MXFP8Tensor])
@@ -122,5 +94,5 @@ def quantize_mxfp8(
         check_out(out, MXFP8Tensor, x, sides, layouts)
         torch.autograd.graph.increment_version(out)
         record = out.record
-    _quantize_into(record, kernel_input(x), detached("skip", skip))
+    _quantize_into(kernel_input(x), record, detached("skip", skip))
     return wrap(MXFP8Tensor, record) if out is None else out

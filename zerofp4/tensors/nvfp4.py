@@ -6,7 +6,7 @@ from operator import attrgetter
 import torch
 
 from zerofp4 import ops
-from zerofp4.format import BLOCK, SCALE_DTYPE, WEIGHT_DTYPES, FourOverSix
+from zerofp4.format import BLOCK, SCALE_DTYPE, FourOverSix
 from zerofp4.layout import as_matrix, stacked_matrices
 from zerofp4.storage import SIDES, NVFP4Storage, Scheme, Side, side_of
 from zerofp4.tensors import products
@@ -30,28 +30,6 @@ def values_source(record: NVFP4Storage) -> tuple[torch.Tensor, torch.Tensor, tor
     return copy.data, copy.scales["compact"], copy.amax, record.block[0], record.e4m3_max, columnwise
 
 
-def _dequantize(record: NVFP4Storage, dtype: torch.dtype) -> torch.Tensor:
-    """Values in the record's shape: computed in float32, rounded once to dtype. Errors as values_source."""
-    if dtype not in WEIGHT_DTYPES:
-        return _dequantize(record, torch.float32).to(dtype)
-    source = values_source(record)
-    try:
-        values = ops.values_of(*source, dtype)
-    except RuntimeError:
-        record.check_memory("the tensor")  # by name, if that is it
-        raise
-    return values if values.dim() == len(record.shape) else values.view(record.shape)
-
-
-def _requantize(record: NVFP4Storage, values: torch.Tensor) -> None:
-    """Quantize values, which broadcast to the record's shape, into the buffers that the record has.
-
-    Like a master weight they are first rounded to the record's dtype.
-    """
-    values = values.to(device=record.device, dtype=record.dtype)
-    ops.quantize_into(values.expand(record.shape).contiguous(), record)
-
-
 def derived_side(record: NVFP4Storage, side: str) -> Side:
     """A side, with compact scales; transposed from the other side where the record has only that one."""
     copy: Side | None = getattr(record, side)
@@ -67,25 +45,6 @@ def derived_side(record: NVFP4Storage, side: str) -> Side:
     return Side(torch.ops.zerofp4.transpose_packed(other.data), {"compact": scale}, other.amax)
 
 
-def _copy_bytes(target: NVFP4Storage, source: NVFP4Storage, non_blocking: bool = False) -> None:
-    """Fill every buffer of target from a source of the same scheme; no value is quantized again.
-
-    What the source does not have is derived from what it has. Raises ValueError, before anything is written,
-    where that is impossible: one side of a (1, 16) quantization does not determine the other.
-    """
-    found = [(name, side, derived_side(source, name)) for name, side in target.sides()]
-    for name, side, given in found:
-        if side is found[0][1] or side.amax is not target.amax:  # two sides may share one
-            side.amax.copy_(given.amax, non_blocking)
-        side.data.copy_(given.data, non_blocking)
-        compact = side.scales["compact"]
-        compact.copy_(given.scales["compact"], non_blocking)
-        for layout, buffer in side.scales.items():
-            if layout != "compact":
-                matrix = target.side_matrix(name)
-                buffer.copy_(torch.ops.zerofp4.pad_scale(compact, *matrix, target.block[0], layout))
-
-
 class NVFP4Tensor(QuantizedTensor):
     """A tensor in NVFP4: 4-bit codes, E4M3 scales of blocks, a float32 amax (see QuantizedTensor). Its
     buffers are those of NVFP4Storage.
@@ -96,9 +55,9 @@ class NVFP4Tensor(QuantizedTensor):
 
     record: NVFP4Storage
     _record_type = NVFP4Storage
-    _values_of = staticmethod(_dequantize)
-    _requantize = staticmethod(_requantize)
-    _copy_bytes = staticmethod(_copy_bytes)
+    _dequantize = staticmethod(lambda record, dtype: ops.values_of(*values_source(record), dtype))
+    _quantize_into = staticmethod(ops.quantize_into)
+    _side_of = staticmethod(derived_side)
 
     rowwise_scale_expanded = buffer_property("rowwise_scale_expanded")
     columnwise_scale_expanded = buffer_property("columnwise_scale_expanded")
@@ -114,10 +73,6 @@ class NVFP4Tensor(QuantizedTensor):
         The persistent buffer if there is one, else computed. Raises ValueError where the side does not exist.
         """
         return ops.padded_scale(self.record, side_of(columnwise), "expanded")
-
-    def swizzled_scale(self, columnwise: bool = False) -> torch.Tensor:
-        """As expanded_scale, in the order in which cuBLASLt and torch.nn.functional.scaled_mm read scales."""
-        return ops.padded_scale(self.record, side_of(columnwise), "swizzled")
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
         """What convert_model quantized, on the CPU, or what was written to the weight since (copy_,

@@ -9,7 +9,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.storage import Storage, note_rebinding
+from zerofp4.storage import Side, Storage, note_rebinding, side_of
 from zerofp4.tensors import backward_passes, dispatch, products, transfer
 from zerofp4.tensors.held import gradient_of
 
@@ -57,12 +57,12 @@ class QuantizedTensor(torch.Tensor):
 
     record: Storage
     _record_type: type[Storage]
-    _values_of: Callable[[Storage, torch.dtype], torch.Tensor]
-    """(record, dtype): in the record's shape, computed in float32, rounded once to dtype."""
-    _requantize: Callable[[Storage, torch.Tensor], None]
-    """(record, values that broadcast to its shape): quantized into the buffers that the record has."""
-    _copy_bytes: Callable[[Storage, Storage, bool], None]
-    """(target, source of the same scheme, non_blocking): fills the target without quantizing again."""
+    _dequantize: Callable[[Storage, torch.dtype], torch.Tensor]
+    """(record, one of WEIGHT_DTYPES): values, computed in float32 and rounded once."""
+    _quantize_into: Callable[[torch.Tensor, Storage], None]
+    """(contiguous values of the record's shape and dtype, record): into the buffers that the record has."""
+    _side_of: Callable[[Storage, str], Side]
+    """(record, name): a side, made from the other one if need be. Raises ValueError if that is impossible."""
 
     @staticmethod
     def __new__(cls, record: Storage | tuple, *buffers: torch.Tensor):
@@ -104,6 +104,24 @@ class QuantizedTensor(torch.Tensor):
     def nbytes(self) -> int:
         """Bytes of all buffers, which is less than numel() * element_size()."""
         return sum(buffer.nbytes for _, buffer in self.record.places())
+
+    @classmethod
+    def _values_of(cls, record: Storage, dtype: torch.dtype) -> torch.Tensor:
+        """In the record's shape, computed in float32, rounded once to dtype."""
+        try:
+            values = cls._dequantize(record, dtype if dtype in WEIGHT_DTYPES else torch.float32)
+        except RuntimeError:
+            record.check_memory("the tensor")  # by name, if that is it
+            raise
+        return values.view(record.shape).to(dtype)
+
+    def swizzled_scale(self, columnwise: bool = False) -> torch.Tensor:
+        """Scales in the order in which cuBLASLt and torch.nn.functional.scaled_mm read them: with blocks of b
+        elements [round_up(M, 128), round_up(ceil(K/b), 4)], padded with 0; columnwise: of [K, M].
+
+        The persistent buffer if there is one, else computed. Raises ValueError if the side does not exist.
+        """
+        return ops.padded_scale(self.record, side_of(columnwise), "swizzled")
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor of dtype (default: the logical one), rounded once from float32.
