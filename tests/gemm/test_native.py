@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from cases.gemm import SIDES, nvfp4, operand, specified
+from cases.gemm import SIDES, nvfp4, operand
 from helpers import assert_bytes_equal
 from tensor_helpers import values
 from torch.nn import functional as F
@@ -80,19 +80,6 @@ def test_what_is_behind_the_elements_is_zero(contraction, side):
         and not scale.view(torch.uint8)[:, round_up(contraction, 16) // 16 :].any()
     )
     assert not scale.view(torch.uint8)[18:].any()
-
-
-def test_padding_changes_no_product():
-    """The padded operands, multiplied as scaled_mm would, give what those without padding give."""
-    a, b = (operand(rows, 50, "columnwise", nvfp4(block=(1, 16))) for rows in (18, 22))
-    padded = []
-    for each, rows in ((a, 18), (b, 32)):
-        data = native.codes(each, rows, 64).view(torch.uint8)
-        scale = reference.unswizzle_scale(zerofp4.ops.padded_scale(each.record, each.side, "swizzled"))
-        padded.append(reference.nvfp4_operand(data, scale[:rows, :4], 1))
-    product = reference.gemm(*padded)
-    assert torch.equal(product[:, :22], reference.gemm(specified(a), specified(b)))
-    assert not product[:, 22:].any()
 
 
 def test_mxfp8_columns_are_transposed():

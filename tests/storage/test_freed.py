@@ -141,9 +141,7 @@ def test_what_is_handed_over():
     for _, buffer in t.record.buffers():
         free(buffer)
     for act in (t.zero_, lambda: t.copy_(x), lambda: t.fill_(1)):
-        with pytest.raises(
-            RuntimeError, match="which has 0: it was freed or shrunk in place"
-        ):
+        with pytest.raises(RuntimeError, match="which has 0: it was freed or shrunk in place"):
             act()
     with pytest.raises(RuntimeError, match="out: rowwise_data needs 1920 bytes of its storage, which has 0"):
         zerofp4.quantize(x, out=t)

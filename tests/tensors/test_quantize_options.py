@@ -92,11 +92,6 @@ def test_given_amax(device):
     assert t.amax.data_ptr() != amax.data_ptr()
 
 
-def test_a_gradient_does_not_enter(device):
-    t = zerofp4.quantize(values(32, 64, device=device).requires_grad_())
-    assert not t.requires_grad and not t.dequantize().requires_grad
-
-
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("view", [*VIEWS, "an odd offset"])
 def test_views(device, options, view):
@@ -155,17 +150,6 @@ def test_draws_differ_and_the_default_generator_can_be_seeded(device):
     torch.manual_seed(3)
     again = zerofp4.quantize(x, stochastic_rounding=True)
     assert_bytes_equal(again.rowwise_data, first.rowwise_data, "the same seed")
-
-
-def test_the_mean_of_many_draws_is_the_value(device):
-    """4096 draws of a value between 2 and 3: the mean's standard deviation is below 0.008."""
-    x = torch.full((256, 16), 2.25, device=device)
-    x[:, 0] = 6.0
-    t = zerofp4.quantize(
-        x, block=(1, 16), amax=torch.tensor([2688.0], device=device), stochastic_rounding=True
-    )
-    assert set(t.dequantize()[:, 1:].unique().tolist()) == {2.0, 3.0}
-    assert abs(t.dequantize()[:, 1:].mean().item() - 2.25) < 0.04
 
 
 # out and skip

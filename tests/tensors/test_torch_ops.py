@@ -1,5 +1,7 @@
 """Operations on NVFP4Tensors: what writes, what multiplies and has gradients, also under torch.compile."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import assert_bytes_equal
@@ -178,23 +180,17 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
-@pytest.mark.parametrize("shape", [(80,), (5, 80), (2, 3, 80)])
-def test_matmul_with_a_weight_on_the_right(device, product, shape):
-    x = values(*shape, device=device, dtype=torch.float32).requires_grad_()
-    assert_like_dequantized(product, x, weight(device, 80, 48))
-
-
-@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
-@pytest.mark.parametrize("shape", [(80,), (80, 6), (2, 80, 6)])
-def test_matmul_with_a_weight_on_the_left(device, product, shape):
-    x = values(*shape, device=device, dtype=torch.float32).requires_grad_()
-    assert_like_dequantized(product, weight(device, 48, 80), x)
-
-
-@pytest.mark.parametrize("shape", [(80,), (6, 80), (3, 6, 80), (2, 1, 6, 80)])
-def test_matmul_with_a_weight_of_three_dimensions(device, shape):
-    x = values(*shape, device=device, dtype=torch.float32).requires_grad_()
-    assert_like_dequantized(torch.matmul, x, weight(device, 3, 80, 48))
+@pytest.mark.parametrize("left", [(80,), (5, 80), (2, 3, 80), (48, 80)])
+@pytest.mark.parametrize("right", [(80,), (80, 48), (2, 80, 6), (3, 80, 48)])
+def test_matmul(device, product, left, right):
+    """With a weight on either side, if it can be one, and what torch broadcasts."""
+    if len(left) == len(right) == 3 and left[0] != right[0]:
+        pytest.skip("two stacks of different sizes")
+    plain = partial(values, device=device, dtype=torch.float32)
+    if len(right) > 1:
+        assert_like_dequantized(product, plain(*left).requires_grad_(), weight(device, *right))
+    if len(left) > 1 and left[-2] % 2 == 0:
+        assert_like_dequantized(product, weight(device, *left), plain(*right).requires_grad_())
 
 
 def test_two_quantized_operands_and_mm(device):
@@ -284,18 +280,6 @@ def test_writing_a_quantized_tensor_into_a_plain_one(device):
         module.weight.copy_(t)
     assert type(module.weight) is nn.Parameter
     torch.testing.assert_close(module.weight.detach(), t.dequantize(), rtol=0, atol=0)
-
-
-def test_autocast(device):
-    p = weight(device, 48, 80)
-    x = values(4, 80, device=device, dtype=torch.float32).requires_grad_()
-    with torch.autocast(device.type, torch.bfloat16):
-        out = F.linear(x, p)
-        expected = F.linear(x, p.dequantize(torch.bfloat16))
-    torch.testing.assert_close(out, expected, rtol=0, atol=0)
-    out.sum().backward()
-    assert out.dtype == torch.bfloat16 and p.grad.dtype == x.grad.dtype == torch.float32
-    torch.testing.assert_close(x.grad, p.dequantize().detach().sum(0).expand(4, 80), rtol=0.02, atol=0.1)
 
 
 @pytest.mark.parametrize("autocasts", [False, True])

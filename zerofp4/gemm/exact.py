@@ -35,8 +35,8 @@ def multiply_into(a: Operand, b: Operand, out: torch.Tensor) -> torch.Tensor:
 
 
 def factor_dtype(operand: Operand, out_dtype: torch.dtype) -> torch.dtype:
-    """What values are multiplied in: on the CPU float32. On CUDA float16, where it holds them, for an output
-    of float16, which a product of bfloat16 cannot round to.
+    """The dtype to multiply in: float32 on the CPU, bfloat16 on CUDA. For a float16 output, which a bfloat16
+    product cannot round to, float16 if it holds the values.
     """
     if operand.device.type != "cuda":
         return torch.float32

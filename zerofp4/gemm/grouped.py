@@ -1,13 +1,10 @@
-"""Exact products of groups of rows, each with a matrix of its own, in one launch of torch's grouped_mm: on
-CUDA, where sizes of groups are on the device and nobody reads them back.
+"""Exact products of groups of rows, each with its own matrix, in one launch of torch's grouped_mm, without
+reading the groups' sizes back from the device.
 
-Groups are a tensors.GroupedNVFP4. grouped_mm takes bfloat16, adds in float32 and rounds to bfloat16,
-and has no factor for a group. So the factor of a group, amax * amax * (1/2688)^2, is in the values of its
-rows, of a gradient of weights in those of the first operand, which are rounded to bfloat16 then: an error of
-2^-9 at most in each product. Multiplied into an output that was rounded to bfloat16 already it would be as
-large, and cost a pass. The values of weights are exact.
-
-Splits that are not valid, which only the device knows, give NaN.
+Groups are a tensors.GroupedNVFP4. grouped_mm multiplies bfloat16, sums in float32 and has no factor for a
+group. So a group's factor, amax * amax * (1/2688)^2, is multiplied into the values of its rows (of the first
+operand in grouped_wgrad), which adds one rounding to bfloat16: an error of at most 2^-9 in each product. The
+values of weights are exact. Invalid splits, which only the device knows, give NaN.
 """
 
 from collections.abc import Sequence
@@ -40,10 +37,11 @@ def why_not_grouped(device: torch.device, dtype: torch.dtype, sizes: Sequence[in
 
 
 class GroupedOperand:
-    """The matrices of one shape, one for each group, that products of groups have as their other factor: of
-    operands, or one side of the record of a stack. transposed: they stand for the transposes of that side.
+    """The other factor of products of groups: one side of a record for each group, or of a stack's record.
 
-    Raises ValueError for matrices of four over six with different largest scales, or a side that is missing.
+    transposed: take the transposes of that side.
+
+    Raises ValueError for a missing side, and for matrices of four over six with different largest scales.
     """
 
     def __init__(self, records: Sequence[NVFP4Storage], side: str, transposed: bool = False):

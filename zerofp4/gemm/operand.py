@@ -9,9 +9,8 @@ from zerofp4.storage import SIDES, MXFP8Storage, NVFP4Storage, Side, check_memor
 
 
 class Operand:
-    """One copy of a quantized matrix [M, K] as a factor: its rowwise copy is a matrix [M, K] that is
-    contracted over K, its columnwise copy the transpose [K, M], contracted over M. The blocks of scales lie
-    along the contraction, as a block-scaled product needs them.
+    """One copy of a quantized matrix [M, K] as a factor: the rowwise copy is [M, K], contracted over K; the
+    columnwise copy is the transpose [K, M], contracted over M. Blocks of scales lie along the contraction.
 
     tensor: an NVFP4Tensor, an MXFP8Tensor, or the record of one.
     columnwise: take its columnwise copy, and not the rowwise one.
@@ -51,9 +50,7 @@ class Operand:
 
     @classmethod
     def of_rows(cls, record: NVFP4Storage) -> "Operand":
-        """For exact products: [K, M], the transpose of the rowwise copy. A matrix in blocks of 16x16 has the
-        values of its columnwise copy there, and one in blocks of 1x16 need not have another.
-        """
+        """For exact products: [K, M], the transpose of the rowwise copy, without a columnwise copy."""
         operand = cls(record)
         operand.shape, operand.is_transposed = operand.shape[::-1], True
         return operand
@@ -67,9 +64,7 @@ class Operand:
         return "the Hadamard transform" if record.random_signs else "the Hadamard transform without signs"
 
     def global_scale(self) -> torch.Tensor | None:
-        """float32 [1], amax * (1 / (6 * e4m3_max)): what the products of codes and scales are multiplied with
-        (NUMERICS: exact products). None in a format without an amax.
-        """
+        """float32 [1], amax * (1 / (6 * e4m3_max)); None in a format without an amax."""
         if self.copy.amax is None:
             return None
         check_memory("amax", self.copy.amax)  # torch does not ask
