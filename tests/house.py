@@ -40,6 +40,7 @@ ROOMS = (
 )
 # Who wants these asks for them by name: the package's own face does not import them.
 NOT_IN_THE_FACE = ("__main__", "integrations", "blackwell_check", "testing")
+# Its face has nothing for users: it shows the names that it imports, without an __all__.
 EXTENSIONS, THEIR_ROOM = ("_C", "_autograd"), "ops"
 # The oracle shares nothing with what it judges but constants; all names of its files are its face.
 ORACLE, WHAT_IT_KNOWS, WHO_ASKS_IT = "reference", {"format"}, {"testing", "blackwell_check"}
@@ -96,7 +97,9 @@ class House:
         return module in self.paths and self.paths[module].name == "__init__.py"
 
     def exported(self, face: tuple[str, ...]) -> set[str] | None:
-        """The names in __all__; None where there is no such list."""
+        """The names in __all__, of THEIR_ROOM those that it imports; None if there are none."""
+        if face == (THEIR_ROOM,):
+            return {each.name or each.module[-1] for each in self.imports(face)}
         for node in self.trees[face].body:
             if isinstance(node, ast.Assign) and any(
                 getattr(t, "id", None) == "__all__" for t in node.targets
@@ -209,7 +212,7 @@ def _judge_name(house: House, module: tuple[str, ...], imported: Import) -> Iter
         yield f"{house.where(face)}: the face of {face[0]} has no __all__ (a face says what it shows)"
     elif imported.name not in names | NOT_FOR_USERS.get(face[0], set()):
         where, dotted = house.where(module, imported.line), ".".join((house.package.name, *face))
-        yield f"{where}: {imported.name} is not in {dotted}.__all__ (a face says what it shows)"
+        yield f"{where}: {imported.name} is not shown by {dotted} (a face says what it shows)"
 
 
 def _circles(house: House) -> Iterator[str]:

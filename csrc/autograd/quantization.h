@@ -72,7 +72,7 @@ int e4m3_max_of(const FourOverSix& choice);
 
 // A copy of a quantized matrix: data uint8 [rows, cols / 2] and compact scales as they are stored, amax
 // float32 [1]. Of a stack of matrices each has their number as its first dimension. Of groups of rows it is
-// as in ops/grouped.py, and they alone know of rows and columns.
+// as in ops/quantize.py, and they alone know of rows and columns.
 struct Copy {
     Tensor data, scale, amax;
     int64_t block_rows = 1;

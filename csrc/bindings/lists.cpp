@@ -51,15 +51,6 @@ void product_values(const Target& target, int dtype, const std::array<ProductOpe
     DequantizeList(target.is_cpu(), std::move(items), dtype).run_product(target, scale);
 }
 
-std::unique_ptr<DequantizeList> stacked_values(bool on_cpu, const std::vector<uintptr_t>& data,
-                                               const std::vector<uintptr_t>& scale, uintptr_t output,
-                                               uintptr_t neutral_amax, int64_t rows, int64_t cols,
-                                               int64_t block_rows, int dtype) {
-    if (data.size() != scale.size()) throw py::value_error("not as many scales as data");
-    return zerofp4::stacked_values(on_cpu, static_cast<int64_t>(data.size()), data.data(), scale.data(),
-                                   output, neutral_amax, rows, cols, block_rows, dtype);
-}
-
 }  // namespace
 
 void bind_lists(py::module_& m) {
@@ -71,7 +62,6 @@ void bind_lists(py::module_& m) {
     });
     m.attr("dequantize_function") =
         py::capsule(reinterpret_cast<void*>(&dequantize_call), kDequantizeCapsule);
-    m.def("stacked_values", &stacked_values);
     m.def("dequantize", &dequantize, NoGil());
     m.def("product_values", &product_values, NoGil());
     // input, output, rows, columns, block_rows, layout

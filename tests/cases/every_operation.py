@@ -114,8 +114,8 @@ def scale_layouts(x, guards):
             outputs += [(f"{layout}, {block_rows} rows", padded), (f"{layout} back", back)]
             for count in (2, MANY):
                 sizes = [[size] * count for size in (*x.shape, block_rows)]
-                many = ZEROFP4.pad_scales([scale] * count, *sizes, layout)
-                back = ZEROFP4.unpad_scales(many, *sizes, layout)
+                many = ops.change_scales([scale] * count, *sizes, layout, True)
+                back = ops.change_scales(many, *sizes, layout, False)
                 outputs += [(f"list of {count} {layout}", each) for each in (*many, *back)]
     return outputs
 

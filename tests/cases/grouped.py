@@ -9,7 +9,7 @@ from cases.ops import draw_values
 from zerofp4 import reference
 from zerofp4.format import SCALE_LAYOUTS
 from zerofp4.layout import ceil_div, round_up
-from zerofp4.ops.grouped import grouped_shapes
+from zerofp4.ops import grouped_shapes
 from zerofp4.storage import BUFFERS
 
 OPTIONS = [{}, {"columnwise": True}] + [

@@ -93,6 +93,6 @@ def test_the_dtype_of_factors(device, out_dtype, make):
 
 
 def test_the_neutral_amax_is_made_once(device):
-    neutral_amax = ops.product.neutral_amax
+    neutral_amax = ops.neutral_amax
     assert neutral_amax(device) is neutral_amax(device)
     assert neutral_amax(device).item() == 2688

@@ -7,7 +7,7 @@ from helpers import assert_bytes_equal
 
 import zerofp4
 from zerofp4.format import SCALE_DTYPE, SCALE_LAYOUTS
-from zerofp4.ops.grouped import grouped_shapes
+from zerofp4.ops import grouped_shapes
 from zerofp4.storage import BUFFERS
 
 

@@ -87,13 +87,6 @@ def dequantize(device) -> Call:
     return ZEROFP4.dequantize, arguments
 
 
-def dequantize_many(device) -> Call:
-    t = zerofp4.quantize(matrix(device), columnwise=True)
-    lists = [t.rowwise_data, t.columnwise_data], [t.rowwise_scale, t.columnwise_scale], [t.amax, t.amax]
-    options = [[BLOCK, BLOCK], torch.bfloat16, "compact", [448, 448], [False, True]]
-    return ZEROFP4.dequantize_many, [*lists, *options]
-
-
 def quantize_mxfp8(device) -> Call:
     x, layouts = matrix(device), ("compact", "swizzled")
     record = zerofp4.quantize_mxfp8(x, columnwise=True, scale_layouts=layouts).record
@@ -105,20 +98,14 @@ def dequantize_mxfp8(device) -> Call:
     return ZEROFP4.dequantize_mxfp8, [t.rowwise_data, t.rowwise_scale, False, "compact", torch.float16]
 
 
-def dequantize_mxfp8_many(device) -> Call:
-    t = zerofp4.quantize_mxfp8(matrix(device))
-    lists = [t.rowwise_data] * 2, [t.rowwise_scale] * 2, [False] * 2
-    return ZEROFP4.dequantize_mxfp8_many, [*lists, "compact", torch.float32]
-
-
 def pad_scale(device) -> Call:
     scale = zerofp4.quantize(matrix(device)).rowwise_scale
     return ZEROFP4.pad_scale, [scale, *SHAPE, BLOCK, "swizzled"]
 
 
-def unpad_scales(device) -> Call:
+def unpad_scale(device) -> Call:
     scale = zerofp4.quantize(matrix(device), scale_layouts=["swizzled"]).rowwise_scale_swizzled
-    return ZEROFP4.unpad_scales, [[scale] * 2, *([size] * 2 for size in SHAPE), [BLOCK] * 2, "swizzled"]
+    return ZEROFP4.unpad_scale, [scale, *SHAPE, BLOCK, "swizzled"]
 
 
 def grouped_values(device) -> Call:
@@ -202,12 +189,10 @@ CALLS_THAT_ARE_RIGHT = (
     quantize_grouped,
     grouped_values,
     dequantize,
-    dequantize_many,
     quantize_mxfp8,
     dequantize_mxfp8,
-    dequantize_mxfp8_many,
     pad_scale,
-    unpad_scales,
+    unpad_scale,
     transpose_packed,
     product_values,
     scaled_product,

@@ -7,7 +7,7 @@ from cases.ops import POISON
 from helpers import assert_bytes_equal
 
 import zerofp4
-from zerofp4.ops.grouped import grouped_shapes
+from zerofp4.ops import grouped_shapes
 
 
 def run_operator(x, splits):

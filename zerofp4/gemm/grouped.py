@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from zerofp4 import ops
+from zerofp4.format import E4M3_MAX
 from zerofp4.storage import NVFP4Storage, unstack
 
 SIZE_MULTIPLE = 8
@@ -68,7 +69,11 @@ class GroupedOperand:
     def values(self) -> torch.Tensor:
         """bfloat16 [groups, rows, contraction], exact, without global scales."""
         data = [each.data for each in self._sides]  # which may be on its way, each time anew
-        values = ops.stacked_values_of(data, self._scales, self._block_rows, torch.bfloat16)
+        shape = len(data), data[0].shape[0], 2 * data[0].shape[1]
+        values = data[0].new_empty(shape, dtype=torch.bfloat16)
+        options = ops.neutral_amax(values.device), self._block_rows, int(E4M3_MAX), False
+        copies = [(codes, scale, *options) for codes, scale in zip(data, self._scales, strict=True)]
+        ops.values_of_many(copies, values.dtype, values.unbind())
         return values.transpose(1, 2) if self._transposed else values
 
 

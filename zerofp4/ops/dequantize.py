@@ -1,44 +1,36 @@
-"""zerofp4::dequantize and its multi-tensor form: packed codes and their scales to values."""
+"""Codes and their scales to values: NVFP4, MXFP8 and groups of rows, one tensor or a list of them."""
 
-import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 import zerofp4._autograd as _autograd
 import zerofp4._C as _C
-from zerofp4.format import BLOCK, E2M1_MAX, E4M3_MAX, SCALE_LAYOUTS, WEIGHT_DTYPES
-from zerofp4.layout import scale_shape
-from zerofp4.ops.device import DTYPE_CODES, Filled, is_capturing, target_of
-from zerofp4.ops.lists import run_list, run_stack, zip_lists
-from zerofp4.ops.operator import (
+from zerofp4.format import E2M1_MAX, E4M3_MAX, SCALE_LAYOUTS
+from zerofp4.ops.device import DTYPE_CODES, Filled, is_capturing, run_list, target_of
+from zerofp4.ops.schemas import (
+    E4M3_MAXIMA,
+    VECTOR,
     backend,
-    check_block_rows,
-    check_scale,
-    fake,
+    checked_group_values,
+    grouped_rows,
     is_plain_call,
+    new_group_values,
+    new_mxfp8_values,
+    new_values,
+    values_shape,
     without_backend,
 )
-from zerofp4.ops.tensor_lists import addresses_of
-from zerofp4.storage import address_of, check_buffer
+from zerofp4.storage import Side, address_of
 
-E4M3_MAXIMA = (448, 256)
+Copy = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, bool]
+"""A copy of a quantized matrix [M, K]: data uint8 [M, K/2], columnwise [K, M/2]; scale, E4M3 or its bytes, of
+the matrix as it is stored; amax float32 [1]; block_rows; e4m3_max; whether it is columnwise. Or of a stack of
+E matrices: each of the tensors has E as its first dimension.
+"""
+
 _COMPACT = SCALE_LAYOUTS.index("compact")
-
-FIELDS = 10
-"""Integers of an item of the native list."""
-
-torch.library.define(
-    "zerofp4::dequantize",
-    "(Tensor data, Tensor scale, Tensor amax, int block_rows, ScalarType dtype, str layout='compact', "
-    "int e4m3_max=448, bool columnwise=False) -> Tensor",
-)
-torch.library.define(
-    "zerofp4::dequantize_many",
-    "(Tensor[] data, Tensor[] scale, Tensor[] amax, int[] block_rows, ScalarType dtype, str layout, "
-    "int[] e4m3_max, bool[] columnwise) -> Tensor[]",
-)
+_FIELDS, _MXFP8_FIELDS = 10, 7  # integers of an item of the native lists
 
 
 _neutral_amaxes: dict[torch.device, tuple[torch.Tensor, Filled]] = {}
@@ -61,56 +53,57 @@ def neutral_amax(device: torch.device) -> torch.Tensor:
     return made
 
 
-class DequantizeItem(NamedTuple):
-    """A copy of a quantized matrix. data uint8 [M, K/2], columnwise [K, M/2]; scale E4M3 or its bytes, of the
-    matrix as it is stored; amax float32 [1]. Or of a stack of E matrices in blocks of 16x16: each of them has
-    E as its first dimension.
+# NVFP4
+
+
+def values_of(
+    data, scale, amax, block_rows, e4m3_max, columnwise, dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[M, K] or [E, M, K] values of a Copy in a record, with compact scales. The record has checked its
+    buffers.
+
+    out: where to write them: contiguous, of that shape and dtype. This calls the kernel directly, past
+    autograd and tracing: `out` is FSDP2's all-gather buffer, which FSDP2 resizes itself.
     """
-
-    data: torch.Tensor
-    scale: torch.Tensor
-    amax: torch.Tensor
-    block_rows: int
-    e4m3_max: int
-    columnwise: bool
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """(M, K), of each of a stack."""
-        rows, half = self.data.shape[-2:]
-        return (2 * half, rows) if self.columnwise else (rows, 2 * half)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(M, K) or (E, M, K)"""
-        return (*self.data.shape[:-2], *self.matrix)
+    if out is None:
+        if not is_plain_call(data):
+            options = {"e4m3_max": e4m3_max, "columnwise": columnwise}
+            return torch.ops.zerofp4.dequantize(data, scale, amax, block_rows, dtype, **options)
+        out = data.new_empty(values_shape(data, columnwise), dtype=dtype)  # what costs the host least
+    if out.dim() == 3:
+        _write([(data, scale, amax, block_rows, e4m3_max, columnwise)], [out], _COMPACT)
+        return out
+    rows, cols = out.shape
+    if rows and cols:
+        options = columnwise, block_rows, _COMPACT, e4m3_max, DTYPE_CODES[dtype]
+        _C.dequantize(target_of(out.device), *_addresses(data, scale, amax, out), rows, cols, *options)
+    return out
 
 
-def check_items(
-    items: Sequence[DequantizeItem], dtype: torch.dtype, layout: str, names: Sequence[str]
-) -> None:
-    """`names` are what messages append to the names of arguments, by item."""
-    if dtype not in WEIGHT_DTYPES:
-        raise ValueError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype}")
-    if layout not in SCALE_LAYOUTS:
-        raise ValueError(f"layout must be one of {SCALE_LAYOUTS}, got {layout!r}")
-    for item, name in zip(items, names, strict=True):
-        check_block_rows(item.block_rows)
-        if item.e4m3_max not in E4M3_MAXIMA:
-            raise ValueError(f"e4m3_max must be one of {E4M3_MAXIMA}, got {item.e4m3_max}")
-        if item.data.dim() != 2 and (item.data.dim() != 3 or item.block_rows != BLOCK):
-            raise ValueError(f"data{name} must be a matrix, got shape {tuple(item.data.shape)}")
-        *stack, rows, half = item.data.shape
-        device = items[0].data.device
-        scale = (*stack, *scale_shape(rows, 2 * half, item.block_rows, layout))
-        check_buffer(f"data{name}", item.data, item.data.shape, torch.uint8, device)
-        check_scale(f"scale{name}", item.scale, scale, device)
-        check_buffer(f"amax{name}", item.amax, tuple(stack) or (1,), torch.float32, device)
+def values_of_many(
+    copies: Sequence[Copy], dtype: torch.dtype, outputs: Sequence[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """values_of() each copy, in one launch. outputs: where to write them, as `out` of values_of()."""
+    if outputs is None:
+        if copies and not is_plain_call(copies[0][0]):
+            return [values_of(*copy, dtype) for copy in copies]
+        outputs = [data.new_empty(values_shape(data, copy[-1]), dtype=dtype) for data, *copy in copies]
+    _write(copies, outputs, _COMPACT)
+    return list(outputs)
 
 
-def _words(item: DequantizeItem, out: torch.Tensor, layout: int) -> tuple[int, ...]:
-    """The item as one of the native list, or a stack as one after the other."""
-    data, scale, amax, block_rows, e4m3_max, columnwise = item
+def _write(copies: Sequence[Copy], outputs: Sequence[torch.Tensor], layout: int) -> None:
+    words: list[int] = []
+    for copy, out in zip(copies, outputs, strict=True):
+        if out.numel():
+            words += _words(*copy, out, layout)
+    if words:
+        on_cpu, dtype = outputs[0].is_cpu, DTYPE_CODES[outputs[0].dtype]
+        run_list(lambda part: _C.DequantizeList(on_cpu, part, dtype), words, _FIELDS, outputs[0].device)
+
+
+def _words(data, scale, amax, block_rows, e4m3_max, columnwise, out, layout: int) -> Sequence[int]:
+    """A copy as an item of the native list, or a stack as one after the other."""
     addresses = _addresses(data, scale, amax, out)
     options = (*out.shape[-2:], columnwise, block_rows, layout, e4m3_max)
     if out.dim() == 2:
@@ -120,132 +113,135 @@ def _words(item: DequantizeItem, out: torch.Tensor, layout: int) -> tuple[int, .
     for e in range(out.shape[0]):
         words += [first + e * step for first, step in zip(addresses, steps, strict=True)]
         words += options
-    return tuple(words)
+    return words
 
 
 def _addresses(data, scale, amax, out) -> tuple[int, ...]:
     return tuple(map(address_of, ("data", "scale", "amax", "out"), (data, scale, amax, out)))
 
 
-def _run(items: Sequence[DequantizeItem], dtype: torch.dtype, layout: str) -> list[torch.Tensor]:
-    outputs = [torch.empty(item.shape, dtype=dtype, device=item.data.device) for item in items]
-    _write(items, outputs, SCALE_LAYOUTS.index(layout))
-    return outputs
-
-
-def _write(items: Sequence[DequantizeItem], outputs: Sequence[torch.Tensor], layout: int) -> None:
-    words = [_words(item, out, layout) for item, out in zip(items, outputs, strict=True) if out.numel()]
-    if words:
-        dtype, device = outputs[0].dtype, outputs[0].device
-        flat = list(itertools.chain.from_iterable(words))
-        count = len(flat) // FIELDS
-        if len(words) == 1:
-            run_stack(lambda part: _native(part, dtype, device), flat, count, device)
-        else:
-            run_list(_native(flat, dtype, device), count, device)
-
-
-def _native(words: Sequence[int], dtype: torch.dtype, device: torch.device) -> _C.DequantizeList:
-    return _C.DequantizeList(device.type == "cpu", words, DTYPE_CODES[dtype])
-
-
-def _one(
-    data, scale, amax, block_rows, dtype, layout="compact", e4m3_max=448, columnwise=False
-) -> DequantizeItem:
-    item = DequantizeItem(data, scale, amax, block_rows, e4m3_max, columnwise)
-    check_items([item], dtype, layout, [""])
-    return item
-
-
-def _many(data, scale, amax, block_rows, dtype, layout, e4m3_max, columnwise) -> list[DequantizeItem]:
-    lists = {"data": data, "scale": scale, "amax": amax, "block_rows": block_rows}
-    items = [
-        DequantizeItem(*fields) for fields in zip_lists(**lists, e4m3_max=e4m3_max, columnwise=columnwise)
-    ]
-    check_items(items, dtype, layout, [f"[{i}]" for i in range(len(items))])
-    return items
-
-
-def values_of(data, scale, amax, block_rows, e4m3_max, columnwise, dtype) -> torch.Tensor:
-    """[M, K] or [E, M, K] values of a copy in a record, with compact scales. The record has checked its
-    buffers.
-    """
-    if not is_plain_call(data):
-        options = {"e4m3_max": e4m3_max, "columnwise": columnwise}
-        return torch.ops.zerofp4.dequantize(data, scale, amax, block_rows, dtype, **options)
-    *stack, rows, half = data.shape
-    matrix = (2 * half, rows) if columnwise else (rows, 2 * half)
-    out = data.new_empty((*stack, *matrix), dtype=dtype)  # what costs the host least
-    write_values(data, scale, amax, block_rows, e4m3_max, columnwise, out)
-    return out
-
-
-def write_values(data, scale, amax, block_rows, e4m3_max, columnwise, out) -> None:
-    """The same, to where out lies: contiguous, of that shape and of one of WEIGHT_DTYPES. By the native call
-    alone: a write to memory that FSDP2 gives and frees, of which autograd and tracing must not hear.
-    """
-    if out.dim() == 3:
-        _write([DequantizeItem(data, scale, amax, block_rows, e4m3_max, columnwise)], [out], _COMPACT)
-        return
-    rows, cols = out.shape
-    if rows and cols:
-        addresses = _addresses(data, scale, amax, out)
-        options = columnwise, block_rows, _COMPACT, e4m3_max, DTYPE_CODES[out.dtype]
-        _C.dequantize(target_of(out.device), *addresses, rows, cols, *options)
-
-
-def values_of_many(copies: Sequence[tuple], dtype: torch.dtype) -> list[torch.Tensor]:
-    """The same of a list of copies, in one launch."""
-    items = [DequantizeItem(*copy) for copy in copies]
-    if all(is_plain_call(item.data) for item in items[:1]):
-        return _run(items, dtype, "compact")
-    columns = list(map(list, zip(*items, strict=True)))
-    return torch.ops.zerofp4.dequantize_many(*columns[:4], dtype, "compact", *columns[4:])
-
-
-def stacked_values_of(
-    data: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], block_rows: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """[E, M, K] values, without their global scales, of E matrices as they are stored in records: uint8 data
-    [M, K/2] of one shape each, compact scales. In one launch, while a CUDA graph is captured one for every 32
-    that do not lie one behind the other.
-    """
-    count, (rows, half), device = len(data), data[0].shape, data[0].device
-    out = torch.empty((count, rows, 2 * half), dtype=dtype, device=device)
-    if not out.numel():
-        return out
-    places = addresses_of("data", data), addresses_of("scale", scales)
-    neutral = neutral_amax(device)  # held: made while a graph is captured, it is nobody else's
-    options = (neutral.data_ptr(), rows, 2 * half, block_rows, DTYPE_CODES[dtype])
-    step = _C.ARGUMENT_ITEMS if is_capturing(device) else count
-    for first in range(0, count, step):
-        part = [addresses[first : first + step] for addresses in places]
-        native = _C.stacked_values(device.type == "cpu", *part, out[first].data_ptr(), *options)
-        run_list(native, native.count, device)
-    return out
-
-
 @backend("dequantize")
-def _dequantize(data, scale, amax, block_rows, dtype, layout="compact", *options) -> torch.Tensor:
-    return _run([_one(data, scale, amax, block_rows, dtype, layout, *options)], dtype, layout)[0]
+def _dequantize(
+    data, scale, amax, block_rows, dtype, layout="compact", e4m3_max=448, columnwise=False
+) -> torch.Tensor:
+    out = new_values(data, scale, amax, block_rows, dtype, layout, e4m3_max, columnwise)
+    _write([(data, scale, amax, block_rows, e4m3_max, columnwise)], [out], SCALE_LAYOUTS.index(layout))
+    return out
 
 
 # The operator itself is dispatched in C++. Arguments that are not plain go on to this implementation.
 _autograd.implement(without_backend("dequantize"), _C.dequantize_function)
 
 
-@fake("dequantize")
-def _(data, scale, amax, block_rows, dtype, layout="compact", *options) -> torch.Tensor:
-    item = _one(data, scale, amax, block_rows, dtype, layout, *options)
-    return data.new_empty(item.shape, dtype=dtype)
+# MXFP8
 
 
-@backend("dequantize_many")
-def _dequantize_many(data, scale, amax, block_rows, dtype, layout, *options) -> list[torch.Tensor]:
-    return _run(_many(data, scale, amax, block_rows, dtype, layout, *options), dtype, layout)
+def mxfp8_values_of_many(
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor, bool]], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """[M, K] values of each (data, compact scale, columnwise) of a record, in one launch. The records have
+    checked their buffers.
+    """
+    if copies and not is_plain_call(copies[0][0]):
+        return [torch.ops.zerofp4.dequantize_mxfp8(*copy, "compact", dtype) for copy in copies]
+    outputs = [data.new_empty(data.shape, dtype=dtype) for data, *_ in copies]
+    words: list[int] = []
+    for (data, scale, columnwise), out in zip(copies, outputs, strict=True):
+        if out.numel():
+            words += address_of("data", data), address_of("scale", scale), out.data_ptr()
+            words += *data.shape, columnwise, _COMPACT
+    if words:
+        on_cpu, code = outputs[0].is_cpu, DTYPE_CODES[dtype]
+        device = outputs[0].device
+        run_list(lambda part: _C.Mxfp8DequantizeList(on_cpu, part, code), words, _MXFP8_FIELDS, device)
+    return outputs
 
 
-@fake("dequantize_many")
-def _(data, scale, amax, block_rows, dtype, layout, *options) -> list[torch.Tensor]:
-    items = _many(data, scale, amax, block_rows, dtype, layout, *options)
-    return [item.data.new_empty(item.shape, dtype=dtype) for item in items]
+@backend("dequantize_mxfp8")
+def _dequantize_mxfp8(data, scale, columnwise, layout, dtype) -> torch.Tensor:
+    """[M, K] values in dtype of one copy; its scales may be compact or swizzled."""
+    out = new_mxfp8_values(data, scale, columnwise, layout, dtype)
+    if out.numel():
+        options = (columnwise, SCALE_LAYOUTS.index(layout), DTYPE_CODES[dtype])
+        inputs = (address_of("data", data), address_of("scale", scale), *data.shape)
+        _C.dequantize_mxfp8(target_of(data.device), *inputs, *options, out.data_ptr())
+    return out
+
+
+# Groups of rows
+
+
+def grouped_values(
+    side: Side,
+    offsets: torch.Tensor,
+    data_offsets: torch.Tensor,
+    error: torch.Tensor,
+    shape: tuple[int, int],
+    columnwise: bool,
+    other_amax: torch.Tensor | None = None,
+    other_e4m3_max: int = E4M3_MAXIMA[0],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dequantizes one side of a grouped storage [tokens, K], whose buffers were checked. Multiplies by each
+    group's amax only if other_amax is given.
+    """
+    amax = None if other_amax is None else side.amax
+    arguments = (side.data, side.scales["compact"], amax, other_amax, other_e4m3_max)
+    places = (offsets, data_offsets, error, *shape, columnwise)
+    if not is_plain_call(side.data):
+        return torch.ops.zerofp4.grouped_values(*arguments, *places)
+    results = new_group_values(side.data, offsets.shape[0] - 1, *shape, columnwise)
+    return _write_groups(results, *arguments, *places)
+
+
+def _write_groups(
+    results,
+    data,
+    scale,
+    amax,
+    other_amax,
+    other_e4m3_max,
+    offsets,
+    data_offsets,
+    error,
+    tokens,
+    cols,
+    columnwise,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values, ends = results
+    _C.grouped_values(
+        target_of(data.device),
+        address_of("data", data),
+        address_of("scale", scale),
+        (address_of("amax", amax), address_of("other_amax", other_amax)),
+        other_e4m3_max,
+        address_of("offsets", offsets),
+        address_of("data_offsets", data_offsets),
+        address_of("error", error),
+        values.data_ptr(),
+        ends.data_ptr(),
+        tokens,
+        cols,
+        grouped_rows(tokens, len(ends))[0],
+        len(ends),
+        columnwise,
+    )
+    return results
+
+
+@backend("grouped_values")
+def _grouped_values(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, ends) of a copy of a storage of groups with K a multiple of 8: bfloat16 [tokens, K], the rows
+    of all groups without the padding between them; or columnwise, [K, R] of R padded rows, each group's
+    columns from data_offsets[g] on, zeros after the last. ends: int32 [groups], where groups end in that.
+
+    amax, other_amax: float32 [groups], the copy's own and those of what each group will be multiplied with,
+    whose global scale is other_amax * (1 / (6 * other_e4m3_max)): values are `element * ((scale * (other *
+    amax)) * (1/2688))`, rounded. Without them they are element times scale, exactly.
+
+    If the splits were not valid (error is 1), all values are NaN, and ends such that products are.
+    """
+    results = checked_group_values(*arguments)
+    data = arguments[0]
+    if data.data_ptr() % VECTOR:
+        raise ValueError(f"data must begin at a multiple of {VECTOR} bytes, got {data.data_ptr():#x}")
+    return _write_groups(results, *arguments)

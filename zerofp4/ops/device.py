@@ -1,6 +1,7 @@
-"""Where a call into the extension runs, and the memory that plans keep there between calls."""
+"""What this machine can run, where a call into the extension runs, and the memory that plans keep there."""
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -8,10 +9,65 @@ import torch
 
 import zerofp4._C as _C
 from zerofp4.format import SCALE_LAYOUTS
-from zerofp4.ops.hardware import FP4_CAPABILITY, check_capability
 from zerofp4.storage import Side, address_of
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# What this machine can run
+
+OLDEST_CAPABILITY = (8, 0)
+FP4_CAPABILITY = (10, 0)
+"""From here on tensor cores multiply FP4."""
+
+
+def _slow_on_cpu() -> tuple[torch.dtype, ...]:
+    has_mkldnn = torch.backends.mkldnn.is_available()
+    # oneDNN takes bfloat16 on any AVX-512, where without AVX512_BF16 it is a fifth as fast as float32.
+    emulates = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+    slow = {
+        torch.bfloat16: not has_mkldnn or emulates or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: not has_mkldnn or not torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return tuple(dtype for dtype in slow if slow[dtype])
+
+
+SLOW_ON_CPU = _slow_on_cpu()
+"""Dtypes that this CPU has no instructions for: torch multiplies them at a fraction of float32's speed. It
+follows ONEDNN_MAX_CPU_ISA, as torch does.
+"""
+
+
+def code_for(capability: Sequence[int], architectures: Sequence[str]) -> str | None:
+    """The architecture, out of those compiled in, whose code a GPU runs; None when there is none.
+
+    Machine code (sm_90) runs on its own major version from its minor version on. PTX (compute_90) runs on
+    that version and on all that are newer, and is compiled when it is first used.
+    """
+    usable = []
+    for name in architectures:
+        parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name)
+        if parts is None:
+            continue
+        version, own, machine_code = (int(parts[2]), int(parts[3])), tuple(capability), parts[1] == "sm"
+        if version <= own and (version[0] == own[0] or not machine_code):
+            usable.append((machine_code, version, name))
+    return max(usable)[2] if usable else None
+
+
+def check_capability(gpu: str, capability: Sequence[int], architectures: Sequence[str]) -> None:
+    """Raises RuntimeError unless a build for these architectures runs on a GPU of this compute capability.
+
+    gpu: what messages call it.
+    """
+    has = f"{gpu} has {capability[0]}.{capability[1]}"
+    if tuple(capability) < OLDEST_CAPABILITY:
+        oldest = ".".join(map(str, OLDEST_CAPABILITY))
+        raise RuntimeError(f"zerofp4 needs compute capability {oldest} or newer, {has}")
+    if code_for(capability, architectures) is None:
+        raise RuntimeError(
+            f"zerofp4 was built for {', '.join(architectures)}, {has}: reinstall it on this machine, or with "
+            "ZEROFP4_CUDA_ARCHS=all"
+        )
 
 
 @functools.cache
@@ -30,6 +86,12 @@ def architectures() -> list[str]:
     """Those that the build has code for: sm_90 is machine code, compute_90 PTX."""
     return _C.build().get("cuda_architectures", "").split()
 
+
+def has_fp4_tensor_cores(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP4_CAPABILITY
+
+
+# Where a call runs
 
 _target = functools.lru_cache(maxsize=256)(_C.Target)
 """A target is three integers; to find one costs the host less than to make one."""
@@ -56,10 +118,6 @@ the time of a Stream object, and without a frame of Python.
 """
 
 
-def has_fp4_tensor_cores(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP4_CAPABILITY
-
-
 def is_capturing(device: torch.device) -> bool:
     """Whether a GPU's current stream is being captured in a CUDA graph, whichever GPU is the current one."""
     if device.type != "cuda":
@@ -78,6 +136,31 @@ def scale_addresses(name: str, side: Side | None) -> list[int]:
     """Of the scales of a side of NVFP4 by layout, 0 where there is none."""
     scales = {} if side is None else side.scale_places
     return [address_of(name, scales.get(layout)) for layout in SCALE_LAYOUTS]
+
+
+def run_list(make: Callable[[Sequence[int]], Any], words: Sequence[int], fields: int, device) -> None:
+    """Run the native list that make(words) returns, on the current stream. Each item is `fields` words.
+
+    A short list travels in the kernel's arguments. A longer one on a GPU goes through a table in its memory,
+    which is copied there first; nothing waits for the copy. A CUDA graph could not copy the table again in
+    its replays: during capture the list takes several launches instead.
+    """
+    target, most = target_of(device), _C.ARGUMENT_ITEMS * fields
+    if device.type != "cuda" or len(words) <= most:
+        make(words).run(target)
+    elif is_capturing(device):
+        for first in range(0, len(words), most):
+            make(words[first : first + most]).run(target)
+    else:
+        native = make(words)
+        contents = torch.frombuffer(bytearray(native.descriptor_bytes()), dtype=torch.uint8)
+        # Alive until the launch is queued; after that torch reuses its memory in stream order.
+        table = contents.pin_memory().to(device, non_blocking=True)
+        native.set_device_descriptors(table.data_ptr())
+        native.run(target)
+
+
+# What plans keep
 
 
 class Filled:

@@ -1,32 +1,17 @@
-"""zerofp4::product_values, zerofp4::scaled_product and zerofp4::add_scaled_product: what the exact backend of
-a product is made of. Its operands are dequantized together, which gives alpha as well, and multiplied.
+"""What the exact backend of a product is made of: its operands are dequantized together, which gives alpha as
+well, and multiplied by cuBLASLt, or by torch.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 import zerofp4._C as _C
-from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.ops import cublaslt
-from zerofp4.ops.dequantize import DequantizeItem, check_items, neutral_amax
-from zerofp4.ops.device import DTYPE_CODES, target_of
-from zerofp4.ops.lists import zip_lists
-from zerofp4.ops.operator import backend, fake, is_plain_call
-from zerofp4.storage import address_of, check_buffer, check_memory
-
-torch.library.define(
-    "zerofp4::product_values",
-    "(Tensor[] data, Tensor[] scale, Tensor[] amax, int[] block_rows, int[] e4m3_max, ScalarType dtype) "
-    "-> (Tensor, Tensor, Tensor)",
-)
-torch.library.define(
-    "zerofp4::scaled_product",
-    "(Tensor a, Tensor b, Tensor? alpha, Tensor? bias, ScalarType out_dtype) -> Tensor",
-)
-torch.library.define(
-    "zerofp4::add_scaled_product", "(Tensor a, Tensor b, Tensor? alpha, Tensor? bias, Tensor(a!) out) -> ()"
-)
+from zerofp4.ops.dequantize import neutral_amax
+from zerofp4.ops.device import DTYPE_CODES, check_cuda, target_of
+from zerofp4.ops.schemas import backend, check_product, check_sum, is_plain_call, new_factors
+from zerofp4.storage import address_of
 
 Copy = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
 """data, compact scale, amax, block_rows and e4m3_max of a copy of an NVFP4 record."""
@@ -36,52 +21,30 @@ Copy = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
 
 def product_values(a: Copy, b: Copy, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The operator, on copies of records, which have checked their buffers."""
-    if is_plain_call(a[0]):
-        return _run_values([a, b], dtype)
-    return torch.ops.zerofp4.product_values(*map(list, zip(a, b, strict=True)), dtype)
+    if not is_plain_call(a[0]):
+        return torch.ops.zerofp4.product_values(*map(list, zip(a, b, strict=True)), dtype)
+    outputs = [data.new_empty((data.shape[0], 2 * data.shape[1]), dtype=dtype) for data, *_ in (a, b)]
+    return _write_factors([a, b], (*outputs, a[0].new_empty(1, dtype=torch.float32)))
 
 
-def _run_values(copies: Sequence[Copy], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    device = copies[0][0].device
-    neutral = neutral_amax(device)
-    outputs, operands = [], []
-    for data, scale, amax, block_rows, e4m3_max in copies:
-        rows, cols = data.shape[0], 2 * data.shape[1]
-        out = torch.empty((rows, cols), dtype=dtype, device=device)
-        matrix = address_of("data", data), address_of("scale", scale), out.data_ptr(), rows, cols, block_rows
-        outputs.append(out)
-        operands.append((*matrix, address_of("amax", amax), e4m3_max))
-    alpha = torch.empty(1, dtype=torch.float32, device=device)
-    _C.product_values(target_of(device), DTYPE_CODES[dtype], operands, neutral.data_ptr(), alpha.data_ptr())
-    return (*outputs, alpha)
-
-
-def _check_values(data, scale, amax, block_rows, e4m3_max, dtype) -> list[Copy]:
-    lists = {"data": data, "scale": scale, "amax": amax, "block_rows": block_rows, "e4m3_max": e4m3_max}
-    copies = zip_lists(**lists)
-    if len(copies) != 2:
-        raise ValueError(f"data must have the two operands of a product, got {len(copies)}")
-    items = [DequantizeItem(*copy, False) for copy in copies]
-    check_items(items, dtype, "compact", ["[0]", "[1]"])
-    for i, item in enumerate(items):
-        if 0 in item.shape:
-            raise ValueError(f"data[{i}] must have elements, got shape {tuple(item.data.shape)}")
-    return copies
+def _write_factors(copies: Sequence[Copy], results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    *outputs, alpha = results
+    neutral, operands = neutral_amax(alpha.device), []
+    for (data, scale, amax, block_rows, e4m3_max), out in zip(copies, outputs, strict=True):
+        places = address_of("data", data), address_of("scale", scale), out.data_ptr()
+        operands.append((*places, *out.shape, block_rows, address_of("amax", amax), e4m3_max))
+    code = DTYPE_CODES[outputs[0].dtype]
+    _C.product_values(target_of(alpha.device), code, operands, neutral.data_ptr(), alpha.data_ptr())
+    return results
 
 
 @backend("product_values")
-def _product_values(data, scale, amax, block_rows, e4m3_max, dtype) -> tuple[torch.Tensor, ...]:
+def _product_values(*arguments) -> tuple[torch.Tensor, ...]:
     """Of two copies, data uint8 [M, K/2] and compact scales of them as they are stored: their values [M, K]
     without the global scale, and alpha, float32 [1], the product of both global scales. One launch.
     """
-    return _run_values(_check_values(data, scale, amax, block_rows, e4m3_max, dtype), dtype)
-
-
-@fake("product_values")
-def _(data, scale, amax, block_rows, e4m3_max, dtype) -> tuple[torch.Tensor, ...]:
-    copies = _check_values(data, scale, amax, block_rows, e4m3_max, dtype)
-    outputs = [each[0].new_empty(DequantizeItem(*each, False).shape, dtype=dtype) for each in copies]
-    return (*outputs, data[0].new_empty(1, dtype=torch.float32))
+    results = new_factors(*arguments)
+    return _write_factors(list(zip(*arguments[:-1], strict=True)), results)
 
 
 # Products
@@ -133,7 +96,7 @@ def _run(a, b, alpha, bias, out_dtype, out=None) -> torch.Tensor:
         made = out
         if made is None or not direct:
             made = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype if direct else torch.float32)
-        if cublaslt.multiply(_strided(a), _strided(b), alpha, _of_dtype(bias, made.dtype), made, False):
+        if multiply(_strided(a), _strided(b), alpha, _of_dtype(bias, made.dtype), made, False):
             return _rounded(made, out_dtype, out)
     return _rounded(_by_torch(a, b, alpha, bias), out_dtype, out)
 
@@ -148,7 +111,7 @@ def _rounded(result: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None)
 def _add(a, b, alpha, bias, out) -> None:
     if _by_cublaslt(a, b):
         own_bias = _of_dtype(bias, torch.float32)
-        if cublaslt.multiply(_strided(a), _strided(b), alpha, own_bias, out, True):
+        if multiply(_strided(a), _strided(b), alpha, own_bias, out, True):
             return
     out.add_(_by_torch(a, b, alpha, bias))
 
@@ -159,9 +122,9 @@ def _by_cublaslt(a: torch.Tensor, b: torch.Tensor) -> bool:
     """
     return (
         a.device.type == "cuda"
-        and a.dtype in cublaslt.INPUT_DTYPES
+        and a.dtype in INPUT_DTYPES
         and 0 not in (*a.shape, *b.shape)
-        and cublaslt.why_no_cublaslt() is None
+        and why_no_cublaslt() is None
     )
 
 
@@ -187,54 +150,95 @@ def _by_torch(a, b, alpha, bias) -> torch.Tensor:
     return out if bias is None else out.add_(bias)
 
 
-def _check(a, b, alpha, bias, out_dtype) -> None:
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
-        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
-        raise ValueError(f"a and b must be matrices with as many columns, got shapes {shapes}")
-    if a.dtype not in WEIGHT_DTYPES or b.dtype != a.dtype or b.device != a.device:
-        found = f"{a.dtype} on {a.device} and {b.dtype} on {b.device}"
-        raise ValueError(f"a and b must be of one dtype of {WEIGHT_DTYPES}, on one device, got {found}")
-    if out_dtype not in WEIGHT_DTYPES:
-        raise ValueError(f"out_dtype must be one of {WEIGHT_DTYPES}, got {out_dtype}")
-    for name, operand in (("a", a), ("b", b)):
-        check_memory(name, operand)
-    if alpha is not None:
-        check_buffer("alpha", alpha, (1,), torch.float32, a.device)
-    if bias is not None and bias.dtype not in WEIGHT_DTYPES:
-        raise ValueError(f"bias must be of one of {WEIGHT_DTYPES}, got {bias.dtype}")
-    if bias is not None and (tuple(bias.shape) != (b.shape[0],) or bias.device != a.device):
-        found = f"{tuple(bias.shape)} on {bias.device}"
-        raise ValueError(f"bias must have shape {(b.shape[0],)} on {a.device}, got {found}")
-    if bias is not None:
-        check_memory("bias", bias)
-
-
 @backend("scaled_product")
 def _scaled_product(a, b, alpha, bias, out_dtype) -> torch.Tensor:
     """round(alpha * (a b^T) + bias) of a [M, K] and b [N, K]: float32 sums, one rounding to out_dtype."""
-    _check(a, b, alpha, bias, out_dtype)
+    check_product(a, b, alpha, bias, out_dtype)
     return _run(a, b, alpha, bias, out_dtype)
-
-
-@fake("scaled_product")
-def _(a, b, alpha, bias, out_dtype) -> torch.Tensor:
-    _check(a, b, alpha, bias, out_dtype)
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-def _check_out(a, b, out) -> None:
-    check_buffer("out", out, (a.shape[0], b.shape[0]), torch.float32, a.device)
 
 
 @backend("add_scaled_product")
 def _add_scaled_product(a, b, alpha, bias, out) -> None:
     """Adds that, unrounded, to out, float32 [M, N]."""
-    _check(a, b, alpha, bias, torch.float32)
-    _check_out(a, b, out)
+    check_sum(a, b, alpha, bias, out)
     _add(a, b, alpha, bias, out)
 
 
-@fake("add_scaled_product")
-def _(a, b, alpha, bias, out) -> None:
-    _check(a, b, alpha, bias, torch.float32)
-    _check_out(a, b, out)
+# cuBLASLt, the copy of it that torch has loaded: its epilogue reads alpha on the device
+
+INPUT_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def _version() -> int:
+    """Raises RuntimeError where the library cannot be used."""
+    if torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} was built without CUDA")
+    return _C.load_cublaslt(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+
+
+@functools.cache
+def why_no_cublaslt() -> str | None:
+    """Why products are not cuBLASLt's in this process; None where they are."""
+    try:
+        _version()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def products_by() -> str:
+    """For build_info(): what multiplies the values of the exact backend."""
+    reason = why_no_cublaslt()
+    if reason is not None:
+        return f"torch.mm: {reason}"
+    major, rest = divmod(_version(), 10000)
+    return f"cuBLASLt {major}.{rest // 100}.{rest % 100}"
+
+
+def multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    accumulate: bool,
+) -> bool:
+    """alpha a b^T + bias into out, rounded once, or added to it; on the current stream, without waiting.
+
+    a [M, K], b [N, K] of one of INPUT_DTYPES, row-major or the transposes of what is; out [M, N] contiguous,
+    of float32 or their dtype; bias of out's dtype. No size is 0. False, and nothing done, where cuBLASLt has
+    no algorithm for that.
+    """
+    transposed = (not a.is_contiguous(), not b.is_contiguous())
+    alignments = (_alignment(a), _alignment(b), 0 if bias is None else _alignment(bias), _alignment(out))
+    codes = (DTYPE_CODES[a.dtype], DTYPE_CODES[out.dtype])
+    index = out.device.index
+    product = _product(index, *out.shape, a.shape[1], *codes, *transposed, accumulate, alignments)
+    if product is None:
+        return False
+    # Given back when it goes out of scope, in the order of the stream.
+    workspace = torch.empty(product.workspace, dtype=torch.uint8, device=out.device)
+    product.run(
+        target_of(out.device),
+        address_of("a", a),
+        address_of("b", b),
+        address_of("alpha", alpha),
+        address_of("bias", bias),
+        address_of("out", out),
+        workspace.data_ptr(),
+    )
+    return True
+
+
+def _alignment(tensor: torch.Tensor) -> int:
+    """Of its address; 256 is the largest that an algorithm asks for."""
+    place = tensor.data_ptr()
+    return min(place & -place, 256)
+
+
+@functools.lru_cache(maxsize=4096)  # tokens that vary from step to step make new sizes without end
+def _product(index: int, *problem) -> "_C.Product | None":
+    """Its algorithm is asked for once: the heuristic takes longer than many products."""
+    check_cuda(index)
+    return _C.find_product(index, *problem)

@@ -1,135 +1,36 @@
-"""zerofp4::quantize, a matrix into given buffers, and zerofp4::quantize_dequantize, its values in one go.
+"""Matrices, stacks and groups of rows into given buffers, NVFP4 and MXFP8; zerofp4::quantize_dequantize, the
+values of that in one go.
 
-Both take a stack of matrices [E, N, K] in blocks of 16x16, too, each with an amax and a state of random
-numbers of its own: in one launch, but one after the other with stochastic rounding or four over six.
+zerofp4::quantize and quantize_dequantize also take a stack of matrices [E, N, K] in blocks of 16x16, each
+with an amax and a state of random numbers of its own: in one launch, but one after the other with stochastic
+rounding or four over six.
 """
 
 import torch
 
 import zerofp4._C as _C
-from zerofp4.format import BLOCK, SCALE_LAYOUTS, WEIGHT_DTYPES, FourOverSix
-from zerofp4.layout import check_matrix, columnwise_rows, packed_shape, scale_shape
+from zerofp4.format import BLOCK, SCALE_LAYOUTS, FourOverSix
 from zerofp4.ops.device import DTYPE_CODES, data_address, scale_addresses, target_of
-from zerofp4.ops.operator import (
+from zerofp4.ops.schemas import (
     backend,
-    check_block_rows,
-    check_complete,
     check_given_amaxes,
-    check_own_amaxes,
-    check_scale,
-    fake,
+    check_input,
+    check_mxfp8,
+    check_skip,
+    count_of,
     is_plain_call,
-    named_sides,
-    own_amaxes,
+    new_rounded,
+    sides_to_group,
+    sides_to_quantize,
 )
-from zerofp4.storage import (
-    BUFFERS,
-    NVFP4Storage,
-    Side,
-    Sides,
-    address_of,
-    check_buffer,
-    check_memory,
-    check_rounding,
-    check_transform,
-    scale_name,
-)
-
-_OPTIONS = "Tensor? rng_state, int e4m3_max, str error"
-_SCALES = "Tensor({})? {side}_scale, Tensor({})? {side}_scale_expanded, Tensor({})? {side}_scale_swizzled"
-torch.library.define(
-    "zerofp4::quantize",
-    "(Tensor x, int block_rows, Tensor? given_amax, Tensor? given_columnwise_amax, bool hadamard, "
-    + f"bool random_signs, {_OPTIONS}, Tensor? skip, Tensor(a!)? rowwise_data, "
-    + _SCALES.format("b!", "c!", "d!", side="rowwise")
-    + ", Tensor(e!)? columnwise_data, "
-    + _SCALES.format("f!", "g!", "h!", side="columnwise")
-    + ", Tensor(i!) amax, Tensor(j!)? columnwise_amax) -> ()",
-)
-torch.library.define(
-    "zerofp4::quantize_dequantize",
-    f"(Tensor x, int block_rows, Tensor? given_amax, {_OPTIONS}) -> Tensor",
-)
+from zerofp4.storage import BUFFERS, NVFP4Storage, Side, Sides, address_of
 
 
-# Checks: the public functions leave them to the operators.
-
-
-def _check_input(x, block_rows, rng_state, e4m3_max, error) -> None:
-    check_block_rows(block_rows)
-    if (x.dim() != 2 and not _is_stack(x, block_rows)) or x.dtype not in WEIGHT_DTYPES:
-        raise ValueError(f"x must be a matrix of one of {WEIGHT_DTYPES}, got {x.dtype} {tuple(x.shape)}")
-    if not x.is_contiguous():
-        raise ValueError(f"x must be contiguous, got strides {x.stride()}")
-    check_memory("x", x)
-    if rng_state is not None:
-        check_buffer("rng_state", rng_state, (*x.shape[:-2], 2), torch.int64, x.device)
-    if not e4m3_max:
-        return
-    check_rounding(rng_state is not None, FourOverSix(e4m3_max, error))
-
-
-def _is_stack(x, block_rows: int) -> bool:
-    return x.dim() == 3 and block_rows == BLOCK
-
-
-def _count(x) -> int:
-    """How many matrices x is, and amaxes it has."""
-    return 1 if x.dim() == 2 else x.shape[0]
-
-
-def _check_sides(x, block_rows, hadamard, sides: Sides) -> None:
-    *stack, rows, cols = x.shape
-    check_matrix(rows, cols, columnwise=sides.columnwise is not None and not hadamard)
-    stored = {"rowwise": (rows, cols), "columnwise": (cols, columnwise_rows(rows, hadamard))}
-    check_complete(sides)
-    for name, side in sides.sides():
-        shape = (*stack, *packed_shape(*stored[name]))
-        check_buffer(f"{name}_data", side.data, shape, torch.uint8, x.device)
-        for layout, scale in side.scales.items():
-            shape = (*stack, *scale_shape(*stored[name], block_rows, layout))
-            check_scale(scale_name(name, layout), scale, shape, x.device)
-
-
-def _check_quantize(
-    x,
-    block_rows,
-    given_amax,
-    given_columnwise_amax,
-    hadamard,
-    random_signs,
-    rng_state,
-    e4m3_max,
-    error,
-    skip,
-    *buffers,
-) -> Sides:
-    """The buffers as sides."""
-    sides = named_sides(BUFFERS, buffers)
-    _check_input(x, block_rows, rng_state, e4m3_max, error)
-    check_transform(block_rows, sides.columnwise is not None, hadamard, random_signs)
-    _check_sides(x, block_rows, hadamard, sides)
-    if skip is not None:
-        check_buffer("skip", skip, (1,), torch.float32, x.device)
-    check_given_amaxes(x.device, _count(x), given_amax, given_columnwise_amax, hadamard, sides)
-    check_own_amaxes(x.device, _count(x), hadamard, sides, *buffers[-2:])
-    return sides
-
-
-# Backends
-
-
-def _fill(amax, given, skip) -> None:
-    """The amax of no elements."""
-    value = torch.zeros_like(amax) if given is None else given
-    amax.copy_(value if skip is None else torch.where(skip == 0, value, amax))
-
-
-def _amax_pass(target, x, random_signs, skip, amax, hadamard_amax) -> None:
-    """Both amaxes in one pass, or those of each matrix of a stack; one of them may be None."""
-    matrix = (address_of("x", x), DTYPE_CODES[x.dtype], *x.shape[-2:])
-    amaxes = address_of("amax", amax), address_of("columnwise_amax", hadamard_amax)
-    _C.tensor_amax(target, *matrix, random_signs, address_of("skip", skip), *amaxes, _count(x))
+def own_amaxes(hadamard: bool, sides: Sides) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Where the amax of the input and where that of its transform is kept; None where nothing needs it."""
+    if not hadamard:
+        return sides.amax, None
+    return sides.rowwise and sides.rowwise.amax, sides.columnwise_amax
 
 
 _NONE = (0,) * (1 + len(SCALE_LAYOUTS))
@@ -210,44 +111,29 @@ def _run(
         whole = Quantization(x.dtype, *x.shape[-2:], *options, stacked=x.dim() == 3)
         whole.run(x, sides, given_amax, given_columnwise_amax, rng_state, skip)
         return
-    # Where the amax of x and where that of its transform is kept; None where nothing needs it.
-    for buffer, value in zip(own_amaxes(hadamard, sides), (given_amax, given_columnwise_amax), strict=True):
-        if buffer is not None:
-            _fill(buffer, value, skip)
+    for amax, given in zip(own_amaxes(hadamard, sides), (given_amax, given_columnwise_amax), strict=True):
+        if amax is not None:  # of no elements
+            value = torch.zeros_like(amax) if given is None else given
+            amax.copy_(value if skip is None else torch.where(skip == 0, value, amax))
 
 
 @backend("quantize")
 def _quantize(x, block_rows, *arguments) -> None:
-    _run(x, block_rows, *arguments[:8], _check_quantize(x, block_rows, *arguments))
-
-
-@fake("quantize")
-def _(*args) -> None:
-    _check_quantize(*args)
-
-
-def _new_values(x, block_rows, given_amax, rng_state, e4m3_max, error) -> torch.Tensor:
-    _check_input(x, block_rows, rng_state, e4m3_max, error)
-    check_matrix(*x.shape[-2:], columnwise=False)
-    if given_amax is not None:
-        check_buffer("amax", given_amax, (_count(x),), torch.float32, x.device)
-    return torch.empty_like(x)
+    _run(x, block_rows, *arguments[:8], sides_to_quantize(x, block_rows, *arguments))
 
 
 @backend("quantize_dequantize")
 def _quantize_dequantize(x, block_rows, given_amax, rng_state, e4m3_max, error) -> torch.Tensor:
-    values = _new_values(x, block_rows, given_amax, rng_state, e4m3_max, error)
+    values = new_rounded(x, block_rows, given_amax, rng_state, e4m3_max, error)
     if x.numel() == 0:
         return values
-    target, amax = target_of(x.device), given_amax
+    target, amax, count = target_of(x.device), given_amax, count_of(x)
+    matrix = (address_of("x", x), DTYPE_CODES[x.dtype], *x.shape[-2:])
     if amax is None:
-        amax = torch.empty(_count(x), dtype=torch.float32, device=x.device)
-        _amax_pass(target, x, True, None, amax, None)
+        amax = torch.empty(count, dtype=torch.float32, device=x.device)
+        _C.tensor_amax(target, *matrix, True, 0, address_of("amax", amax), 0, count)
     arguments = _C.QuantizeArgs(
-        input=address_of("x", x),
-        dtype=DTYPE_CODES[x.dtype],
-        rows=x.shape[-2],
-        cols=x.shape[-1],
+        **dict(zip(("input", "dtype", "rows", "cols"), matrix, strict=True)),
         block_rows=block_rows,
         e4m3_max=e4m3_max,
         squared_error=error == "mse",
@@ -255,12 +141,69 @@ def _quantize_dequantize(x, block_rows, given_amax, rng_state, e4m3_max, error) 
         amax=address_of("amax", amax),
         values=values.data_ptr(),
     )
-    _C.quantize(target, arguments, _count(x))
+    _C.quantize(target, arguments, count)
     return values
 
 
-fake("quantize_dequantize")(_new_values)
 torch.library.register_autograd("zerofp4::quantize_dequantize", lambda ctx, grad: (grad, *[None] * 5))
+
+
+@backend("quantize_grouped")
+def _quantize_grouped(
+    x, splits, given_amax, given_columnwise_amax, hadamard, random_signs, rng_state, *outputs
+) -> None:
+    """x [tokens, K] in groups of splits[g] rows, blocks of 1x16, into a storage (grouped_shapes), of which
+    every byte is written.
+
+    rng_state: int64 [groups, 2], rounding is stochastic then, each group's by its own.
+    amax, columnwise_amax: float32 [groups], the ones used, the given ones or each group's own. offsets: int64
+    [3, groups + 1], where groups begin in the rows of x, of the data and of the padded scales. error: int32
+    [1], 1 where a split is negative or their sum is not the number of rows; then the storage is all zeros.
+    """
+    given = (given_amax, given_columnwise_amax)
+    sides = sides_to_group(x, splits, *given, hadamard, random_signs, rng_state, *outputs)
+    *_, offsets, error = outputs
+    sizes = address_of("m_splits", splits), splits.dtype == torch.int64, splits.shape[0]
+    rows = _C.GroupSplits(*sizes, x.shape[0])
+    target = target_of(x.device)
+    kept = tuple(zip(own_amaxes(hadamard, sides), given, strict=True))
+    matrix = (address_of("x", x), DTYPE_CODES[x.dtype], *x.shape)
+    missing = [0 if value is not None else address_of("amax", buffer) for buffer, value in kept]
+    if any(missing):
+        _C.grouped_amax(target, *matrix, random_signs, rows, *missing)
+    used, columnwise_used = (buffer if value is None else value for buffer, value in kept)
+    stored = [0 if value is None else address_of("amax", buffer) for buffer, value in kept]
+    whole = _C.QuantizeArgs(
+        **dict(zip(("input", "dtype", "rows", "cols"), matrix, strict=True)),
+        block_rows=1,
+        hadamard=hadamard,
+        random_signs=random_signs,
+        rng_state=address_of("rng_state", rng_state),
+        amax=address_of("amax", columnwise_used if used is None else used),
+        columnwise_amax=address_of("columnwise_amax", columnwise_used),
+        rowwise_data=data_address("rowwise_data", sides.rowwise),
+        columnwise_data=data_address("columnwise_data", sides.columnwise),
+        rowwise_scale=scale_addresses("rowwise_scale", sides.rowwise),
+        columnwise_scale=scale_addresses("columnwise_scale", sides.columnwise),
+        stored_amax=stored[0],
+        stored_columnwise_amax=stored[1],
+    )
+    _C.quantize_grouped(target, whole, rows, address_of("offsets", offsets), address_of("error", error))
+
+
+@backend("quantize_mxfp8")
+def _quantize_mxfp8(x, skip, *buffers) -> None:
+    """x [M, K] into the buffers that are given, in one pass: data [M, K], compact scales [M, ceil(K/32)] or
+    columnwise [ceil(M/32), K], swizzled ones padded with 0 (layout.mxfp8_scale_shape).
+
+    skip: float32 [1], nothing is written where it is not 0.
+    """
+    check_mxfp8(x, skip, *buffers)
+    addresses = [address_of("out", buffer) for buffer in buffers]
+    if x.numel() and any(addresses):
+        matrix = (address_of("x", x), DTYPE_CODES[x.dtype], *x.shape)
+        options = (address_of("skip", skip), addresses[:3], addresses[3:])
+        _C.quantize_mxfp8(target_of(x.device), *matrix, *options)
 
 
 # What the layers above call
@@ -322,8 +265,7 @@ def quantize_into(
         torch.ops.zerofp4.quantize(matrix, *options, *[buffers.get(name) for name in BUFFERS])
         return
     # The record's own buffers were checked when it was made.
-    _check_input(matrix, record.block[0], rng_state, *options[-3:-1])
-    if skip is not None:
-        check_buffer("skip", skip, (1,), torch.float32, x.device)
-    check_given_amaxes(x.device, _count(matrix), amax, columnwise_amax, record.hadamard, record)
+    check_input(matrix, record.block[0], rng_state, *options[-3:-1])
+    check_skip(skip, x.device)
+    check_given_amaxes(x.device, count_of(matrix), amax, columnwise_amax, record.hadamard, record)
     _run(matrix, *options, record)

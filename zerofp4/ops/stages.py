@@ -12,7 +12,7 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import BLOCK
 from zerofp4.ops.device import DTYPE_CODES, NativePlan, scale_addresses
-from zerofp4.ops.layouts import padded_scale_list
+from zerofp4.ops.scales import padded_scale_list, transpose_descriptor
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage, address_of
 
@@ -182,12 +182,6 @@ def _transpose_pairs(records: Sequence[NVFP4Storage]) -> list[tuple[torch.Tensor
             data = copies[0], copies[1]
             pairs += [data] if record.experts is None else zip(*map(torch.unbind, data), strict=True)
     return pairs
-
-
-def transpose_descriptor(rowwise: torch.Tensor, columnwise: torch.Tensor) -> _C.TransposeDescriptor:
-    """Of packed codes [M, K/2], and of [K, M/2] that they are transposed into."""
-    places = address_of("rowwise_data", rowwise), address_of("columnwise_data", columnwise)
-    return _C.TransposeDescriptor(*places, rowwise.shape[0], 2 * rowwise.shape[1])
 
 
 def _scales_of(record: NVFP4Storage) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ def dequantize_many(
     """The values of NVFP4Tensors and MXFP8Tensors as plain tensors of their shapes, without autograd history.
 
     tensors: all on one device. Those of one format and one dtype of values take one launch; in a captured
-    CUDA graph they may be 32 at most.
+    CUDA graph one for every 32.
     dtype: float32, bfloat16 or float16; by default each tensor's own.
 
     Raises TypeError for what is neither and for another dtype; ValueError for tensors on several devices and
@@ -38,12 +38,7 @@ def dequantize_many(
         source = mxfp8_values_source if is_mxfp8 else values_source
         sources = [source(tensors[i].record) for i in members]
         try:
-            if is_mxfp8:
-                data, scale, columnwise = map(list, zip(*sources, strict=True))
-                options = (columnwise, "compact", each)
-                made = torch.ops.zerofp4.dequantize_mxfp8_many(data, scale, *options)
-            else:
-                made = ops.values_of_many(sources, each)
+            made = (ops.mxfp8_values_of_many if is_mxfp8 else ops.values_of_many)(sources, each)
         except RuntimeError:
             for i in members:
                 tensors[i].record.check_memory(f"tensors[{i}]")  # by name, if that is it
@@ -71,7 +66,7 @@ def swizzle_scales(
 
     scales: NVFP4Tensors, of which `columnwise` chooses the copy; or pairs (compact scale, (rows, cols)), the
     scale of shape (rows, ceil(cols/16)) for 1x16 blocks and (ceil(rows/16), ceil(cols/16)) for 16x16 ones.
-    All on one device; in a captured CUDA graph 32 at most.
+    All on one device. One launch; in a captured CUDA graph one for every 32.
 
     Returns scales of shape (round_up(rows, 128), round_up(ceil(cols/16), 4)) with zeros as padding, of a
     tensor [E, N, K] with E before that; of a tensor that has persistent swizzled scales those. The others of

@@ -263,7 +263,8 @@ class Gathered:
                     copy.view(torch.uint8).copy_(mine[name].view(torch.uint8), non_blocking=True)
         if self._values is not None:
             is_stack = self._source.experts is not None
-            ops.write_values(*self._read, self._values if is_stack else self._values.flatten(0, -2))
+            out = self._values if is_stack else self._values.flatten(0, -2)
+            ops.values_of(*self._read, out.dtype, out)
             for rows in self._rows:  # read, and FSDP2 gives them memory for each gather
                 rows.untyped_storage().resize_(0)
         elif self.inner:

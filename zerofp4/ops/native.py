@@ -1,0 +1,128 @@
+"""What the extensions offer besides operators: products and layers without the dispatcher, buffers that
+torch.compile reads, and what the build has.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+import zerofp4._autograd as _autograd
+import zerofp4._C as _C
+from zerofp4.format import BLOCK, SCALE_LAYOUTS, FourOverSix
+from zerofp4.ops.dequantize import neutral_amax
+from zerofp4.ops.device import (
+    DTYPE_CODES,
+    FP4_CAPABILITY,
+    SLOW_ON_CPU,
+    architectures,
+    check_cuda,
+    code_for,
+    current_stream,
+)
+from zerofp4.ops.product import products_by, why_no_cublaslt
+from zerofp4.ops.quantize import choice_arguments
+from zerofp4.ops.schemas import without_backend
+from zerofp4.storage import SIDES, side_and_layout, side_names
+
+
+def native_linear(
+    weight_type: type, values_source: Callable, gradient_place: Callable, gradients: Callable
+) -> Callable[..., torch.Tensor | None]:
+    """linear(x, weight, bias or None): F.linear in C++. It returns None for what the Python node has to do.
+
+    weight_type: the class of weights that it takes, no subclass. values_source(record), gradient_place(node,
+    index, dtype) and gradients(node, grad, x, weight, bias_needs) are what it calls in Python.
+    """
+    called = values_source, gradient_place, gradients, check_cuda, current_stream
+    slow = sum(1 << DTYPE_CODES[dtype] for dtype in SLOW_ON_CPU)
+    _autograd.configure(weight_type, *called, _C.dequantize_function, slow)
+    return _autograd.linear
+
+
+native_layer = _autograd.layer
+"""native_layer(x, splits, weight, bias, rows, scheme, recipe, main_grad, is_current): zerofp4::linear without
+the dispatcher, or None for what that has to see (csrc/autograd/layer.cpp).
+"""
+
+
+def configure_layer(quantizers_of: Callable, cached_rows: Callable, gradient_place: Callable) -> None:
+    """Dispatch zerofp4::linear and zerofp4::linear_gradients in C++, which hands what it does not multiply to
+    their implementations in Python.
+
+    quantizers_of(recipe, device): of a recipe by its key; their `scheme` is that of layer_scheme().
+    cached_rows(quantizers, weight, cache): rows, as native_layer takes them, of the weight that a cache
+    keeps, or None. gradient_place(node, index, dtype): memory for the gradient of a node's input, or None.
+    """
+    python = map(without_backend, ("linear", "linear_gradients"))
+    called = quantizers_of, cached_rows, gradient_place
+    _autograd.configure_layer(_C.layer_functions, neutral_amax, *python, *called)
+
+
+def layer_scheme(
+    device: torch.device,
+    *,
+    hadamard: bool,
+    random_signs: bool,
+    stochastic_rounding: bool,
+    four_over_six: FourOverSix | None,
+    weight_block: tuple[int, int],
+) -> object:
+    """How layers of an NVFP4 recipe quantize on a device, for C++. The options are those of the recipe."""
+    e4m3_max, error = choice_arguments(four_over_six)
+    by_cublaslt = device.type == "cuda" and why_no_cublaslt() is None
+    has_tiles = weight_block == (BLOCK, BLOCK)
+    options = hadamard, random_signs, stochastic_rounding, e4m3_max, error == "mse", has_tiles
+    return _autograd.scheme(*options, by_cublaslt)
+
+
+# What torch.compile asks a quantized tensor in each call of compiled code, without a frame of Python: guards
+# and the unpacking of subclasses read each buffer of each weight.
+
+_AMAXES = {"amax": list(SIDES), "columnwise_amax": ["columnwise"]}
+
+
+def buffer_reader(name: str) -> Callable:
+    """What gives the buffer of tensor.record of this name, one of BUFFERS, for a tensor."""
+    if name in _AMAXES:
+        return _C.amax_reader(_AMAXES[name])
+    return _C.buffer_reader((*side_and_layout(name), name))
+
+
+def flatten_method(cls: type) -> Callable:
+    """The method __tensor_flatten__ of a class of tensors with a record: (names of its buffers, values of
+    the fields that its context_fields name).
+    """
+    return _C.flatten_method(cls, [(*side_and_layout(name), name) for name in side_names(SCALE_LAYOUTS)])
+
+
+def build_info() -> dict[str, dict]:
+    """What was compiled in and what this machine can run.
+
+    {"cpu": {"compiled": [instruction sets], "running": the one in use},
+     "cuda": {"compiled": bool, "version": of the toolkit, "architectures": [...],
+              "products": what multiplies for the exact backend, and why it is not cuBLASLt,
+              "devices": [{"name", "capability", "usable", "gemm": the backend that zerofp4.gemm chooses}]}}
+    """
+    build = _C.build()
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        usable = code_for(capability, architectures()) is not None
+        devices.append(
+            {
+                "name": torch.cuda.get_device_name(index),
+                "capability": capability,
+                "usable": usable,
+                "gemm": "native" if capability >= FP4_CAPABILITY else "exact",
+            }
+        )
+    return {
+        "cpu": {"compiled": build["isas"].split(), "running": _C.cpu_isa()},
+        "cuda": {
+            "compiled": "cuda_version" in build,
+            "version": build.get("cuda_version"),
+            "architectures": architectures(),
+            "products": products_by(),
+            "devices": devices,
+        },
+    }

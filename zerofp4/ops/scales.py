@@ -1,0 +1,172 @@
+"""The layouts of a record's buffers: compact scales to padded ones and back, and transposed codes."""
+
+import collections
+import functools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+import zerofp4._C as _C
+from zerofp4.format import BLOCK, MXFP8_SCALE_DTYPE, SCALE_DTYPE, SCALE_LAYOUTS
+from zerofp4.layout import ceil_div
+from zerofp4.ops.device import run_list, target_of
+from zerofp4.ops.schemas import backend, is_plain_call, new_scale, new_transpose, scale_shapes
+from zerofp4.ops.tensor_lists import addresses_of
+from zerofp4.storage import MXFP8Storage, NVFP4Storage, Side, address_of, check_memory
+
+VECTOR_BYTES = 16
+_FIELDS = 6  # integers of an item of the native list
+
+_known_shapes = functools.lru_cache(maxsize=1024)(scale_shapes)
+"""Not for tracing, whose sizes may be symbols. A model has few shapes, and many weights of each."""
+
+
+def padded_scale(record: NVFP4Storage | MXFP8Storage, side: str, layout: str) -> torch.Tensor:
+    """The "expanded" (NVFP4 only) or "swizzled" scales of a side, as layout.scale_shape and
+    layout.mxfp8_scale_shape say, of each of a stack: the persistent buffer if there is one, else made from
+    the compact scales.
+
+    Raises ValueError where the record does not have that side, RuntimeError where its scales were freed.
+    """
+    copy: Side | None = getattr(record, side)
+    if copy is None:
+        raise ValueError(f"this tensor has no {side} copy, so it has no {side} scales")
+    if layout in copy.scales:
+        return copy.scales[layout]
+    compact = copy.scales["compact"]
+    check_memory(f"{side}_scale", compact)
+    if isinstance(record, NVFP4Storage):
+        return torch.ops.zerofp4.pad_scale(compact, *record.side_matrix(side), record.block[0], layout)
+    raw = compact.view(torch.uint8)
+    raw = raw.t().contiguous() if side == "columnwise" else raw
+    # As scales of NVFP4 would be that has as many blocks in a row.
+    rows, columns = raw.shape
+    return torch.ops.zerofp4.pad_scale(raw, rows, columns * BLOCK, 1, layout).view(MXFP8_SCALE_DTYPE)
+
+
+def change_scales(scales, rows, cols, block_rows, layout, pad: bool) -> list[torch.Tensor]:
+    """pad_scale or unpad_scale of each of a list, in one launch. What this returns lies in one storage for
+    each shape: to allocate a list one by one takes the host longer than all the rest. (An operator may not
+    return tensors that share one: traced, each has its own.)
+    """
+    matrices = list(zip(rows, cols, block_rows, strict=True))
+    if not all(map(is_plain_call, scales[:1])):
+        change = torch.ops.zerofp4.pad_scale if pad else torch.ops.zerofp4.unpad_scale
+        return [change(scale, *matrix, layout) for scale, matrix in zip(scales, matrices, strict=True)]
+    shapes = [_known_shapes(*matrix, layout, pad) for matrix in matrices]
+    given, made = map(list, zip(*shapes, strict=True)) if shapes else ([], [])
+    if scales and _are_as_usual(scales, given):
+        out = _allocate(scales[0], made)
+    else:  # which says what is wrong, and takes bytes too
+        out = [
+            new_scale(scale, *matrix, layout, pad=pad, name=f"scales[{i}]", device=scales[0].device)
+            for i, (scale, matrix) in enumerate(zip(scales, matrices, strict=True))
+        ]
+    _change_layouts(scales, out, matrices, layout, pad)
+    return out
+
+
+def _are_as_usual(scales: Sequence[torch.Tensor], shapes: Sequence[tuple[int, int]]) -> bool:
+    """Whether all are contiguous E4M3 scales of these shapes on one device."""
+    return (
+        [scale.shape for scale in scales] == shapes
+        and all(scale.dtype == SCALE_DTYPE for scale in scales)
+        and all(map(torch.Tensor.is_contiguous, scales))
+        and len({scale.device for scale in scales}) == 1
+    )
+
+
+def _allocate(like: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Uninitialized tensors of the dtype and on the device of `like`. Those of a shape share a storage,
+    where each then begins at an address that kernels read whole vectors from.
+    """
+    made: dict[tuple[int, int], Iterator[torch.Tensor]] = {}
+    for shape, count in collections.Counter(shapes).items():
+        if shape[0] * shape[1] * like.itemsize % VECTOR_BYTES == 0:
+            made[shape] = iter(like.new_empty((count, *shape)).unbind())
+        else:
+            made[shape] = iter([like.new_empty(shape) for _ in range(count)])
+    return [next(made[shape]) for shape in shapes]
+
+
+def _change_scale(scale, rows, cols, block_rows, layout, *, pad: bool) -> torch.Tensor:
+    check_memory("scale", scale)
+    out = new_scale(scale, rows, cols, block_rows, layout, pad=pad)
+    _change_layouts([scale], [out], [(rows, cols, block_rows)], layout, pad)
+    return out
+
+
+backend("pad_scale")(functools.partial(_change_scale, pad=True))
+backend("unpad_scale")(functools.partial(_change_scale, pad=False))
+
+
+def _change_layouts(
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    matrices: Sequence[tuple[int, int, int]],
+    layout: str,
+    pad: bool,
+) -> None:
+    """Fill targets from sources, which are not checked: compact scales to `layout` (`pad`), or back.
+
+    matrices: (rows, cols, block_rows) of the quantized matrices.
+    """
+    words = _words(sources, targets, matrices, layout)
+    if words:
+        on_cpu = sources[0].is_cpu
+        run_list(lambda part: _C.ScaleLayoutList(on_cpu, part, pad), words, _FIELDS, sources[0].device)
+
+
+def _words(sources, targets, matrices, layout: str) -> list[int]:
+    """Of the native list."""
+    code, words = SCALE_LAYOUTS.index(layout), []
+    inputs, outputs = addresses_of("scales", sources), addresses_of("out", targets)
+    if 3 in set(map(torch.Tensor.dim, targets)):
+        inputs, outputs, matrices = _unstacked(sources, targets, matrices)
+    for source, target, (rows, cols, block_rows) in zip(inputs, outputs, matrices, strict=True):
+        if rows and cols:
+            words += source, target, rows, ceil_div(cols, BLOCK), block_rows, code
+    return words
+
+
+def _unstacked(sources, targets, matrices) -> tuple[list[int], list[int], list[tuple[int, int, int]]]:
+    """Addresses and matrices, where scales of stacks of matrices are among them: matrix by matrix."""
+    inputs, outputs, flat = [], [], []
+    for source, target, matrix in zip(sources, targets, matrices, strict=True):
+        stacked = target.dim() == 3
+        inputs += addresses_of("scales", source.unbind() if stacked else [source])
+        outputs += addresses_of("out", target.unbind() if stacked else [target])
+        flat += [matrix] * (len(target) if stacked else 1)
+    return inputs, outputs, flat
+
+
+def padded_scale_list(
+    scales: Sequence[tuple[torch.Tensor, torch.Tensor, tuple[int, int, int], str]], device: torch.device
+) -> tuple[_C.ScaleLayoutList, int] | None:
+    """The native list that fills padded scales from compact ones, and its number of items; None of none.
+
+    scales: (compact, padded, matrix as in _change_layouts, layout).
+    """
+    words = [word for c, p, matrix, layout in scales for word in _words([c], [p], [matrix], layout)]
+    return (_C.ScaleLayoutList(device.type == "cpu", words, True), len(words) // _FIELDS) if words else None
+
+
+# Codes
+
+
+def transpose_descriptor(rowwise: torch.Tensor, columnwise: torch.Tensor) -> _C.TransposeDescriptor:
+    """Of packed codes [M, K/2], and of [K, M/2] that they are transposed into."""
+    places = address_of("rowwise_data", rowwise), address_of("columnwise_data", columnwise)
+    return _C.TransposeDescriptor(*places, rowwise.shape[0], 2 * rowwise.shape[1])
+
+
+@backend("transpose_packed")
+def _transpose_packed(data) -> torch.Tensor:
+    """Packed codes [M, K/2] to [K, M/2], of each of a stack too."""
+    out = new_transpose(data)
+    # One launch for each: a table for all would have to be copied to the GPU and waited for.
+    for pair in [(data, out)] if data.dim() == 2 else zip(data, out, strict=True):
+        if data.numel():
+            descriptors = [transpose_descriptor(*pair)]
+            _C.TransposePlan(data.is_cpu, descriptors).run(target_of(data.device))
+    return out
