@@ -29,47 +29,6 @@ def test_opcheck(device, hadamard):
     torch.library.opcheck(torch.ops.zerofp4.quantize_grouped.default, arguments)
 
 
-def values_arguments(device, columnwise=False):
-    x = values([10, 0, 54], 48, device)
-    groups = zerofp4.quantize_grouped(x, torch.tensor([10, 0, 54], device=device), columnwise=True)
-    side = groups.columnwise if columnwise else groups.rowwise
-    amaxes = (side.amax, torch.ones(3, device=device), 448)
-    copy = side.data, side.scales["compact"].view(torch.uint8)
-    return (*copy, *amaxes, groups.offsets, groups.data_offsets, groups.error, 64, 48, columnwise)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("columnwise", [False, True])
-def test_opcheck_of_values(device, columnwise):
-    torch.library.opcheck(torch.ops.zerofp4.grouped_values.default, values_arguments(device, columnwise))
-
-
-@pytest.mark.parametrize(
-    ("index", "value", "error", "message"),
-    [
-        (0, torch.zeros(64, 24, dtype=torch.uint8), ValueError, r"data must have shape \(112, 24\)"),
-        (
-            0,
-            torch.zeros(112 * 24 + 1, dtype=torch.uint8)[1:].view(112, 24),
-            ValueError,
-            "multiple of 8 bytes",
-        ),
-        (2, None, ValueError, "amax and other_amax must be given together"),
-        (3, torch.ones(2), ValueError, r"other_amax must have shape \(3,\), got \(2,\)"),
-        (4, 300, ValueError, r"other_e4m3_max must be one of \(448, 256\), got 300"),
-        (5, torch.zeros(1, dtype=torch.int64), ValueError, r"offsets must be a vector of groups \+ 1"),
-        (6, torch.zeros(3, dtype=torch.int64), ValueError, r"data_offsets must have shape \(4,\)"),
-        (7, torch.zeros(1), TypeError, "error must be a torch.int32 tensor"),
-        (9, 44, ValueError, "cols must be a multiple of 8 and tokens not negative, got 44, 64"),
-    ],
-)
-def test_operator_of_values_refuses(index, value, error, message):
-    arguments = list(values_arguments(torch.device("cpu")))
-    arguments[index] = value
-    with pytest.raises(error, match=message):
-        torch.ops.zerofp4.grouped_values(*arguments)
-
-
 @pytest.mark.parametrize(
     ("index", "value", "error", "message"),
     [

@@ -104,7 +104,7 @@ class HostTransport(Transport):
         else:
             with self._error:
                 for rows, mean in zip(self._shared_rows[b], self._means[b], strict=True):
-                    ops.average_rows(rows, mean)
+                    ops.average(rows, mean)
             if b + 1 == len(self.buckets):
                 self._peers.arrive()  # the ranks of this host have read all rows
         self._sent[b] = start_exchange(*self._between[b], self._group(), "averaging gradients over hosts")

@@ -137,7 +137,7 @@ class PeerTransport(Transport):
 
     def average(self, b: int, gradients: Gradients, squares: torch.Tensor | None = None) -> None:
         self._wait()
-        ops.average_rows(self._rows[b], self.buckets[b].gradients, squares)
+        ops.average(self._rows[b], self.buckets[b].gradients, squares=squares)
 
     def discard(self, b: int) -> None:
         if self._in_turns:

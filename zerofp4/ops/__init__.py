@@ -48,7 +48,6 @@ from zerofp4.ops.optimizer import (
     adamw_options,
     add_squares,
     average,
-    average_rows,
     find_nonfinite,
     norm_of_squares,
 )

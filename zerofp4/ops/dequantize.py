@@ -10,12 +10,9 @@ from zerofp4.format import E2M1_MAX, E4M3_MAX, SCALE_LAYOUTS
 from zerofp4.ops.device import DTYPE_CODES, Filled, is_capturing, run_list, target_of
 from zerofp4.ops.schemas import (
     E4M3_MAXIMA,
-    VECTOR,
     backend,
-    checked_group_values,
     grouped_rows,
     is_plain_call,
-    new_group_values,
     new_mxfp8_values,
     new_values,
     values_shape,
@@ -181,37 +178,27 @@ def grouped_values(
     other_amax: torch.Tensor | None = None,
     other_e4m3_max: int = E4M3_MAXIMA[0],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dequantizes one side of a grouped storage [tokens, K], whose buffers were checked. Multiplies by each
-    group's amax only if other_amax is given.
+    """(values, ends) of one side of a grouped storage [tokens, K] with K a multiple of 8, whose buffers were
+    checked: bfloat16 [tokens, K], the rows of all groups without the padding between them; columnwise [K, R]
+    of R padded rows, each group's columns from data_offsets[g] on, zeros after the last. ends: int32
+    [groups], where groups end in that.
+
+    other_amax: float32 [groups], of what each group will be multiplied with, whose global scale is
+    other_amax * (1 / (6 * other_e4m3_max)). Then values are `element * ((scale * (other * amax)) *
+    (1/2688))`, rounded. Without it they are element times scale, exactly.
+
+    If the splits were not valid (error is 1), all values are NaN, and ends such that products are. This is no
+    operator: products of groups are not traced.
     """
+    count, (tokens, cols), data = offsets.shape[0] - 1, shape, side.data
+    padded = grouped_rows(tokens, count)[0]
+    values = data.new_empty((cols, padded) if columnwise else shape, dtype=torch.bfloat16)
+    ends = data.new_empty(count, dtype=torch.int32)
     amax = None if other_amax is None else side.amax
-    arguments = (side.data, side.scales["compact"], amax, other_amax, other_e4m3_max)
-    places = (offsets, data_offsets, error, *shape, columnwise)
-    if not is_plain_call(side.data):
-        return torch.ops.zerofp4.grouped_values(*arguments, *places)
-    results = new_group_values(side.data, offsets.shape[0] - 1, *shape, columnwise)
-    return _write_groups(results, *arguments, *places)
-
-
-def _write_groups(
-    results,
-    data,
-    scale,
-    amax,
-    other_amax,
-    other_e4m3_max,
-    offsets,
-    data_offsets,
-    error,
-    tokens,
-    cols,
-    columnwise,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    values, ends = results
     _C.grouped_values(
         target_of(data.device),
         address_of("data", data),
-        address_of("scale", scale),
+        address_of("scale", side.scales["compact"]),
         (address_of("amax", amax), address_of("other_amax", other_amax)),
         other_e4m3_max,
         address_of("offsets", offsets),
@@ -221,27 +208,8 @@ def _write_groups(
         ends.data_ptr(),
         tokens,
         cols,
-        grouped_rows(tokens, len(ends))[0],
-        len(ends),
+        padded,
+        count,
         columnwise,
     )
-    return results
-
-
-@backend("grouped_values")
-def _grouped_values(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, ends) of a copy of a storage of groups with K a multiple of 8: bfloat16 [tokens, K], the rows
-    of all groups without the padding between them; or columnwise, [K, R] of R padded rows, each group's
-    columns from data_offsets[g] on, zeros after the last. ends: int32 [groups], where groups end in that.
-
-    amax, other_amax: float32 [groups], the copy's own and those of what each group will be multiplied with,
-    whose global scale is other_amax * (1 / (6 * other_e4m3_max)): values are `element * ((scale * (other *
-    amax)) * (1/2688))`, rounded. Without them they are element times scale, exactly.
-
-    If the splits were not valid (error is 1), all values are NaN, and ends such that products are.
-    """
-    results = checked_group_values(*arguments)
-    data = arguments[0]
-    if data.data_ptr() % VECTOR:
-        raise ValueError(f"data must begin at a multiple of {VECTOR} bytes, got {data.data_ptr():#x}")
-    return _write_groups(results, *arguments)
+    return values, ends

@@ -128,10 +128,6 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def data_address(name: str, side: Side | None) -> int:
-    return 0 if side is None else address_of(name, side.data)
-
-
 def scale_addresses(name: str, side: Side | None) -> list[int]:
     """Of the scales of a side of NVFP4 by layout, 0 where there is none."""
     scales = {} if side is None else side.scale_places
@@ -192,31 +188,6 @@ class Filled:
         self.stream = stream
 
 
-class StreamUse:
-    """Records the streams that use a plan's buffers (record_stream), so that the caching allocator does not
-    reuse them while kernels are queued. filled: when the buffers were filled.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device, self.filled = device, Filled(device)
-        self._last: int | None = None
-
-    def forget(self) -> None:
-        """There is memory that the allocator does not know of."""
-        self._last = None
-
-    def target(self, memory: Sequence[torch.Tensor]) -> _C.Target:
-        """Where a launch runs that uses `memory`: on the current stream. O(1) while that stays the same."""
-        if self._device.type == "cuda":
-            stream = current_stream(self._device.index)
-            if stream != self._last:
-                for tensor in memory:
-                    tensor.record_stream(torch.cuda.current_stream(self._device))
-                self.filled.wait()
-                self._last = stream
-        return target_of(self._device)
-
-
 class NativePlan:
     """A plan of the extension, with what its launches use in the memory of a GPU.
 
@@ -238,7 +209,9 @@ class NativePlan:
         self._contents = b""
         self._memory: Sequence[torch.Tensor] = ()
         self._items: Sequence[torch.Tensor] = ()
-        self._use = StreamUse(device)
+        self._filled = Filled(device)
+        self._last: int | None = None
+        """The stream of the last launch: the allocator knows that it uses the memory."""
 
     def load(
         self,
@@ -263,7 +236,7 @@ class NativePlan:
                 self._copy(contents)
             native.set_device_descriptors(self.tables[-1].data_ptr())
         self.native, self._memory, self._items = native, memory, items
-        self._use.forget()
+        self._last = None
 
     def _copy(self, contents: bytes) -> None:
         if is_capturing(self.device):
@@ -273,14 +246,14 @@ class NativePlan:
                 "moved: make the same call once before the capture, with the same storage"
             )
         fits = bool(self.tables) and self.tables[-1].numel() == len(contents)
-        if not fits or self._held or self._use.filled.stream != current_stream(self.device.index):
+        if not fits or self._held or self._filled.stream != current_stream(self.device.index):
             kept = self.tables if self._held else self.tables[:-1]
             self.tables = [*kept, torch.empty(len(contents), dtype=torch.uint8, device=self.device)]
             self._held = False
         # torch does not reuse pinned memory before the copies from it are done.
         staging = torch.frombuffer(bytearray(contents), dtype=torch.uint8).pin_memory()
         self.tables[-1].copy_(staging, non_blocking=True)
-        self._use.filled.note()
+        self._filled.note()
         self._contents = contents
 
     def hold(self, tensors: Iterable[torch.Tensor | None] = ()) -> None:
@@ -294,5 +267,10 @@ class NativePlan:
             return
         if self._items and is_capturing(self.device):
             self.hold(self._items)
-        target = self._use.target((*self._memory, *self.tables[-1:]))
-        getattr(self.native, stage)(target, *arguments)
+        if self.device.type == "cuda" and (stream := current_stream(self.device.index)) != self._last:
+            # Until then the allocator must not give the memory to others, once it is freed.
+            for tensor in (*self._memory, *self.tables[-1:]):
+                tensor.record_stream(torch.cuda.current_stream(self.device))
+            self._filled.wait()
+            self._last = stream
+        getattr(self.native, stage)(target_of(self.device), *arguments)

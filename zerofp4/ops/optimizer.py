@@ -20,14 +20,28 @@ from zerofp4.storage import address_of, check_buffer, check_memory
 
 # The mean of gradients, added in rank order, and the sums of its squares
 
+MAX_PEERS: int = _C.MAX_PEERS
+"""How many ranks of one host can read each other's memory."""
+
 SQUARES: tuple[int, int] = (_C.SQUARE_COPIES, _C.SQUARE_WORDS)
 """The shape of sums of squares, int64: copies of words, to be added up. A word stands for a range of 8
 exponents; the last two count infinite chunks and those with NaN.
 """
 
 
+class PeerRows(NamedTuple):
+    """A matrix [ranks, n] of which every rank has its row in memory that all can read.
+
+    addresses: by rank, where its row begins, at a multiple of 16 bytes; this rank's own too.
+    """
+
+    addresses: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+
+
 def average(
-    pieces: torch.Tensor,
+    pieces: torch.Tensor | PeerRows,
     out: torch.Tensor,
     own: torch.Tensor | None = None,
     rank: int = 0,
@@ -35,34 +49,39 @@ def average(
 ) -> None:
     """out = ((pieces[0] + pieces[1]) + ...) / len(pieces), in float32 whatever the pieces are.
 
-    pieces: float32, bfloat16 or float16 [ranks, n], contiguous. out: float32 [n]. own: [n] of the dtype of
-    pieces, which is read in place of pieces[rank]. squares: int64 SQUARES, to which those of the means are
-    added, of each 128 neighbours from the first on; for norm_of_squares().
+    pieces: float32, bfloat16 or float16 [ranks, n], contiguous, or rows of that in the memory of ranks. out:
+    float32 [n]. own: [n] of the dtype of pieces, which is read instead of pieces[rank]. squares: int64
+    SQUARES, to which those of the means are added, of each 128 neighbors from the first on; for
+    norm_of_squares().
     Raises TypeError or ValueError for others.
     """
     if pieces.dtype not in WEIGHT_DTYPES:
         raise TypeError(f"pieces must have one of the dtypes {WEIGHT_DTYPES}, got {pieces.dtype}")
-    if pieces.dim() != 2 or pieces.shape[0] == 0 or not pieces.is_contiguous():
-        raise ValueError(
-            "pieces must be a contiguous matrix with a row for each rank, got shape "
-            f"{tuple(pieces.shape)} and strides {pieces.stride()}"
-        )
-    check_memory("pieces", pieces)
-    check_buffer("out", out, pieces.shape[1:], torch.float32, pieces.device)
+    if isinstance(pieces, PeerRows):
+        device, count, numel = out.device, len(pieces.addresses), pieces.numel
+        matrix = {"pieces": 0, "rows": pieces.addresses}
+    else:
+        if pieces.dim() != 2 or pieces.shape[0] == 0 or not pieces.is_contiguous():
+            raise ValueError(
+                "pieces must be a contiguous matrix with a row for each rank, got shape "
+                f"{tuple(pieces.shape)} and strides {pieces.stride()}"
+            )
+        check_memory("pieces", pieces)
+        device, (count, numel) = pieces.device, pieces.shape
+        matrix = {"pieces": address_of("pieces", pieces)}
+    check_buffer("out", out, (numel,), torch.float32, device)
     if own is not None:
-        check_buffer("own", own, pieces.shape[1:], pieces.dtype, pieces.device)
-        if not 0 <= rank < pieces.shape[0]:
-            raise ValueError(f"rank must be one of the {pieces.shape[0]} rows of pieces, got {rank}")
+        check_buffer("own", own, (numel,), pieces.dtype, device)
     if squares is not None:
-        check_buffer("squares", squares, SQUARES, torch.int64, pieces.device)
+        check_buffer("squares", squares, SQUARES, torch.int64, device)
     _C.average(
-        target=target_of(pieces.device),
-        pieces=address_of("pieces", pieces),
+        target=target_of(device),
+        **matrix,
         own=address_of("own", own),
         dtype=DTYPE_CODES[pieces.dtype],
         rank=rank,
-        count=pieces.shape[0],
-        numel=pieces.shape[1],
+        count=count,
+        numel=numel,
         output=address_of("out", out),
         squares=address_of("squares", squares),
     )
@@ -81,45 +100,6 @@ def norm_of_squares(words: torch.Tensor) -> torch.Tensor:
 
 
 # Ranks of one host, in each other's memory
-
-MAX_PEERS: int = _C.MAX_PEERS
-"""How many ranks can read each other's memory."""
-
-
-class PeerRows(NamedTuple):
-    """A matrix [ranks, n] of which every rank has its row in memory that all can read.
-
-    addresses: by rank, where its row begins, at a multiple of 16 bytes; this rank's own too.
-    """
-
-    addresses: tuple[int, ...]
-    numel: int
-    dtype: torch.dtype
-
-
-def average_rows(rows: PeerRows, out: torch.Tensor, squares: torch.Tensor | None = None) -> None:
-    """average() of them: out = ((row 0 + row 1) + ...) / ranks, in float32.
-
-    out: float32 [n] on the device from which the rows can be read. squares: as of average().
-    Raises TypeError or ValueError for others.
-    """
-    if rows.dtype not in WEIGHT_DTYPES:
-        raise TypeError(f"rows must have one of the dtypes {WEIGHT_DTYPES}, got {rows.dtype}")
-    if not 0 < len(rows.addresses) <= MAX_PEERS:
-        raise ValueError(f"there must be 1 to {MAX_PEERS} rows, got {len(rows.addresses)}")
-    check_buffer("out", out, (rows.numel,), torch.float32, out.device)
-    if squares is not None:
-        check_buffer("squares", squares, SQUARES, torch.int64, out.device)
-    _C.average(
-        target=target_of(out.device),
-        pieces=0,
-        rows=rows.addresses,
-        dtype=DTYPE_CODES[rows.dtype],
-        count=len(rows.addresses),
-        numel=rows.numel,
-        output=address_of("out", out),
-        squares=address_of("squares", squares),
-    )
 
 
 class Barrier:

@@ -10,7 +10,7 @@ import torch
 
 import zerofp4._C as _C
 from zerofp4.format import BLOCK, SCALE_LAYOUTS, FourOverSix
-from zerofp4.ops.device import DTYPE_CODES, data_address, scale_addresses, target_of
+from zerofp4.ops.device import DTYPE_CODES, scale_addresses, target_of
 from zerofp4.ops.schemas import (
     backend,
     check_given_amaxes,
@@ -43,7 +43,7 @@ def _addresses(data: str, scale: str, side: Side | None) -> tuple[int, ...]:
     scales = side.scales
     if len(scales) == 1 and "compact" in scales:  # the first layout: most sides have no other
         return address_of(data, side.data), address_of(scale, scales["compact"]), 0, 0
-    return (data_address(data, side), *scale_addresses(scale, side))
+    return (address_of(data, side.data), *scale_addresses(scale, side))
 
 
 class Quantization:
@@ -92,34 +92,22 @@ class Quantization:
         self._native.run(target_of(x.device), address_of("x", x), buffers, *given, experts)
 
 
-def _run(
-    x,
-    block_rows,
-    given_amax,
-    given_columnwise_amax,
-    hadamard,
-    random_signs,
-    rng_state,
-    e4m3_max,
-    error,
-    skip,
-    sides: Sides,
-) -> None:
+def _run(x, sides, block_rows, amax, columnwise_amax, hadamard, signs, state, e4m3_max, error, skip) -> None:
     """Quantize x [M, K] or [E, N, K]; the arguments have been checked."""
     if x.numel():
-        options = (block_rows, hadamard, random_signs, e4m3_max, error)
+        options = (block_rows, hadamard, signs, e4m3_max, error)
         whole = Quantization(x.dtype, *x.shape[-2:], *options, stacked=x.dim() == 3)
-        whole.run(x, sides, given_amax, given_columnwise_amax, rng_state, skip)
+        whole.run(x, sides, amax, columnwise_amax, state, skip)
         return
-    for amax, given in zip(own_amaxes(hadamard, sides), (given_amax, given_columnwise_amax), strict=True):
-        if amax is not None:  # of no elements
-            value = torch.zeros_like(amax) if given is None else given
-            amax.copy_(value if skip is None else torch.where(skip == 0, value, amax))
+    for own, given in zip(own_amaxes(hadamard, sides), (amax, columnwise_amax), strict=True):
+        if own is not None:  # of no elements
+            value = torch.zeros_like(own) if given is None else given
+            own.copy_(value if skip is None else torch.where(skip == 0, value, own))
 
 
 @backend("quantize")
-def _quantize(x, block_rows, *arguments) -> None:
-    _run(x, block_rows, *arguments[:8], sides_to_quantize(x, block_rows, *arguments))
+def _quantize(x, *arguments) -> None:
+    _run(x, sides_to_quantize(x, *arguments), *arguments[:9])
 
 
 @backend("quantize_dequantize")
@@ -173,6 +161,8 @@ def _quantize_grouped(
         _C.grouped_amax(target, *matrix, random_signs, rows, *missing)
     used, columnwise_used = (buffer if value is None else value for buffer, value in kept)
     stored = [0 if value is None else address_of("amax", buffer) for buffer, value in kept]
+    rowwise = _addresses("rowwise_data", "rowwise_scale", sides.rowwise)
+    columnwise = _addresses("columnwise_data", "columnwise_scale", sides.columnwise)
     whole = _C.QuantizeArgs(
         **dict(zip(("input", "dtype", "rows", "cols"), matrix, strict=True)),
         block_rows=1,
@@ -181,10 +171,10 @@ def _quantize_grouped(
         rng_state=address_of("rng_state", rng_state),
         amax=address_of("amax", columnwise_used if used is None else used),
         columnwise_amax=address_of("columnwise_amax", columnwise_used),
-        rowwise_data=data_address("rowwise_data", sides.rowwise),
-        columnwise_data=data_address("columnwise_data", sides.columnwise),
-        rowwise_scale=scale_addresses("rowwise_scale", sides.rowwise),
-        columnwise_scale=scale_addresses("columnwise_scale", sides.columnwise),
+        rowwise_data=rowwise[0],
+        columnwise_data=columnwise[0],
+        rowwise_scale=rowwise[1:],
+        columnwise_scale=columnwise[1:],
         stored_amax=stored[0],
         stored_columnwise_amax=stored[1],
     )
@@ -268,4 +258,4 @@ def quantize_into(
     check_input(matrix, record.block[0], rng_state, *options[-3:-1])
     check_skip(skip, x.device)
     check_given_amaxes(x.device, count_of(matrix), amax, columnwise_amax, record.hadamard, record)
-    _run(matrix, *options, record)
+    _run(matrix, record, *options)

@@ -43,11 +43,6 @@ from zerofp4.storage import (
 E4M3_MAXIMA = (448, 256)
 LARGEST_ROWS = 2**31 - 1
 
-VECTOR = 8
-"""Values that grouped_values writes at once, of which a row has a multiple; and bytes, at a multiple of which
-codes begin.
-"""
-
 # Registration
 
 _backends: dict[str, tuple[torch.library.Library, Callable]] = {}
@@ -62,21 +57,16 @@ def operator(name: str, schema: str) -> Callable[[Callable], Callable]:
 
 def fake(name: str) -> Callable[[Callable], Callable]:
     """Registers a function as the implementation of an operator on tensors without values."""
-
-    def register(function: Callable) -> Callable:
-        torch.library.register_fake(f"zerofp4::{name}")(_with_tensors(name, function))
-        return function
-
-    return register
+    return torch.library.register_fake(f"zerofp4::{name}")
 
 
 def backend(name: str) -> Callable[[Callable], Callable]:
     """Registers a function as the CPU and the CUDA implementation of an operator."""
 
     def register(function: Callable) -> Callable:
-        library, call = torch.library.Library("zerofp4", "FRAGMENT"), _with_tensors(name, function)
-        torch.library.impl(f"zerofp4::{name}", ("cpu", "cuda"), lib=library)(call)
-        _backends[name] = library, call
+        library = torch.library.Library("zerofp4", "FRAGMENT")
+        torch.library.impl(f"zerofp4::{name}", ("cpu", "cuda"), lib=library)(function)
+        _backends[name] = library, function
         return function
 
     return register
@@ -85,20 +75,6 @@ def backend(name: str) -> Callable[[Callable], Callable]:
 def without_backend(name: str) -> Callable:
     """The implementation of an operator, which is not registered from now on."""
     _, call = _backends.pop(name)
-    return call
-
-
-def _with_tensors(name: str, function: Callable) -> Callable:
-    """The function, but TypeError for None in place of a tensor that must be given, which torch lets pass."""
-    arguments = getattr(torch.ops.zerofp4, name).default._schema.arguments
-    tensors = [(i, each.name) for i, each in enumerate(arguments) if isinstance(each.type, torch.TensorType)]
-
-    def call(*given):
-        for i, argument in tensors:
-            if given[i] is None:
-                raise TypeError(f"zerofp4::{name}: {argument} must be a tensor, got None")
-        return function(*given)
-
     return call
 
 
@@ -208,17 +184,7 @@ def check_input(x, block_rows, rng_state, e4m3_max, error) -> None:
 
 
 def sides_to_quantize(
-    x,
-    block_rows,
-    given_amax,
-    given_columnwise_amax,
-    hadamard,
-    random_signs,
-    rng_state,
-    e4m3_max,
-    error,
-    skip,
-    *buffers,
+    x, block_rows, amax, columnwise_amax, hadamard, random_signs, rng_state, e4m3_max, error, skip, *buffers
 ) -> Sides:
     """The buffers as sides."""
     sides = _named_sides(buffers)
@@ -234,7 +200,7 @@ def sides_to_quantize(
             shape = (*stack, *scale_shape(*stored[name], block_rows, layout))
             check_bytes(scale_name(name, layout), scale, shape, SCALE_DTYPE, x.device)
     check_skip(skip, x.device)
-    check_given_amaxes(x.device, count_of(x), given_amax, given_columnwise_amax, hadamard, sides)
+    check_given_amaxes(x.device, count_of(x), amax, columnwise_amax, hadamard, sides)
     _check_own_amaxes(x.device, count_of(x), hadamard, sides, *buffers[-2:])
     return sides
 
@@ -305,9 +271,7 @@ def grouped_shapes(tokens: int, groups: int, cols: int) -> dict[str, tuple[int, 
     return dict(zip(BUFFERS, [*shapes, (groups,), (groups,)], strict=True))
 
 
-def sides_to_group(
-    x, splits, given_amax, given_columnwise_amax, hadamard, random_signs, rng_state, *outputs
-) -> Sides:
+def sides_to_group(x, splits, amax, columnwise_amax, hadamard, random_signs, rng_state, *outputs) -> Sides:
     """The buffers as sides."""
     *buffers, offsets, error = outputs
     sides = _named_sides(buffers)
@@ -326,7 +290,7 @@ def sides_to_group(
         for layout, scale in copy.scales.items():
             name = scale_name(side, layout)
             check_bytes(name, scale, shapes[name], SCALE_DTYPE, x.device)
-    check_given_amaxes(x.device, groups, given_amax, given_columnwise_amax, hadamard, sides)
+    check_given_amaxes(x.device, groups, amax, columnwise_amax, hadamard, sides)
     _check_own_amaxes(x.device, groups, hadamard, sides, *buffers[-2:])
     if rng_state is not None:
         check_buffer("rng_state", rng_state, (groups, 2), torch.int64, x.device)
@@ -342,42 +306,6 @@ def sides_to_group(
 )
 def _(*arguments) -> None:
     sides_to_group(*arguments)
-
-
-def new_group_values(data, groups: int, tokens: int, cols: int, columnwise: bool):
-    """(values, ends), as dequantize.grouped_values returns them."""
-    shape = (cols, grouped_rows(tokens, groups)[0]) if columnwise else (tokens, cols)
-    return data.new_empty(shape, dtype=torch.bfloat16), data.new_empty(groups, dtype=torch.int32)
-
-
-@operator(
-    "grouped_values",
-    "(Tensor data, Tensor scale, Tensor? amax, Tensor? other_amax, int other_e4m3_max, Tensor offsets, "
-    "Tensor data_offsets, Tensor error, int tokens, int cols, bool columnwise) -> (Tensor, Tensor)",
-)
-def checked_group_values(
-    data, scale, amax, other_amax, other_e4m3_max, offsets, data_offsets, error, tokens, cols, columnwise
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if offsets.dim() != 1 or offsets.shape[0] < 2:
-        raise ValueError(f"offsets must be a vector of groups + 1, got shape {tuple(offsets.shape)}")
-    if tokens < 0 or cols < 0 or cols % VECTOR:
-        raise ValueError(f"cols must be a multiple of {VECTOR} and tokens not negative, got {cols}, {tokens}")
-    if other_e4m3_max not in E4M3_MAXIMA:
-        raise ValueError(f"other_e4m3_max must be one of {E4M3_MAXIMA}, got {other_e4m3_max}")
-    if (amax is None) != (other_amax is None):
-        raise ValueError("amax and other_amax must be given together, or none of them")
-    count, device = offsets.shape[0] - 1, data.device
-    side = "columnwise" if columnwise else "rowwise"
-    shapes = grouped_shapes(tokens, count, cols)
-    check_buffer("data", data, shapes[f"{side}_data"], torch.uint8, device)
-    check_bytes("scale", scale, shapes[f"{side}_scale"], SCALE_DTYPE, device)
-    for name, value in (("amax", amax), ("other_amax", other_amax)):
-        if value is not None:
-            check_buffer(name, value, (count,), torch.float32, device)
-    check_buffer("offsets", offsets, (count + 1,), torch.int64, device)
-    check_buffer("data_offsets", data_offsets, (count + 1,), torch.int64, device)
-    check_buffer("error", error, (1,), torch.int32, device)
-    return new_group_values(data, count, tokens, cols, columnwise)
 
 
 # Dequantize
