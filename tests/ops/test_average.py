@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases.ops import DTYPES
+from cases.ops import DTYPES, marked
 from helpers import assert_values_equal, poisoned_allocations
 
 from zerofp4 import ops, reference
@@ -72,7 +72,7 @@ def words_of(squares: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [0, 1, 127, 4096, 2048 + 24, 70_003])
+@pytest.mark.parametrize("n", marked("threads", [0, 1, 127, 4096, 2048 + 24, 70_003], 70_003))
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_own_row_and_squares(device, dtype, n, ranks):
     """A rank's own gradients where they are, and the sums of the squares of the means."""
@@ -152,16 +152,6 @@ def test_squares_that_are_no_numbers(device, value, expected):
     assert ops.norm_of_squares(squares.sum(0)).isnan()
 
 
-@pytest.mark.threads
-def test_threads():
-    pieces = gradients(3, 200_001, torch.bfloat16, "cpu")
-    out = torch.empty(200_001)
-    squares = torch.zeros(ops.SQUARES, dtype=torch.int64)
-    ops.average(pieces, out, squares=squares)
-    assert_values_equal(out, reference.average(pieces), "mean")
-    assert words_of(squares).equal(reference.square_sums(out))
-
-
 @pytest.mark.parametrize(
     "shape, dtype, out, error",
     [
@@ -178,13 +168,3 @@ def test_refuses(device, shape, dtype, out, error):
         ops.average(pieces, torch.zeros(out[0], dtype=out[1], device=device))
     with pytest.raises(ValueError, match="contiguous"):
         ops.average(torch.zeros(8, 2, device=device).t(), torch.zeros(8, device=device))
-
-
-def test_refuses_other_rows_and_squares(device):
-    pieces, out = torch.zeros(2, 8, device=device), torch.zeros(8, device=device)
-    for own, rank, squares, message in (
-        (torch.zeros(7, device=device), 0, None, "own"),
-        (None, 0, torch.zeros(34, dtype=torch.int64, device=device), "squares"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            ops.average(pieces, out, own, rank, squares)

@@ -82,24 +82,6 @@ def gradients_on_the_host(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         return make_gradients(parameters, 0)
 
 
-@pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        ("torch.zeros(3)", 1),
-        ("torch.tensor([1], device=d)", 1),
-        ("x = zeros((2, 3))", 1),
-        ("torch.Tensor([1.0])", 1),
-        ("torch.full((), 1.0, dtype=t)", 0),
-        ("torch.empty(3, **options)", 0),
-        ("x.new_empty(3)", 0),
-        ("torch.empty_like(x)", 0),
-        ("zerofp4.empty((2, 2))", 0),
-    ],
-)
-def test_the_reader_of_sources(source, count):
-    assert len(unnamed("dtype", source)) == count
-
-
 def test_values_of_python_are_not_rounded(device):
     weight = zerofp4.empty((16, 16), dtype=torch.float32, device=device)
     weight.fill_(0.1)

@@ -235,13 +235,6 @@ def test_refuses(change, error, message):
         ZEROFP4.dequantize(*(arguments | change).values())
 
 
-def test_many_refuses():
-    with pytest.raises(TypeError, match=r"tensors\[1\] must be an NVFP4Tensor or .* got Tensor"):
-        zerofp4.dequantize_many([zerofp4.empty((16, 16)), torch.zeros(16, 16)])
-    with pytest.raises(TypeError, match="dtype must be one of"):
-        zerofp4.dequantize_many([zerofp4.empty((16, 16))], torch.float64)
-
-
 @pytest.mark.parametrize("rows", [34, 48])  # 48: a stack of whole tiles is one matrix
 @pytest.mark.parametrize("in_a_row", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 40])  # 40: more than travel in a kernel's arguments

@@ -142,16 +142,6 @@ def round_trip(x):
     return m.dequantize(), values, m.swizzled_scale(columnwise=True).view(torch.uint8)
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_round_trip(device, backend):
-    torch._dynamo.reset()
-    x = torch.randn(64, 96, device=device)
-    compiled = torch.compile(round_trip, fullgraph=True, backend=backend)
-    for actual, expected in zip(compiled(x), round_trip(x), strict=True):
-        assert_bytes_equal(actual, expected, "compiled")
-
-
 @needs_gpu
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (64, 96), (33, 100)])
 def test_round_trip_in_a_captured_graph(shape):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases.ops import POISON, allocate, marked
+from cases.ops import marked
 from helpers import assert_bytes_equal
 
 import zerofp4
@@ -24,20 +24,6 @@ def test_transpose_packed(device, shape):
     assert_bytes_equal(ZEROFP4.transpose_packed(data), reference.transpose_packed(data), f"{shape}")
 
 
-def test_transpose_many_in_one_call(device):
-    shapes = [(16, 32), (130, 66), (0, 8), (2, 2), (256, 128)]
-    records = [allocate(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
-    for record in records:
-        record.rowwise.data.random_()
-        record.columnwise.data.fill_(POISON)
-    stage = ops.PostStage(device)
-    stage.bind(records)
-    stage.run()
-    for record in records:
-        expected = reference.transpose_packed(record.rowwise.data)
-        assert_bytes_equal(record.columnwise.data, expected, f"{tuple(record.shape)}")
-
-
 # The operators in torch.library
 
 
@@ -45,25 +31,6 @@ def test_transpose_many_in_one_call(device):
 def test_opcheck(device):
     data = torch.randint(256, (32, 24), dtype=torch.uint8).to(device)
     torch.library.opcheck(ZEROFP4.transpose_packed.default, (data,))
-
-
-@pytest.mark.heavy
-def test_quantize_and_dequantize_trace_under_compile(device):
-    def round_trip(x):
-        record = allocate(x.shape, dtype=x.dtype, device=x.device, columnwise=False)
-        ops.quantize_into(x, record)
-        scale = ZEROFP4.pad_scale(record.buffer("rowwise_scale"), *x.shape, 16, "swizzled")
-        return (
-            ZEROFP4.dequantize(
-                record.buffer("rowwise_data"), record.buffer("rowwise_scale"), record.amax, 16, x.dtype
-            ),
-            scale,
-        )
-
-    x = torch.randn(64, 96, device=device)
-    compiled = torch.compile(round_trip, fullgraph=True, backend="aot_eager")
-    for actual, expected in zip(compiled(x), round_trip(x), strict=True):
-        assert_bytes_equal(actual, expected, "compiled")
 
 
 def test_odd_rows_have_no_transpose():

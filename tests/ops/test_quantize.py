@@ -18,7 +18,7 @@ from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerofp4 import _C, ops, reference
+from zerofp4 import ops, reference
 from zerofp4.storage import BUFFERS, SIDES
 
 ZEROFP4 = torch.ops.zerofp4
@@ -161,22 +161,6 @@ def test_no_elements(device, mode, shape):
     assert record.amax.item() == 2
 
 
-@pytest.mark.parametrize("mode", ["nearest", "stochastic", "four over six"])
-@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
-@pytest.mark.parametrize("experts", [1, 3])
-def test_the_extension_divides_by_no_size(device, mode, shape, experts):
-    """Operators leave out matrices without elements; the extension has no work for them."""
-    target, buffer = ops.target_of(device), torch.ones(64, device=device)
-    address = buffer.data_ptr()
-    options = {"stochastic": {"rng_state": address}, "four over six": {"e4m3_max": 256}}.get(mode, {})
-    matrix = {"input": address, "dtype": 0, "rows": shape[0], "cols": shape[1], "block_rows": 16}
-    buffers = {"amax": address, "rowwise_data": address, "columnwise_data": address}
-    _C.quantize(target, _C.QuantizeArgs(**matrix, **buffers, **options), experts)
-    assert (buffer == 1).all()
-    _C.tensor_amax(target, address, 0, *shape, True, 0, address, 0, experts)
-    assert buffer.tolist() == [0.0] * experts + [1.0] * (64 - experts)
-
-
 def test_stochastic_codes_of_a_tile_are_the_same_in_both_copies(device):
     x = draw_values(6, 48 * 80, "normal").view(48, 80).to(device)
     record = check(x, MODES["stochastic 2d"], "stochastic 2d")
@@ -201,6 +185,36 @@ def test_stochastic_codes_of_values_on_and_between_all_grid_points(device):
         r = reference.random_bytes(state, x.shape, reference.ROWWISE_STREAM)
         expected = reference.pack(reference.float_to_e2m1_stochastic(x, r))
         assert_bytes_equal(record.buffer("rowwise_data"), expected, f"seed {seed}")
+
+
+# Sizes: several bands of tiles, one copy with whole strips, more rows than a dimension of a CUDA grid
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return draw_values(4, shape[0] * shape[1], "normal").view(shape)
+
+
+@pytest.mark.threads  # each band has one
+@pytest.mark.parametrize("mode", ["1d", "2d", "hadamard"])
+@pytest.mark.parametrize("shape", [(2304, 300), (4098, 258)])
+def test_several_bands(device, shape, mode):
+    check(normal(*shape).bfloat16().to(device), MODES[mode], f"{shape} {mode}")
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("mode", ["1d", "2d"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 256), (130, 288), (2304, 384)])
+def test_rows_alone(device, shape, dtype, mode):
+    check(normal(*shape).to(dtype).to(device), MODES[mode], f"{shape} {dtype} {mode}", columnwise=False)
+
+
+def test_more_rows_than_a_grid_dimension(device):
+    if device.type == "cpu":
+        pytest.skip("grids are CUDA's")
+    rows = 65535 * 256 + 16
+    x = normal(4096, 2).bfloat16().to(device).repeat(-(-rows // 4096), 1)[:rows]
+    check(x, MODES["1d"], f"{rows} rows", scale_layouts=("compact",), columnwise=False)
 
 
 # The operator in torch.library

@@ -88,21 +88,22 @@ def test_many_equal_one_by_one(device, count):
             assert_bytes_equal(back[i], compact[i], f"{layout} {i} back, {shapes[i]}")
 
 
+@pytest.mark.parametrize("block_rows", [1, 16])
 @pytest.mark.parametrize("count", [1, 33, 100])
-def test_many_of_few_shapes(device, count):
+def test_many_of_few_shapes(device, count, block_rows):
     """They share storages, where compact sizes are multiples of 16 bytes and where they are not; lists of
     scales and of their bytes give what they came as.
     """
     shapes = [[(32, 128), (33, 40), (0, 16), (256, 64)][i % 4] for i in range(count)]
-    compact = [compact_scale(shape, 1, i).to(device) for i, shape in enumerate(shapes)]
+    compact = [compact_scale(shape, block_rows, i).to(device) for i, shape in enumerate(shapes)]
     given = [scale.view(torch.uint8) if i % 3 == 2 else scale for i, scale in enumerate(compact)]
     for scales in (compact, given):
         with poisoned_allocations():
             swizzled = zerofp4.swizzle_scales(list(zip(scales, shapes, strict=True)))
-            back = zerofp4.unswizzle_scales(list(zip(swizzled, shapes, strict=True)), block=(1, 16))
+            back = zerofp4.unswizzle_scales(list(zip(swizzled, shapes, strict=True)), block=(block_rows, 16))
         for i, shape in enumerate(shapes):
             assert swizzled[i].dtype == back[i].dtype == scales[i].dtype
-            expected = padded_scale(compact[i].cpu(), shape, 1, "swizzled").view(torch.uint8)
+            expected = padded_scale(compact[i].cpu(), shape, block_rows, "swizzled").view(torch.uint8)
             assert_bytes_equal(swizzled[i].view(torch.uint8), expected, f"{i}, {shape}")
             assert_bytes_equal(back[i], scales[i], f"{i} back, {shape}")
 
@@ -123,18 +124,6 @@ def test_swizzle_scales_of_tensors(device):
     assert zerofp4.swizzle_scales([]) == zerofp4.unswizzle_scales([]) == []
     compact = zerofp4.unswizzle_scales(tensors[2:], columnwise=True)
     assert_bytes_equal(compact[0], tensors[2].columnwise_scale, "back")
-
-
-@pytest.mark.parametrize("block_rows", [1, 16])
-def test_swizzle_scales_of_pairs(device, block_rows):
-    compact = {shape: compact_scale(shape, block_rows).to(device) for shape in SHAPES}
-    swizzled = zerofp4.swizzle_scales([(scale, shape) for shape, scale in compact.items()])
-    pairs = list(zip(swizzled, SHAPES, strict=True))
-    back = zerofp4.unswizzle_scales(pairs, block=(block_rows, 16))
-    for shape, scale, again in zip(SHAPES, swizzled, back, strict=True):
-        expected = padded_scale(compact[shape].cpu(), shape, block_rows, "swizzled")
-        assert_bytes_equal(scale, expected, f"{shape}")
-        assert_bytes_equal(again, compact[shape], f"{shape} back")
 
 
 def test_lists_do_not_synchronize_and_can_be_captured(device):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from helpers import at_an_odd_address, needs_gpu
@@ -86,14 +84,6 @@ def test_facts_of_empty_tensors_tell_devices_apart():
     assert tensor_facts([torch.empty(0)]) != tensor_facts([torch.empty(0, device="cuda")])
 
 
-def test_facts_hold_no_tensor():
-    tensor = torch.zeros(64)
-    alive = weakref.ref(tensor)
-    kept = tensor_facts([tensor])
-    del tensor
-    assert alive() is None and kept
-
-
 def test_plain_facts_are_those_of_tensors_that_need_no_look(device):
     memory, other = (torch.ones(8, 8, device=device) for _ in range(2))
     freed = torch.ones(8, 8, device=device)
@@ -169,17 +159,3 @@ def test_a_backward_pass_through_counted_values_fails(device):
     increment_versions([weight])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
-
-
-def test_a_tensor_of_inference_mode_counts_nothing():
-    with torch.inference_mode():
-        tensor = torch.ones(3)
-    increment_versions([tensor])
-    with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
-        versions_of([tensor])
-
-
-def test_what_is_no_tensor_raises():
-    for ask in (pointers, tensor_facts, gradients_of, versions_of, increment_versions):
-        with pytest.raises((TypeError, BufferError, RuntimeError, AttributeError)):
-            ask([torch.zeros(2), 5])
