@@ -31,7 +31,7 @@ def multiply(
 
 def multiply_into(a: Operand, b: Operand, out: torch.Tensor) -> torch.Tensor:
     """[rows of a, rows of b] into out, contiguous, in its dtype."""
-    return ops.write_scaled_product(*factors(a, b, factor_dtype(a, out.dtype)), out)
+    return ops.scaled_product(*factors(a, b, factor_dtype(a, out.dtype)), None, out.dtype, out)
 
 
 def factor_dtype(operand: Operand, out_dtype: torch.dtype) -> torch.dtype:

@@ -51,7 +51,7 @@ from zerofp4.ops.optimizer import (
     find_nonfinite,
     norm_of_squares,
 )
-from zerofp4.ops.product import add_scaled_product, product_values, scaled_product, write_scaled_product
+from zerofp4.ops.product import add_scaled_product, product_values, scaled_product
 from zerofp4.ops.quantize import (
     Quantization,
     choice_arguments,

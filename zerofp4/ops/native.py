@@ -104,18 +104,16 @@ def build_info() -> dict[str, dict]:
               "devices": [{"name", "capability", "usable", "gemm": the backend that zerofp4.gemm chooses}]}}
     """
     build = _C.build()
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        capability = torch.cuda.get_device_capability(index)
-        usable = code_for(capability, architectures()) is not None
-        devices.append(
-            {
-                "name": torch.cuda.get_device_name(index),
-                "capability": capability,
-                "usable": usable,
-                "gemm": "native" if capability >= FP4_CAPABILITY else "exact",
-            }
-        )
+    capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    devices = [
+        {
+            "name": torch.cuda.get_device_name(index),
+            "capability": capability,
+            "usable": code_for(capability, architectures()) is not None,
+            "gemm": "native" if capability >= FP4_CAPABILITY else "exact",
+        }
+        for index, capability in enumerate(capabilities)
+    ]
     return {
         "cpu": {"compiled": build["isas"].split(), "running": _C.cpu_isa()},
         "cuda": {

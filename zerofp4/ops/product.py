@@ -56,10 +56,13 @@ def scaled_product(
     alpha: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The operator, on what a caller has checked."""
-    if is_plain_call(a):
-        return _run(a, b, alpha, bias, out_dtype)
+    """The operator, on what a caller has checked. With out [M, N], contiguous and of out_dtype, the result is
+    written there, past tracing, which has no memory to write to.
+    """
+    if out is not None or is_plain_call(a):
+        return _run(a, b, alpha, bias, out_dtype, out)
     return torch.ops.zerofp4.scaled_product(a, b, alpha, bias, out_dtype)
 
 
@@ -75,15 +78,6 @@ def add_scaled_product(
         _add(a, b, alpha, bias, out)
     else:
         torch.ops.zerofp4.add_scaled_product(a, b, alpha, bias, out)
-
-
-def write_scaled_product(
-    a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, out: torch.Tensor
-) -> torch.Tensor:
-    """scaled_product(a, b, alpha, None, out.dtype) into out [M, N], contiguous, on what a caller has checked.
-    No operator: what is traced has no memory to write to.
-    """
-    return _run(a, b, alpha, None, out.dtype, out)
 
 
 def _run(a, b, alpha, bias, out_dtype, out=None) -> torch.Tensor:

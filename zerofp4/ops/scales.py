@@ -118,26 +118,17 @@ def _change_layouts(
 
 
 def _words(sources, targets, matrices, layout: str) -> list[int]:
-    """Of the native list."""
+    """Of the native list; a stack of matrices is one item after the other."""
     code, words = SCALE_LAYOUTS.index(layout), []
-    inputs, outputs = addresses_of("scales", sources), addresses_of("out", targets)
-    if 3 in set(map(torch.Tensor.dim, targets)):
-        inputs, outputs, matrices = _unstacked(sources, targets, matrices)
-    for source, target, (rows, cols, block_rows) in zip(inputs, outputs, matrices, strict=True):
-        if rows and cols:
-            words += source, target, rows, ceil_div(cols, BLOCK), block_rows, code
+    places = zip(addresses_of("scales", sources), addresses_of("out", targets), strict=True)
+    for source, target, (first, out), matrix in zip(sources, targets, places, matrices, strict=True):
+        if target.numel():
+            rows, cols, block_rows = matrix
+            options = rows, ceil_div(cols, BLOCK), block_rows, code
+            words += first, out, *options
+            for e in range(1, len(target) if target.dim() == 3 else 1):  # scales are bytes
+                words += first + e * source.stride(0), out + e * target.stride(0), *options
     return words
-
-
-def _unstacked(sources, targets, matrices) -> tuple[list[int], list[int], list[tuple[int, int, int]]]:
-    """Addresses and matrices, where scales of stacks of matrices are among them: matrix by matrix."""
-    inputs, outputs, flat = [], [], []
-    for source, target, matrix in zip(sources, targets, matrices, strict=True):
-        stacked = target.dim() == 3
-        inputs += addresses_of("scales", source.unbind() if stacked else [source])
-        outputs += addresses_of("out", target.unbind() if stacked else [target])
-        flat += [matrix] * (len(target) if stacked else 1)
-    return inputs, outputs, flat
 
 
 def padded_scale_list(
