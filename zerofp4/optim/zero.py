@@ -626,7 +626,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         error.raise_if_any()
 
     def _sit_out_clip(self, error: OwnError) -> NoReturn:
-        """Take this rank's part in a clip_grad_norm_ that it cannot take, and in the next step(). Raises why."""
+        """Abstain from a clip_grad_norm_ and from the next step(), and raise why."""
         call = self._agreement.call_of_others()
         self._squares.zero_()
         if call.reduces:
