@@ -1,4 +1,4 @@
-"""find_nonfinite: the largest word of a tensor that holds a NaN or Inf, wherever in it."""
+"""Launches over lists of tensors: the largest word of one that holds a NaN or Inf, and float32 copies."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from cases.ops import DTYPES
+from helpers import assert_values_equal, poisoned_allocations
 
 from zerofp4.ops import SQUARES, MultiTensor, add_squares, find_nonfinite, tensor_facts
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def found_in(tensors, words, before=0):
@@ -70,7 +70,32 @@ def test_launches_over_tensors_that_move(device):
         assert (found.item(), flag.item()) == (0, 0.0)
 
 
-def test_launches_without_addresses_raise(device):
-    launches = MultiTensor([torch.ones(5, device=device)], [1])
+def test_too_few_addresses_raise(device):
+    tensors = [torch.ones(5, device=device), torch.ones(5, device=device)]
+    launches = MultiTensor(tensors, [1, 1])
     with pytest.raises(IndexError, match="fewer addresses than tensors"):
         launches.find_nonfinite(torch.zeros((), dtype=torch.int32, device=device))
+    launches.addresses = tensor_facts(tensors).addresses
+    with pytest.raises(IndexError, match="fewer addresses than tensors"):
+        launches.widen([torch.zeros(5, device=device)])
+
+
+@pytest.mark.cpu_kernel
+def test_float32_copies(device):
+    """More tensors than travel in one launch, of several dtypes and lengths, at any address, some missing."""
+    sizes = [0, 1, 7, 300, 4096, 8192, 40_003]
+    tensors = []
+    for i in range(290):
+        values = torch.randn(sizes[i % 7] + i % 2, device=device).to(DTYPES[i % 3])
+        values[3::5] = (math.inf, math.nan)[i % 2]
+        tensors.append(values[i % 2 :])
+    with poisoned_allocations():
+        outputs = [torch.empty(t.numel() + i % 4, device=device)[i % 4 :] for i, t in enumerate(tensors)]
+    missing = outputs[5].clone()
+    tensors[5] = None
+    launches = MultiTensor(tensors)
+    launches.addresses = tensor_facts(tensors).addresses
+    launches.widen(outputs)
+    for i, (tensor, output) in enumerate(zip(tensors, outputs, strict=True)):
+        expected = missing if tensor is None else tensor.float()
+        assert_values_equal(output, expected, f"tensor {i}")
