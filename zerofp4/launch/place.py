@@ -104,7 +104,7 @@ def ask_mpi(expected: int | None, timeout: timedelta) -> tuple[Place, dist.Store
 
 
 def _own_address(place: Place) -> str:
-    """Of this host, for the other ranks."""
+    """An address of this host that the other ranks can reach."""
     if "MASTER_ADDR" in os.environ or place.local_size == place.world_size:
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

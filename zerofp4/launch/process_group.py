@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
@@ -12,9 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Imported before there is a group: its functions have the default group as a default argument. Where
-# something else (torch.optim) imports it later, they keep that group, and its threads, until the interpreter
-# is torn down.
+# Imported before there is a group: its functions have the default group as a default argument, and would keep
+# it, and its threads, until the interpreter is torn down.
 import torch.distributed.nn.functional
 
 from zerofp4.launch.place import Place, ask_mpi, choose_device, find_place, ranks_started, read_variable
@@ -43,23 +43,20 @@ _mpi_job: tuple[Place, dist.Store] | None = None
 
 
 def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> World:
-    """Joins the default process group of torch.distributed, making it where there is none.
+    """Join the default process group of torch.distributed; make it if there is none.
 
-    Under torchrun (RANK and WORLD_SIZE are set) this is torch's `env://`. Under mpirun it is, too, by the
-    variables of Open MPI and MPICH, if MASTER_ADDR and MASTER_PORT are set; else mpi4py says where the ranks
-    meet. (A program that uses MPI itself imports mpi4py.MPI first, or we finalize MPI here.) Otherwise the
-    process is alone: a world of one over a store inside the process, with every collective. When a group
-    exists already, its record is returned.
+    Under torchrun (RANK and WORLD_SIZE are set) this is torch's `env://`. So it is under mpirun, by the
+    variables of Open MPI and MPICH, if MASTER_ADDR and MASTER_PORT are set; else the ranks meet by mpi4py.
+    (A program that uses MPI itself imports mpi4py.MPI first, or we finalize MPI here.) Otherwise the process
+    is alone, in a world of one. If a group exists already, its record is returned.
 
-    backend: None for "nccl" where torch sees a GPU and "gloo" where not, or any backend string of torch.
+    backend: None for "nccl" if torch sees a GPU, else "gloo"; or any backend string of torch.
     timeout: how long a collective may wait for another rank before it raises.
 
-    NCCL gets a stream of high priority: what travels beside kernels would otherwise wait until the last block
-    of those that were queued before it has begun.
+    NCCL gets a high-priority stream, so that collectives do not wait behind queued kernels.
 
-    Raises ValueError when the existing group has another backend than the one asked for. Raises RuntimeError
-    when a host has more ranks than GPUs (NCCL needs one each), and when mpi4py is missing or is not of
-    mpirun's MPI.
+    Raises ValueError if the existing group has another backend than the one asked for, RuntimeError if a host
+    has more ranks than GPUs (NCCL needs one each), and if mpi4py is missing or of another MPI than mpirun.
     """
     global _joined, _groups
     if not dist.is_available():
@@ -122,30 +119,26 @@ def _nccl_options(timeout: timedelta) -> dist.ProcessGroup.Options:
 
 
 def destroy_process_group() -> None:
-    """Leaves the default process group. Raises RuntimeError when there is none.
+    """Leave the default process group. Raises RuntimeError if there is none.
 
-    Under mpirun rank 0 waits here, 10 seconds at most, until the others have left: its process holds the
-    store, and a slower rank may still be connecting to its peers.
+    Under mpirun rank 0 waits until the others have left, 10 seconds at most: its process holds the store, and
+    a slower rank may still be connecting to its peers.
     """
     global _joined
     if not dist.is_initialized():
         raise RuntimeError("destroy_process_group: there is no process group")
     ours = _own_world() is not None
     dist.destroy_process_group()
-    if ours and _mpi_job is not None:
-        _leave(*_mpi_job)
     _joined = None
-
-
-def _leave(place: Place, store: dist.Store) -> None:
-    key, deadline = f"zerofp4/{_groups}/left", time.monotonic() + _LEAVE_SECONDS
-    try:
-        left = store.add(key, 1)
+    if not ours or _mpi_job is None:
+        return
+    (place, store), deadline = _mpi_job, time.monotonic() + _LEAVE_SECONDS
+    # The store is gone if rank 0 failed: nobody is waiting then.
+    with contextlib.suppress(RuntimeError):
+        left = store.add(f"zerofp4/{_groups}/left", 1)
         while place.rank == 0 and left < place.world_size and time.monotonic() < deadline:
             time.sleep(0.01)
-            left = store.add(key, 0)
-    except RuntimeError:
-        return  # rank 0 failed, and the store ended with its process: nobody is waiting
+            left = store.add(f"zerofp4/{_groups}/left", 0)
 
 
 def _own_world() -> World | None:
@@ -167,11 +160,9 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 def _existing_world(backend: str | None) -> World:
     world, group = _own_world(), dist.group.WORLD
-    if world is None:
-        on_gpu = torch.cuda.is_available() and backend_for(group, torch.device("cuda")) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    else:
-        device = world.device
+    device = torch.device("cpu") if world is None else world.device
+    if world is None and torch.cuda.is_available() and backend_for(group, torch.device("cuda")) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
     found = backend_for(group, device)
     if backend not in (None, found, dist.get_backend(), dist.get_backend_config()):
         raise ValueError(f"backend: {backend!r} asked for, but the existing process group uses {found!r}")
