@@ -277,7 +277,9 @@ def start_reduce_max(
         return Pending(named, dist.all_reduce(vector, dist.ReduceOp.MAX, group=group, async_op=True))
 
 
-def all_gather_slices(flat: torch.Tensor, group: dist.ProcessGroup, stage: str = "gathering slices") -> None:
+def all_gather_slices(
+    flat: torch.Tensor, group: dist.ProcessGroup, stage: str = "gathering slices"
+) -> None:
     """All-gather in place: on entry a rank's own equal slice is valid, afterwards all slices are."""
     with Stage(stage, group):
         _gather(flat, group)

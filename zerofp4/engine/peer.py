@@ -47,7 +47,9 @@ class PeerTransport(Transport):
     in_turns: whether buckets have memory in turns. Then begin() does not wait.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], peers: Peers, early: bool = False, in_turns: bool = False):
+    def __init__(
+        self, buckets: Sequence[Bucket], peers: Peers, early: bool = False, in_turns: bool = False
+    ):
         self.buckets, self._peers, self._early, self._in_turns = buckets, peers, early, in_turns
         self.dtypes = [bucket.sent_as for bucket in buckets]
         self.adds_in_update = [bucket.sent_as in UPDATE_DTYPES for bucket in buckets]

@@ -492,7 +492,9 @@ def _check_equal(what: str, ranks: Sequence[int], pairs: Sequence[Sequence[tuple
         name, values = f"the number of {what}", [len(own) for own in pairs]
     else:
         name, values = pairs[0][i][0], [own[i][1] for own in pairs]
-    raise ValueError(f"{name} is {values[0]} on rank {ranks[0]} and {values[other]} on rank {ranks[other]}")
+    raise ValueError(
+        f"{name} is {values[0]} on rank {ranks[0]} and {values[other]} on rank {ranks[other]}"
+    )
 
 
 class Slots(NamedTuple):

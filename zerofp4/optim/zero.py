@@ -157,7 +157,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     broadcast_frozen(parameter, place.sharding)
         free_frozen(self._parameters)
         masters = zip(map(id, trainable), self._shards.optimized, strict=True)
-        self.inners = InnerOptimizers(checked.classes, self.param_groups, dict(masters), self._shards.slices)
+        self.inners = InnerOptimizers(
+            checked.classes, self.param_groups, dict(masters), self._shards.slices
+        )
         """The optimizers of the masters, in the order in which their classes come first in the groups."""
         me = weakref.ref(self)
         self._saved = SavedState(
@@ -384,7 +386,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "optimizer without it, or leave out the clipping"
             )
         if self._is_capturing():
-            raise RuntimeError("clip_grad_norm_ of several ranks cannot be captured: capture step() alone")
+            raise RuntimeError(
+                "clip_grad_norm_ of several ranks cannot be captured: capture step() alone"
+            )
         self._sat_out_next_step = False
         self._settle_earlier_calls()
         call, gradients, word, sent, error = None, NOTHING, None, None, OwnError()
