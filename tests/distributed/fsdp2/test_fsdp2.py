@@ -32,7 +32,7 @@ import zerofp4
 from distributed.run import on_ranks
 from zerofp4 import FourOverSix, ops
 from zerofp4.integrations import fsdp2
-from zerofp4.integrations.fsdp2 import gathered
+from zerofp4.integrations.fsdp2 import weight as weight_file
 from zerofp4.optim import FusedAdamW
 
 
@@ -124,7 +124,7 @@ def test_layers_multiply_rows_that_are_gathered(world):
         return Mlp(zerofp4.nn.Linear, weight_block=(1, 16), backward="dequantized")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathered, "has_fp4_tensor_cores", lambda device: True)
+        patch.setattr(weight_file, "has_fp4_tensor_cores", lambda device: True)
         run = start(world, model=make_model(world, model_class=rows), kind=CHOSEN)
         for step in range(3):
             masters = masters_of(run.model)

@@ -13,6 +13,7 @@ from zerofp4.distributed import rank_and_size
 from zerofp4.format import BLOCK, SCALE_DTYPE, FourOverSix
 from zerofp4.integrations.fsdp2.torch_private import Placement
 from zerofp4.layout import ceil_div
+from zerofp4.ops import has_fp4_tensor_cores
 from zerofp4.storage import NVFP4Storage, Side, empty_buffer
 from zerofp4.tensors import NVFP4Tensor, reads_columns
 
@@ -83,7 +84,7 @@ class Weight:
             compact = whole.view(-1, whole.shape[-1])[: self.record.matrix[0]].view(SCALE_DTYPE)
             self.record.rowwise, self.scales = Side(None, {"compact": compact}, amax), whole[rank]
         else:
-            layouts = ("compact", "swizzled") if ops.has_fp4_tensor_cores(placement.device) else ("compact",)
+            layouts = ("compact", "swizzled") if has_fp4_tensor_cores(placement.device) else ("compact",)
             columnwise = self.columnwise
             if columnwise is None:
                 columnwise = reads_columns(self.block, placement.device)
@@ -235,7 +236,7 @@ class Gathered:
             setattr(record, name, Side(codes, scales, amax))
         for scales in scale_rows:
             record.rowwise.scales["compact"] = scales.flatten(0, -2).view(SCALE_DTYPE)  # of the same memory
-            if ops.has_fp4_tensor_cores(device) and not as_values:
+            if has_fp4_tensor_cores(device) and not as_values:
                 swizzled = empty_buffer(record.scale_shape("rowwise", "swizzled"), SCALE_DTYPE, device)
                 record.rowwise.scales["swizzled"] = swizzled
                 derived.append(swizzled)
