@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 
@@ -24,15 +26,33 @@ def by_both(module: ModuleType, name: str, run: Callable) -> tuple:
 
 def assert_same(module: ModuleType, name: str, run: Callable) -> None:
     """run() gives tensors by name, None among them: of the same bytes by both."""
-    _assert_same(*by_both(module, name, run))
+    assert_named_equal(*by_both(module, name, run))
 
 
-def _assert_same(native: dict, python: dict) -> None:
-    assert native.keys() == python.keys()
-    for key, tensor in native.items():
-        assert (tensor is None) == (python[key] is None), key
+def assert_named_equal(found: dict, expected: dict) -> None:
+    """Tensors by name, None among them, have the same bytes."""
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        assert (tensor is None) == (expected[key] is None), key
         if tensor is not None:
-            assert_bytes_equal(tensor.detach(), python[key].detach(), key)
+            assert_bytes_equal(tensor.detach(), expected[key].detach(), key)
+
+
+def run_in_threads(function: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """What three threads return that take turns as often as Python lets them."""
+    found: list[torch.Tensor] = []
+    threads = [threading.Thread(target=lambda: found.append(function())) for _ in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(found) == 3
+    return found
 
 
 _IN_PYTHON = property(lambda _: None, lambda quantizers, value: vars(quantizers).update(scheme=value))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
-import threading
 import weakref
 from functools import partial
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from cases.frames import frames
 from cases.gradient_places import memory_of
-from cases.nodes import count_calls, gradients_of
+from cases.nodes import assert_named_equal, count_calls, gradients_of, run_in_threads
 from helpers import assert_bytes_equal
 from tensor_helpers import VIEWS, values
 from torch import nn
@@ -72,19 +70,11 @@ class Case:
         return {"y": y, **gradients_of(layer, x)}
 
 
-def assert_same(found: dict, expected: dict) -> None:
-    assert found.keys() == expected.keys()
-    for key, tensor in found.items():
-        assert (tensor is None) == (expected[key] is None), key
-        if tensor is not None:
-            assert_bytes_equal(tensor.detach(), expected[key].detach(), key)
-
-
 @of_both
 def test_the_bytes_do_not_depend_on_who_keeps_the_weight(device, name):
     expected = Case(device, name, kind="of the call").run()
     for kind in ("primary", "cached"):
-        assert_same(Case(device, name, kind=kind).run(), expected)
+        assert_named_equal(Case(device, name, kind=kind).run(), expected)
 
 
 @of_both
@@ -95,7 +85,7 @@ def test_the_bytes_do_not_depend_on_who_keeps_the_weight(device, name):
 def test_what_is_frozen_changes_no_other_gradient(device, kind, frozen, name):
     expected = Case(device, name, kind=kind).run()
     expected |= dict.fromkeys(frozen.split())
-    assert_same(Case(device, name, kind=kind, frozen=frozen.split()).run(), expected)
+    assert_named_equal(Case(device, name, kind=kind, frozen=frozen.split()).run(), expected)
 
 
 @of_both
@@ -108,7 +98,7 @@ def test_memory_out_of_order(device, name, view):
         torch.manual_seed(7)
         y.sum().backward()  # a gradient of one element
         found.append({"y": y, **gradients_of(layer, x)})
-    assert_same(*found)
+    assert_named_equal(*found)
 
 
 @of_both
@@ -176,7 +166,7 @@ def test_hooks(device, name):
     assert seen[0] == "node" and sorted(seen[1:]) == sorted(
         f"{key}{of}" for key in ("x", "weight", "bias") for of in ("", ".grad")
     )
-    assert_same({"y": y, **gradients_of(layer, x)}, case.run())  # halves, doubled
+    assert_named_equal({"y": y, **gradients_of(layer, x)}, case.run())  # halves, doubled
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -248,7 +238,7 @@ def test_checkpoint(device, name):
         found = products(partial(checkpoint, layer, use_reentrant=False))
         gradients = {key: grad.clone() for key, grad in gradients_of(layer, x).items()}
         assert found == products(layer) and (device.type == "cuda" or found > 0)
-    assert_same(gradients, gradients_of(layer, x))
+    assert_named_equal(gradients, gradients_of(layer, x))
 
 
 @of_both
@@ -304,7 +294,7 @@ def test_a_gradient_of_a_gradient_is_refused(device, kind, name):
     found = torch.autograd.grad(y, list(leaves.values()), grad, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         found[0].sum().backward()
-    assert_same({"y": y, **dict(zip(leaves, found, strict=True))}, expected)
+    assert_named_equal({"y": y, **dict(zip(leaves, found, strict=True))}, expected)
 
 
 @pytest.mark.parametrize("before_forward", [True, False])
@@ -346,7 +336,7 @@ def test_torch_autocast(device, where, name):
     with torch.autocast(device.type, torch.bfloat16, enabled=where != "forward"):
         y.backward(case.grad)
     assert y.dtype == torch.bfloat16
-    assert_same({"y": y, **gradients_of(layer, x)}, expected.run())
+    assert_named_equal({"y": y, **gradients_of(layer, x)}, expected.run())
 
 
 # What is not plain
@@ -375,7 +365,7 @@ def test_a_dispatch_mode(device, where, kind, name):
         with Mode():
             y = case.call(layer, x)
         case.back(y)
-    assert_same({"y": y, **gradients_of(layer, x)}, case.run())
+    assert_named_equal({"y": y, **gradients_of(layer, x)}, case.run())
 
 
 def test_an_input_of_another_class(device):
@@ -406,24 +396,13 @@ def test_threads_with_one_layer(device):
     """One asks for a tangent while another makes the node of a gradient, which needs the GIL."""
     case = Case(device)
     layer, x = case.layer(), case.x()
-    expected, found = case.call(layer, x).detach(), []
+    expected = case.call(layer, x).detach()
 
     def compute():
         for _ in range(1000):
             y = case.call(layer, x)
         y.backward(case.grad)
-        found.append(y.detach())
+        return y.detach()
 
-    threads = [threading.Thread(target=compute) for _ in range(3)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    assert len(found) == 3
-    for y in found:
+    for y in run_in_threads(compute):
         assert_bytes_equal(y, expected, "outputs")
