@@ -76,10 +76,15 @@ def main(folder: Path) -> None:
 
 def _end_groups() -> None:
     """End what groups a check has made. NCCL keeps some 300 MB of a GPU for each, and ranks that are in more
-    groups than others cannot share memory with them.
+    groups than others cannot share memory with them. DTensor goes with them, for it keeps by the ranks of a
+    mesh what tensors it has made, with that mesh and its groups.
     """
+    from torch.distributed.tensor import debug
+
     from zerofp4.engine import topology
 
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
     topology._groups_of_hosts.clear()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

@@ -52,7 +52,9 @@ def test_two_ranks_and_both_kinds_of_weights(early):
     assert 2 * sent["weights"] == gathered["nvfp4"] + gathered["high_precision"] and sent["gradients"] > 0
     assert plain["phases_of_step"]["weights"]["sent_bytes"] == plain["sent_bytes_per_step"]["weights"]
     phases = nvfp4["phases_of_step"]
-    assert phases.keys() == PHASES.keys() and all(row["milliseconds"] > 0 for row in phases.values())
+    # On a GPU that reads no columnwise copies nothing is transposed.
+    assert phases.keys() | {"transpose"} == PHASES.keys()
+    assert all(row["milliseconds"] > 0 for row in phases.values())
     assert {name: row["sent_bytes"] for name, row in phases.items() if row["sent_bytes"]} == sent
     row = next(line for line in finished.output.splitlines() if PHASES["weights"] in line)
     assert f"{sent['weights']:,}" in row
