@@ -40,8 +40,9 @@ ROOMS = (
 )
 # Who wants these asks for them by name: the package's own face does not import them.
 NOT_IN_THE_FACE = ("__main__", "integrations", "blackwell_check", "testing")
-# Its face has nothing for users: it shows the names that it imports, without an __all__.
 EXTENSIONS, THEIR_ROOM = ("_C", "_autograd"), "ops"
+# Their faces have nothing for users: they show the names that they import, without an __all__.
+INNER_ROOMS = (THEIR_ROOM, "storage", "distributed")
 # The oracle shares nothing with what it judges but constants; all names of its files are its face.
 ORACLE, WHAT_IT_KNOWS, WHO_ASKS_IT = "reference", {"format"}, {"testing", "blackwell_check"}
 
@@ -97,8 +98,8 @@ class House:
         return module in self.paths and self.paths[module].name == "__init__.py"
 
     def exported(self, face: tuple[str, ...]) -> set[str] | None:
-        """The names in __all__, of THEIR_ROOM those that it imports; None if there are none."""
-        if face == (THEIR_ROOM,):
+        """The names in __all__, of INNER_ROOMS those that they import; None if there are none."""
+        if face[0] in INNER_ROOMS:
             return {each.name or each.module[-1] for each in self.imports(face)}
         for node in self.trees[face].body:
             if isinstance(node, ast.Assign) and any(

@@ -251,7 +251,7 @@ def test_a_shape_that_transformer_engine_does_not_cast_is_refused(shape):
 
 
 def test_without_the_adapter_the_error_names_it(monkeypatch):
-    monkeypatch.setattr("zerofp4.storage.record._adapters", [])
+    monkeypatch.setattr("zerofp4.storage.record.adapters", [])
     weights, masters, starts = make("cpu", [(16, 16)])
     message = r"must be an NVFP4Tensor, got cases.te_stand_in.NVFP4Tensor: .* zerofp4.integrations"
     with pytest.raises(TypeError, match=message):

@@ -1,5 +1,9 @@
-"""What ranks tell each other: collectives, and agreement on errors."""
+"""What ranks tell each other: collectives, and agreement on errors.
 
+Other rooms see the names that are imported here.
+"""
+
+# ruff: noqa: F401
 from zerofp4.distributed.collectives import (
     PHASES,
     PREFIX,
@@ -25,31 +29,3 @@ from zerofp4.distributed.collectives import (
     timeout_seconds,
 )
 from zerofp4.distributed.packed_gather import PackedGather, check_disjoint, check_ownership
-
-__all__ = [
-    "PHASES",
-    "PREFIX",
-    "CollectiveError",
-    "GroupReference",
-    "OwnError",
-    "PackedGather",
-    "Pending",
-    "Stage",
-    "all_gather_slices",
-    "attempt",
-    "check_disjoint",
-    "check_ownership",
-    "error_text",
-    "exchange",
-    "first_difference",
-    "in_phase",
-    "raised_by_all",
-    "rank_and_size",
-    "reduce_max",
-    "reduce_scatter_slices",
-    "resolve_group",
-    "start_exchange",
-    "start_gather",
-    "start_reduce_max",
-    "timeout_seconds",
-]

@@ -19,13 +19,13 @@ from zerofp4.launch import ranks_started
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group to communicate in. None stands for the default group, or for a world of one where
-    torch.distributed is not initialized and no launcher started several ranks.
+    """The group to communicate in. None stands for the default group, or, if torch.distributed is not
+    initialized, for a world of one.
 
-    Raises ValueError when the calling process is not a member, RuntimeError when a launcher started several
-    ranks that have no group: each would train a model of its own.
+    Raises ValueError if the calling process is not a member, RuntimeError if a launcher started several ranks
+    and torch.distributed is not initialized: each rank would train a model of its own.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         if group is not None:
             raise ValueError("group was given, but torch.distributed is not initialized")
         started = ranks_started(os.environ)
@@ -43,15 +43,15 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 class GroupReference:
-    """A group that is not kept alive: its connections must close when the caller destroys it, not when the
-    last plan goes, which may be as late as the interpreter's own end.
+    """A group that is not kept alive: its connections must close when the caller destroys it, not with the
+    last plan.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
         self._weak = None if group is None else weakref.ref(group)
 
     def __call__(self) -> dist.ProcessGroup | None:
-        """The group. Raises RuntimeError when it was destroyed."""
+        """The group. Raises RuntimeError if it was destroyed."""
         if self._weak is None:
             return None
         group = self._weak()
@@ -81,8 +81,7 @@ def timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:
 
 class CollectiveError(dist.DistBackendError):
     """A collective failed: a rank has died, was stopped or runs other code, and the process group is of no
-    more use. The message names the stage and this rank; of two ranks also the other one. Among more ranks the
-    culprit is unknown: a rank that this one waits for may have left because it waited for a third.
+    more use. The message names the stage and this rank; of two ranks also the other one.
 
     Code that reports errors to other ranks raises a CollectiveError as it is: a second collective would wait
     for the same rank, as long again.
@@ -107,20 +106,13 @@ class Stage:
         return None
 
     def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
-        # gloo's errors are RuntimeErrors, NCCL's DistBackendErrors, which are those too.
-        if isinstance(error, RuntimeError):
-            self.raise_named(error)
-
-    def raise_named(self, error: RuntimeError) -> None:
-        """Raise the CollectiveError for an error of torch.distributed, unless it is one already, says that a
-        GPU is out of memory, or there is no other rank to blame.
-        """
-        if isinstance(error, CollectiveError | torch.OutOfMemoryError):
+        # gloo raises RuntimeErrors, NCCL DistBackendErrors, which are RuntimeErrors too.
+        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError | torch.OutOfMemoryError):
             return
-        rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        rank, size = rank_and_size(self._group)
         if size == 1:
             return
-        # Of a group of two in a larger world the other one may have left because of a third rank.
+        # In a larger world the other rank of two may have left because of a third.
         who = f"rank {1 - rank}" if size == dist.get_world_size() == 2 else "a rank"
         raise CollectiveError(
             f"{self._name} failed on rank {rank} of {size}: {str(error).splitlines()[0]} ({who} has died, "
@@ -137,13 +129,10 @@ class Pending:
         self._stage, self._works = stage, works
 
     def wait(self) -> None:
-        """As that of torch's works: with NCCL the device's stream waits, else the host."""
-        try:
+        """With NCCL the device's stream waits, else the host."""
+        with self._stage:
             for work in self._works:
                 work.wait()
-        except RuntimeError as error:
-            self._stage.raise_named(error)
-            raise
 
 
 class OwnError:
@@ -152,8 +141,7 @@ class OwnError:
     is left that would wait.
 
     A variable holds this object, not the exception, and take() empties it: an exception that a frame of its
-    own traceback holds is in a reference cycle. Process groups that these frames refer to would outlive
-    destroy_process_group(), until a garbage collection or the end of the interpreter.
+    own traceback holds is in a reference cycle, which would keep process groups alive.
     """
 
     __slots__ = ("_error",)
@@ -174,7 +162,7 @@ class OwnError:
         return kept
 
     def take(self) -> BaseException | None:
-        """The exception, to be raised; it is not kept any more."""
+        """The exception, which is not kept any more."""
         error, self._error = self._error, None
         return error
 
@@ -216,8 +204,8 @@ def exchange(
 ) -> list[Any]:
     """All-gather a picklable payload and agree on errors: the payloads in rank order.
 
-    Every rank must call it, with or without an error. If any rank has one, every rank raises an exception of
-    its kind whose message names the first such rank. A world of one raises its own error as it is.
+    Every rank must call it, with or without an error. If any rank has one, all raise an exception of its kind
+    whose message names the first such rank. A world of one raises its own error as it is.
     """
     rank, size = rank_and_size(group)
     own = error.take() if error else None
@@ -243,8 +231,8 @@ def exchange(
 
 
 def first_difference(by_rank: Sequence[Sequence[Any]]) -> tuple[int, int | None] | None:
-    """(rank, position) of the first entry in which a rank's list is not that of rank 0; the position is None
-    for a list of another length, which comes before all others. None where all are equal.
+    """(rank, position) of the first entry that differs from rank 0's; None if all lists are equal. A list of
+    another length comes before all others, with position None.
     """
     first = by_rank[0]
     for rank, other in enumerate(by_rank):
@@ -257,39 +245,33 @@ def first_difference(by_rank: Sequence[Sequence[Any]]) -> tuple[int, int | None]
     return None
 
 
-def reduce_max(
-    vector: torch.Tensor, group: dist.ProcessGroup | None, stage: str = "reducing a maximum"
-) -> None:
+def reduce_max(vector: torch.Tensor, group: dist.ProcessGroup | None, stage: str) -> None:
     """MAX all-reduce in place."""
-    if group is not None and dist.get_world_size(group) > 1:
+    if rank_and_size(group)[1] > 1:
         with Stage(stage, group):
             dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
 
 
-def start_reduce_max(
-    vector: torch.Tensor, group: dist.ProcessGroup | None, stage: str = "reducing a maximum"
-) -> Pending | None:
+def start_reduce_max(vector: torch.Tensor, group: dist.ProcessGroup | None, stage: str) -> Pending | None:
     """Begin a MAX all-reduce in place; None in a world of one."""
-    if group is None or dist.get_world_size(group) == 1:
+    if rank_and_size(group)[1] == 1:
         return None
     named = Stage(stage, group)
     with named:
         return Pending(named, dist.all_reduce(vector, dist.ReduceOp.MAX, group=group, async_op=True))
 
 
-def all_gather_slices(
-    flat: torch.Tensor, group: dist.ProcessGroup, stage: str = "gathering slices"
-) -> None:
+def all_gather_slices(flat: torch.Tensor, group: dist.ProcessGroup, stage: str = "gathering slices") -> None:
     """All-gather in place: on entry a rank's own equal slice is valid, afterwards all slices are."""
     with Stage(stage, group):
         _gather(flat, group)
 
 
 def start_gather(
-    flats: Sequence[torch.Tensor], group: dist.ProcessGroup | None, stage: str = "gathering slices"
+    flats: Sequence[torch.Tensor], group: dist.ProcessGroup | None, stage: str
 ) -> Pending | None:
     """Begin all_gather_slices() of each; None in a world of one."""
-    if group is None or dist.get_world_size(group) == 1:
+    if rank_and_size(group)[1] == 1:
         return None
     named = Stage(stage, group)
     with named:
@@ -304,7 +286,7 @@ def _gather(flat: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 
 
 def reduce_scatter_slices(
-    out: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, stage: str = "reducing slices"
+    out: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, stage: str
 ) -> Pending:
     """Begin to add up a rank's equal slice of `flat` over all ranks into `out`, in their dtype and in the
     backend's order.
@@ -319,12 +301,12 @@ def start_exchange(
     received: Sequence[Sequence[torch.Tensor]],
     sent: Sequence[Sequence[torch.Tensor]],
     group: dist.ProcessGroup,
-    stage: str = "exchanging rows",
+    stage: str,
 ) -> Pending:
     """Begin to send the messages sent[r] to every other rank r, and to receive received[r] from it.
 
-    Messages are contiguous, as many and of the same lengths and dtypes as the other rank expects. Those of
-    this rank itself are ignored.
+    Messages are contiguous, and match those of the other rank in number, lengths and dtypes. Those of this
+    rank itself are ignored.
     """
     rank, size = rank_and_size(group)
     calls: list[tuple[Callable, torch.Tensor, int]] = []
@@ -339,7 +321,7 @@ def start_exchange(
             for call, message, peer in calls:
                 call([message], peer, 0)
         return Pending(named, *together.works)
-    with named:  # to begin fails too, where the other rank has gone
+    with named:  # to begin fails too if the other rank has gone
         return Pending(named, *[call([message], peer, 0) for call, message, peer in calls])
 
 
@@ -356,8 +338,8 @@ PHASES = {
     "weights": "weights travel",
     "transpose": "transpose",
 }
-"""The phases of a step of many ranks: by name, the label for people. An update that averages gradients as it
-reads them, or leaves the amaxes of what it writes, does so in the phase "update".
+"""The phases of a step of many ranks, and their labels. Averages and amaxes that an update makes as it reads
+and writes count as "update".
 """
 
 PREFIX = "zerofp4::"
@@ -370,8 +352,7 @@ def in_phase(phase: str, work: Work) -> Work:
     """`work` itself; while a profiler is on, `work` inside a range with the phase's name. Of nested ranges
     the innermost one counts.
 
-    A record_function takes the host 10 us, profiler or not, and a step of 14 buckets comes by here a hundred
-    times: so this asks first.
+    A record_function takes the host 10 us even without a profiler, and a step calls this a hundred times.
     """
     if not profiler._is_profiler_enabled:
         return work

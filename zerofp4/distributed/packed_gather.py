@@ -48,11 +48,7 @@ class PackedGather:
         self.group = GroupReference(group)
         self.rank, self.size = rank_and_size(group)
         self._shards = shards
-        self._offsets, lengths = [], []
-        for of_rank in shards:
-            offsets, length = _offsets(of_rank)
-            self._offsets.append(offsets)
-            lengths.append(length)
+        self._offsets, lengths = zip(*map(_offsets, shards), strict=True)
         shape = self.size, round_up(max(lengths), GATHER_VECTOR)
         zeros = zeros or functools.partial(torch.zeros, device=device)
         self.staging = zeros(shape, dtype=torch.uint8)

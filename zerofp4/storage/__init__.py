@@ -1,12 +1,15 @@
-"""Records of quantized tensors: which buffers they have, what those mean, and whether they were exchanged."""
+"""Records of quantized tensors: which buffers they have, what those mean, and whether they were exchanged.
 
+Other rooms see the names that are imported here.
+"""
+
+# ruff: noqa: F401
 from zerofp4.storage.memory import (
     address_of,
     any_dispatches,
     check_memory,
     check_plain,
     dispatches,
-    holds,
     is_freed,
     note_rebinding,
     rebindings,
@@ -15,13 +18,13 @@ from zerofp4.storage.mxfp8 import MXFP8Storage
 from zerofp4.storage.nvfp4 import NVFP4Storage, Scheme, check_block, check_rounding, check_transform
 from zerofp4.storage.record import (
     Storage,
+    adapters,
     called,
     check_buffer,
     check_layouts,
     check_sides,
     empty_buffer,
     record_of,
-    register_adapter,
     side_of,
     weight_record,
 )
@@ -37,41 +40,3 @@ from zerofp4.storage.sides import (
     sides_of,
     unstack,
 )
-
-__all__ = [
-    "BUFFERS",
-    "SIDES",
-    "Gate",
-    "MXFP8Storage",
-    "NVFP4Storage",
-    "Scheme",
-    "Side",
-    "Sides",
-    "Storage",
-    "address_of",
-    "any_dispatches",
-    "called",
-    "check_block",
-    "check_buffer",
-    "check_layouts",
-    "check_memory",
-    "check_plain",
-    "check_rounding",
-    "check_sides",
-    "check_transform",
-    "dispatches",
-    "empty_buffer",
-    "holds",
-    "is_freed",
-    "note_rebinding",
-    "rebindings",
-    "record_of",
-    "register_adapter",
-    "scale_name",
-    "side_and_layout",
-    "side_names",
-    "side_of",
-    "sides_of",
-    "unstack",
-    "weight_record",
-]

@@ -19,10 +19,10 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
             "fake_mode": "a tensor with data",
             "record": "its dequantize(), or the values that it was made from",
         }
-        found = [text for attribute, text in instead.items() if hasattr(tensor, attribute)]
+        found = (text for attribute, text in instead.items() if hasattr(tensor, attribute))
         raise TypeError(
             f"{name} is a {type(tensor).__name__}, which has no memory of its own: "
-            f"pass {(found or ['the plain tensor inside'])[0]}"
+            f"pass {next(found, 'the plain tensor inside')}"
         )
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}: pass its to_dense()")
@@ -31,35 +31,32 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
 
 def dispatches(tensor: torch.Tensor) -> bool:
     """Whether operations on the tensor are its class's own, so that its memory need not mean anything."""
-    return _class_dispatches(type(tensor))
-
-
-def _class_dispatches(kind: type) -> bool:
+    kind = type(tensor)
     return kind is not torch.Tensor and kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__
 
 
 def any_dispatches(tensors: Sequence[torch.Tensor]) -> bool:
     """dispatches() of any of a list. A step asks this of hundreds, so each class is asked once."""
-    return any(map(_class_dispatches, set(map(type, tensors))))
+    return any(map(dispatches, {type(tensor): tensor for tensor in tensors}.values()))
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raises RuntimeError if a storage was freed or shrunk in place, as FSDP frees what it has gathered;
-    ValueError if a GPU could not load the elements, at an address that is no multiple of their size, as other
-    libraries may hand over. (A CPU loads from any; kernels take vectors only where they find them aligned.)
+    """Raises RuntimeError if the storage was freed or shrunk in place, as FSDP frees what it has gathered;
+    ValueError if it is on a GPU and the address is no multiple of the elements' size.
     """
-    if torch.compiler.is_compiling() or dispatches(tensor) or holds(tensor):
+    if torch.compiler.is_compiling() or dispatches(tensor):
         return
-    needed, held = _end(tensor), tensor.untyped_storage().nbytes()
-    if held < needed:
+    if is_freed(tensor):
+        held = tensor.untyped_storage().nbytes()
         raise RuntimeError(
-            f"{name} needs {needed} bytes of its storage, which has {held}: it was freed or shrunk in place "
-            "(resize_)"
+            f"{name} needs {_end(tensor)} bytes of its storage, which has {held}: it was freed or shrunk in "
+            "place (resize_)"
         )
-    raise ValueError(
-        f"{name} is at address {tensor.data_ptr():#x} of a GPU, which is no multiple of the "
-        f"{tensor.itemsize} bytes of its elements: pass a copy of its bytes"
-    )
+    if tensor.is_cuda and tensor.data_ptr() % tensor.itemsize:
+        raise ValueError(
+            f"{name} is at address {tensor.data_ptr():#x} of a GPU, which is no multiple of the "
+            f"{tensor.itemsize} bytes of its elements: pass a copy of its bytes"
+        )
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
@@ -75,11 +72,6 @@ def _end(tensor: torch.Tensor) -> int:
     if not tensor.is_contiguous():
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (tensor.storage_offset() + last + 1) * tensor.itemsize
-
-
-def holds(tensor: torch.Tensor) -> bool:
-    """Whether check_memory passes a plain tensor."""
-    return not (is_freed(tensor) or (tensor.is_cuda and tensor.data_ptr() % tensor.itemsize))
 
 
 def address_of(name: str, tensor: torch.Tensor | None) -> int:

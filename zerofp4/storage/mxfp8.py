@@ -23,14 +23,6 @@ class MXFP8Storage(Storage):
     def buffer_dtype(cls, name: str) -> torch.dtype:
         return MXFP8_SCALE_DTYPE if "scale" in name else MXFP8_DATA_DTYPE
 
-    @classmethod
-    def from_context(cls, shape, context) -> "MXFP8Storage":
-        return cls(shape, *context)
-
-    def context(self) -> tuple:
-        """(dtype,)"""
-        return (self.dtype,)
-
     def check(self) -> None:
         super().check()
         if self.amax is not None or self.columnwise_amax is not None:

@@ -62,9 +62,6 @@ class NVFP4Storage(Storage):
 
     def check_context(self) -> None:
         super().check_context()
-        for name in ("hadamard", "random_signs"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
         check_block(self.block)
         stacked_matrices(self.shape, self.block[0])
         check_transform(self.block[0], self.columnwise is not None, self.hadamard, self.random_signs)

@@ -1,6 +1,6 @@
 """Records of quantized tensors: what every format has.
 
-Plans, adapters and groups work on records; tensors are autograd and torch sugar over one.
+Plans, adapters and groups work on records. Tensors are autograd and torch sugar over one record.
 """
 
 import dataclasses
@@ -21,11 +21,14 @@ class Storage(Sides):
     dimensions.
 
     rowwise.data may be rebound to another view of the same shape (`rebind`); every other buffer is allocated
-    once. A format is a subclass.
+    once. A format is a subclass with
+
+    - context_fields: the fields that context() is made of;
+    - buffer_dtype(buffer name), data_shape(side), scale_shape(side, layout);
+    - scheme: records with the same one can take each other's bytes.
     """
 
     context_fields: ClassVar[tuple[str, ...]]
-    """The fields that context() is made of."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -34,14 +37,14 @@ class Storage(Sides):
     attachments: dict = dataclasses.field(default_factory=dict, repr=False, kw_only=True)
     """What higher layers keep for as long as the record lives (cached plans). Never copied."""
 
-    @classmethod
-    def buffer_dtype(cls, name: str) -> torch.dtype:
-        raise NotImplementedError
+    def context(self) -> tuple:
+        """What a record is besides its shape, buffers, name and attachments."""
+        return tuple(getattr(self, name) for name in self.context_fields)
 
     @classmethod
     def from_context(cls, shape: torch.Size, context: tuple) -> "Storage":
         """A record without buffers: the inverse of shape and context(), or the values of context_fields."""
-        raise NotImplementedError
+        return cls(shape, *context)
 
     @classmethod
     def from_buffers(cls, shape: torch.Size, context: tuple, buffers: dict[str, torch.Tensor]) -> "Storage":
@@ -75,22 +78,9 @@ class Storage(Sides):
         return record
 
     def check_context(self) -> None:
-        """Raises TypeError or ValueError for a shape, dtype or option that the format has not. A record made
-        by allocate is right; one from a file need not be.
-        """
+        """Raises TypeError or ValueError for a shape, dtype or option that the format does not have."""
         if self.dtype not in WEIGHT_DTYPES:
             raise TypeError(f"dtype must be one of {WEIGHT_DTYPES}, got {self.dtype}")
-        if any(size < 0 for size in self.shape):
-            raise ValueError(f"shape must not have negative sizes, got {tuple(self.shape)}")
-
-    def context(self) -> tuple:
-        """What a record is besides its shape, buffers, name and attachments."""
-        raise NotImplementedError
-
-    @property
-    def scheme(self) -> tuple:
-        """Records with the same one can take each other's bytes."""
-        raise NotImplementedError
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -105,23 +95,19 @@ class Storage(Sides):
     def device(self) -> torch.device:
         return next(buffer for _, buffer in self.places()).device
 
-    def data_shape(self, side: str) -> tuple[int, ...]:
-        raise NotImplementedError
-
-    def scale_shape(self, side: str, layout: str) -> tuple[int, ...]:
-        raise NotImplementedError
-
-    def allocate_side(self, name: str, layouts: Sequence[str], device, amax: torch.Tensor | None) -> None:
+    def allocate_side(
+        self, name: str, layouts: Sequence[str], device, amax: torch.Tensor | None, has_data: bool = True
+    ) -> None:
         """Give the record a side with uninitialized buffers."""
-        data = empty_buffer(self.data_shape(name), self.buffer_dtype(f"{name}_data"), device)
-        dtype = self.buffer_dtype(f"{name}_scale")
+        data, dtype = None, self.buffer_dtype(f"{name}_scale")
+        if has_data:
+            data = empty_buffer(self.data_shape(name), self.buffer_dtype(f"{name}_data"), device)
         scales = {layout: empty_buffer(self.scale_shape(name, layout), dtype, device) for layout in layouts}
         setattr(self, name, Side(data, scales, amax))
 
     def check(self) -> None:
-        """Raises TypeError or ValueError for a buffer that kernels could not trust: not of its shape or
-        dtype, not contiguous, or not on the device of the first; RuntimeError for one whose storage was
-        freed. Asked wherever a record gets buffers, and again when a plan is built over it.
+        """Check every buffer as check_buffer does. Called wherever a record gets buffers, and again when a
+        plan is built over it.
         """
         for name, side in self.sides():
             if side.data is not None:
@@ -175,37 +161,24 @@ def record_of(tensor: Any) -> Any:
     return getattr(tensor, "record", None) if isinstance(tensor, torch.Tensor) else None
 
 
-Adapter = Callable[[torch.Tensor], "Storage | None"]
+adapters: list[Callable[[torch.Tensor], Storage | None]] = []
+"""Functions that give the records of another library's tensors, None for a tensor that is not theirs.
 
-_adapters: list[Adapter] = []
-
-
-def register_adapter(adapter: Adapter) -> None:
-    """Let tensors of another library be weights, whose record `adapter(tensor)` is: the same one for as long
-    as the tensor lives, with the buffers that it has now; None for a tensor that it does not know.
-
-    It calls note_rebinding() where buffers are others than last time, and raises nothing: what is wrong with
-    a tensor, the record's check() says.
-    """
-    if adapter not in _adapters:
-        _adapters.append(adapter)
+A tensor keeps its record. An adapter puts the tensor's present buffers into it, calls note_rebinding() if
+they have changed, and leaves errors to the record's check().
+"""
 
 
 def weight_record(weight: Any) -> Any:
-    """record_of, also for tensors of other libraries that an adapter knows. Whoever casts asks here."""
+    """record_of, also for tensors of other libraries. Whoever casts asks here."""
     record = record_of(weight)
     if record is None and isinstance(weight, torch.Tensor):
-        for adapter in _adapters:
-            record = adapter(weight)
-            if record is not None:
-                break
+        record = next(filter(None, (adapter(weight) for adapter in adapters)), None)
     return record
 
 
 def called(place: str, tensor: Any, name: str | None = None) -> str:
-    """How messages call a tensor: by its place in what was given, and by its name if it has one: `name`,
-    which it came with, or else that of its record.
-    """
+    """How messages call a tensor: its place in the arguments, and its name (the record's by default)."""
     if name is None:
         name = getattr(record_of(tensor), "name", None)
     return place if name is None else f"{place} '{name}'"
@@ -240,9 +213,7 @@ def check_buffer(
 
 
 def check_layouts(scale_layouts: Sequence[str], known: tuple[str, ...] = SCALE_LAYOUTS) -> tuple[str, ...]:
-    """The layouts asked for, always with "compact", the source of truth. Raises ValueError for an unknown
-    name.
-    """
+    """The layouts asked for and "compact". Raises ValueError for an unknown name."""
     if isinstance(scale_layouts, str):
         raise ValueError(f"scale_layouts must be a sequence of names out of {known}, got {scale_layouts!r}")
     for layout in scale_layouts:
@@ -259,7 +230,7 @@ def side_of(columnwise: bool) -> str:
 
 
 def check_sides(rowwise: bool, columnwise: bool) -> list[str]:
-    """The names of the copies asked for. Raises ValueError when it is neither."""
+    """The names of the copies asked for. Raises ValueError if there are none."""
     if not (rowwise or columnwise):
         raise ValueError("rowwise and columnwise are both False: there is nothing to hold")
     return [side for side, asked in zip(SIDES, (rowwise, columnwise), strict=True) if asked]

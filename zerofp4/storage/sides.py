@@ -99,10 +99,6 @@ class Side:
             self.scale_gate.wait()
         return self.scale_places
 
-    @scales.setter
-    def scales(self, value: dict[str, torch.Tensor]) -> None:
-        self.scale_places = value
-
 
 def _buffer(name: str) -> property:
     return property(lambda sides: sides.buffer(name), doc="None where it does not exist.")

@@ -91,8 +91,7 @@ class Weight:
             if placement.param.is_dtensor:  # its module gets plain values
                 columnwise = False
             for side in ("rowwise", "columnwise")[: 1 + columnwise]:
-                scales = _empty_scales(self.record, side, layouts, local.device)
-                setattr(self.record, side, Side(None, scales, amax))
+                self.record.allocate_side(side, layouts, local.device, amax, has_data=False)
         self._copied: torch.cuda.Event | None = None
         self._input = (self._sent(), None) if local.device == placement.device else None
 
@@ -199,11 +198,6 @@ class Weight:
         A DTensor of tensor parallelism is over plain values.
         """
         return self.placement.param.is_dtensor or (not self.takes_codes and self.placement.reshards())
-
-
-def _empty_scales(record: NVFP4Storage, side: str, layouts: tuple[str, ...], device: torch.device) -> dict:
-    dtype = record.buffer_dtype(f"{side}_scale")
-    return {layout: empty_buffer(record.scale_shape(side, layout), dtype, device) for layout in layouts}
 
 
 def _version(local: torch.Tensor) -> int:

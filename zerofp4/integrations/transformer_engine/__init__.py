@@ -12,8 +12,8 @@ versions 2.14 to 2.20 have them. None of this has been run inside TransformerEng
 
 from zerofp4.integrations.transformer_engine.install import install, uninstall
 from zerofp4.integrations.transformer_engine.records import record_of_tensor
-from zerofp4.storage import register_adapter
+from zerofp4.storage import adapters
 
 __all__ = ["install", "uninstall"]
 
-register_adapter(record_of_tensor)
+adapters.append(record_of_tensor)
