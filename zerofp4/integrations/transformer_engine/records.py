@@ -1,7 +1,6 @@
 """Records of TransformerEngine's NVFP4 tensors, made of their attributes."""
 
 import dataclasses
-import operator
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ _SWIZZLED = "_with_gemm_swizzled_scales"
 _LATER = ("_row_scaled_nvfp4", "_nvfp4_use_4over6")  # since 2.16 and 2.17; False before
 _ATTRIBUTES = (*_BUFFERS["rowwise"], *_BUFFERS["columnwise"], _SWIZZLED, *_LATER, "_quantizer")
 _MISSING = object()
-_attributes = operator.attrgetter(*_ATTRIBUTES)
 
 _REFUSED = {
     _SWIZZLED: "scales that are swizzled already: the cast writes one byte a row, as TransformerEngine's own "
@@ -53,12 +51,8 @@ class TensorRecord(NVFP4Storage):
 
     problem: tuple[type[Exception], str] | None = None
     """What check() raises: why nothing can be cast into the tensor as it is now."""
-    attributes: tuple[Any, ...] = ()
-    """The tensor's, when they were last looked at."""
-    identities: list[int] = dataclasses.field(default_factory=list)
-    buffers_seen: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    pointers_seen: bytes | list[int] = b""
-    """Where the memory of those buffers was."""
+    seen: tuple[tuple, list[torch.Tensor], bytes | list[int]] = (), [], b""
+    """The tensor's attributes when they were last looked at, the buffers among them, and their addresses."""
 
     def __reduce_ex__(self, protocol):
         return type(None), ()  # a copy of the tensor, which copies what is kept with it, gets its own
@@ -70,25 +64,19 @@ class TensorRecord(NVFP4Storage):
         Storage.check(self)  # NVFP4Storage wants one amax; a cast writes both
 
     def look(self, tensor: torch.Tensor) -> None:
-        """Take the tensor's buffers where they are others than last time. Asked of every weight in a step."""
-        try:
-            attributes = _attributes(tensor)
-        except AttributeError:
-            attributes = tuple(getattr(tensor, name, _MISSING) for name in _ATTRIBUTES)
-        identities = list(map(id, attributes))
-        if identities == self.identities and pointers(self.buffers_seen) == self.pointers_seen:
+        """Take the tensor's buffers if they have changed. Asked of every weight in a step."""
+        attributes = tuple(getattr(tensor, name, _MISSING) for name in _ATTRIBUTES)
+        before, buffers, addresses = self.seen
+        if list(map(id, attributes)) == list(map(id, before)) and pointers(buffers) == addresses:
             return
         note_rebinding()
-        self.attributes, self.identities = attributes, identities
-        self.buffers_seen = list(filter(_has_address, attributes))
-        self.pointers_seen = pointers(self.buffers_seen)
+        buffers = list(filter(_has_address, attributes))
+        self.seen = attributes, buffers, pointers(buffers)
         self.rowwise = self.columnwise = self.problem = None
         try:
-            sides = _sides_of(tensor, self)
+            self.rowwise, self.columnwise = _sides_of(tensor, self)
         except (TypeError, ValueError, RuntimeError) as error:
             self.problem = type(error), str(error)
-        else:
-            self.rowwise, self.columnwise = sides
 
 
 def _has_address(value: Any) -> bool:
@@ -96,8 +84,8 @@ def _has_address(value: Any) -> bool:
 
 
 def record_of_tensor(tensor: torch.Tensor) -> TensorRecord | None:
-    """The record of an NVFP4Tensor of TransformerEngine, as it is now; None for any other tensor. It is kept
-    with the tensor, since plans are kept with it.
+    """The record of an NVFP4Tensor of TransformerEngine, as it is now; None for any other tensor. The tensor
+    keeps its record, which keeps plans.
     """
     record = getattr(tensor, _RECORD, None)
     if record is None:
