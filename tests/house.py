@@ -62,7 +62,6 @@ NOT_FOR_USERS = {
         "scales_shape",
         "suits_compact",
     },
-    "serving": {"register_finder"},
 }
 """What the face of a room has for other rooms, and does not show to users in its __all__."""
 

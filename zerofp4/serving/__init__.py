@@ -5,7 +5,6 @@ from zerofp4.serving.masters import save_safetensors
 from zerofp4.serving.plan import Served
 from zerofp4.serving.refit import Part, ServedWeights, weights
 from zerofp4.serving.save import save_pretrained
-from zerofp4.serving.sources import register_finder  # noqa: F401 (for integrations)
 
 __all__ = [
     "FUSED",

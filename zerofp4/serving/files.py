@@ -24,10 +24,10 @@ _OLDER = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|hf_quant_config\.json
 class Export:
     """The files of an export, in a folder that may have an older one.
 
-    All of them are written to `draft`, a folder inside of that, and publish() moves them out. Tensors come
-    one at a time. Those of a file are in memory until all of them have come.
+    begin() makes `draft`, a folder inside of that, to which all files are written; publish() moves them out.
+    Tensors come one at a time. Those of a file are in memory until all of them have come.
 
-    Raises OSError if the disk has not the space, ImportError without the libraries that write the files.
+    Raises ImportError without the libraries that write the files.
     """
 
     def __init__(self, folder: Path, tensors: Sequence[Served]):
@@ -49,15 +49,17 @@ class Export:
         self._missing = {file: set(names) for file, names in self._split.filename_to_tensors.items()}
         self._held: dict[str, dict[str, torch.Tensor]] = {file: {} for file in self._missing}
         self._folder, self.draft = folder, folder / ".export-draft"
-        try:
-            shutil.rmtree(self.draft, ignore_errors=True)  # of an export that was killed
-            self.draft.mkdir(parents=True)
-            needed, free = sum(served.nbytes for served in tensors), shutil.disk_usage(self.draft).free
-            if free < needed:
-                raise OSError(f"No space left in {folder}: {needed} bytes are needed, {free} are free")
-        except BaseException:
-            self.end()
-            raise
+        self._nbytes = sum(served.nbytes for served in tensors)
+
+    def begin(self) -> None:
+        """Raises OSError if the disk lacks the space. Call end() after an error too."""
+        shutil.rmtree(self.draft, ignore_errors=True)  # of an export that was killed
+        self.draft.mkdir(parents=True)
+        free = shutil.disk_usage(self.draft).free
+        if free < self._nbytes:
+            raise OSError(
+                f"No space left in {self._folder}: {self._nbytes} bytes are needed, {free} are free"
+            )
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take a tensor, which must not change before its file is written: with the last tensor of it."""
@@ -86,7 +88,7 @@ class Export:
                 path.unlink()
 
     def end(self) -> None:
-        """Remove what is of no export."""
+        """Remove the draft, and the folder if it is empty."""
         shutil.rmtree(self.draft, ignore_errors=True)
         with contextlib.suppress(OSError):
-            self._folder.rmdir()  # which only an empty folder lets happen
+            self._folder.rmdir()

@@ -26,17 +26,16 @@ def save_safetensors(
     optimizer: ZeroFP4Optimizer | AveragedMasters | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write what master_state_dict gives as safetensors, in the form that transformers reads: files of 5 GB
-    at most, as they are gathered, and an index where there are several.
+    """Write what master_state_dict gives as safetensors, in the form that transformers reads: files of at
+    most 5 GB, and an index if there are several.
 
     optimizer: that of the weights, or AveragedMasters of it. Without one an NVFP4 weight has the value from
         before the conversion, if it still keeps it, else that of its codes.
 
-    Collective; rank 0 of the optimizer's group writes, and holds one file's tensors. An older export in the
-    folder stays until the new one is written, and is gone afterwards. What rank 0 raises (OSError where the
-    disk has not the space, ImportError without the extra `serving`) the others raise as a RuntimeError.
-    Raises ValueError where ranks train different parameters, RuntimeError without the optimizer that trains
-    some of them.
+    Collective. Rank 0 of the optimizer's group writes, and holds one file's tensors. An older export in the
+    folder stays until the new one is written, and is gone afterwards. If rank 0 raises (OSError if the disk
+    lacks the space, ImportError without the extra `serving`), the others raise a RuntimeError. Raises
+    ValueError if ranks train different parameters, RuntimeError without the optimizer of trained parameters.
     """
     error = OwnError()
     if optimizer is None:
@@ -49,7 +48,7 @@ def save_safetensors(
     if rank_and_size(group)[0] == 0:
         with error:
             _write(model, dtype, Path(folder), tensors)
-    for _ in tensors:  # behind an error too, since the other ranks wait in the gathers
+    for _ in tensors:  # after an error too, since the other ranks wait in the gathers
         pass
     exchange(None, error, group, "save_safetensors()")
 
@@ -63,6 +62,7 @@ def _write(
     ]
     export = Export(folder, served)
     try:
+        export.begin()
         for key, tensor in tensors:
             export.add(key, tensor)
         export.publish()

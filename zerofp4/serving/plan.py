@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,58 +20,13 @@ from zerofp4.version import VERSION
 
 # The two formats
 
-
-@dataclasses.dataclass(frozen=True)
-class Format:
-    """codes, global_scale, input_scale: what fields of a linear module are called; its block scales are
-    `weight_scale` in both formats.
-
-    divides: whether dequantization divides by the global scales, or multiplies with them.
-    scalar_shape: of a global scale.
-    """
-
-    codes: str
-    global_scale: str
-    input_scale: str
-    divides: bool
-    scalar_shape: tuple[int, ...]
-
-    def global_of(self, amax: float, e4m3_max: int) -> torch.Tensor:
-        """The global scale that belongs to an amax, float32. 1 where the amax is 0: then all codes are 0."""
-        if amax == 0:
-            return torch.ones(self.scalar_shape, dtype=torch.float32, device="cpu")
-        own = torch.full(self.scalar_shape, amax, dtype=torch.float32, device="cpu")
-        most = E2M1_MAX * e4m3_max
-        return most / own if self.divides else own / most
-
-    def config(self, ignore: Sequence[str], has_inputs: bool) -> dict[str, Any]:
-        """quantization_config of config.json. ignore: names of linear modules that are not quantized."""
-        return (_compressed_tensors if self.divides else _modelopt)(ignore, has_inputs)
-
-    def extra_files(self, ignore: Sequence[str], has_inputs: bool) -> dict[str, dict[str, Any]]:
-        """Contents of other configuration files by their names."""
-        if self.divides:
-            return {}
-        quantization = {
-            "quant_algo": _ALGORITHM[has_inputs],
-            "kv_cache_quant_algo": None,
-            "group_size": BLOCK,
-            "exclude_modules": list(ignore),
-        }
-        return {"hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization}}
-
-
-FORMATS = {
-    "compressed-tensors": Format("weight_packed", "weight_global_scale", "input_global_scale", True, (1,)),
-    "modelopt": Format("weight", "weight_scale_2", "input_scale", False, ()),
-}
-"""By the name that save_pretrained takes."""
-
 _PRODUCER = {"name": "zerofp4", "version": VERSION}
-_ALGORITHM = {False: "W4A16_NVFP4", True: "NVFP4"}
+
+Files = dict[str, dict[str, Any]]
+"""Contents of configuration files by name."""
 
 
-def _compressed_tensors(ignore: Sequence[str], has_inputs: bool) -> dict[str, Any]:
+def _compressed_tensors(ignore: list[str], has_inputs: bool) -> tuple[dict[str, Any], Files]:
     weights = {
         "num_bits": 4,
         "type": "float",
@@ -88,26 +43,71 @@ def _compressed_tensors(ignore: Sequence[str], has_inputs: bool) -> dict[str, An
         "input_activations": {**weights, "dynamic": "local"} if has_inputs else None,
         "output_activations": None,
     }
-    return {
+    config = {
         "quant_method": "compressed-tensors",
         "format": "nvfp4-pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "kv_cache_scheme": None,
-        "ignore": list(ignore),
+        "ignore": ignore,
     }
+    return config, {}
 
 
-def _modelopt(ignore: Sequence[str], has_inputs: bool) -> dict[str, Any]:
+def _modelopt(ignore: list[str], has_inputs: bool) -> tuple[dict[str, Any], Files]:
+    algorithm = "NVFP4" if has_inputs else "W4A16_NVFP4"
     bits = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
     inputs = {"input_activations": bits} if has_inputs else {}
-    return {
+    config = {
         "quant_method": "modelopt",
-        "quant_algo": _ALGORITHM[has_inputs],
+        "quant_algo": algorithm,
         "config_groups": {"group_0": {**inputs, "weights": bits, "targets": ["Linear"]}},
-        "ignore": list(ignore),
+        "ignore": ignore,
         "producer": _PRODUCER,
     }
+    quantization = {
+        "quant_algo": algorithm,
+        "kv_cache_quant_algo": None,
+        "group_size": BLOCK,
+        "exclude_modules": ignore,
+    }
+    return config, {"hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """codes, global_scale, input_scale: what fields of a linear module are called; its block scales are
+    `weight_scale` in both formats.
+
+    divides: whether dequantization divides by the global scales, or multiplies with them.
+    scalar_shape: of a global scale.
+    configuration: (names of linear modules that are not quantized, whether inputs are) -> quantization_config
+        of config.json, and other files.
+    """
+
+    codes: str
+    global_scale: str
+    input_scale: str
+    divides: bool
+    scalar_shape: tuple[int, ...]
+    configuration: Callable[[list[str], bool], tuple[dict[str, Any], Files]]
+
+    def global_of(self, amax: float, e4m3_max: int) -> torch.Tensor:
+        """The global scale of an amax, float32. 1 if the amax is 0: then all codes are 0."""
+        if amax == 0:
+            return torch.ones(self.scalar_shape, dtype=torch.float32, device="cpu")
+        own = torch.full(self.scalar_shape, amax, dtype=torch.float32, device="cpu")
+        most = E2M1_MAX * e4m3_max
+        return most / own if self.divides else own / most
+
+
+FORMATS = {
+    "compressed-tensors": Format(
+        "weight_packed", "weight_global_scale", "input_global_scale", True, (1,), _compressed_tensors
+    ),
+    "modelopt": Format("weight", "weight_scale_2", "input_scale", False, (), _modelopt),
+}
+"""By the name that save_pretrained takes."""
 
 
 # Parts of an export
@@ -135,10 +135,6 @@ class Rows(NamedTuple):
     first: int
     count: int
 
-    @property
-    def module(self) -> str:
-        return self.name.removesuffix(".weight")
-
 
 class Matrix:
     """A quantized matrix of an export: rows of an NVFP4 weight of the model.
@@ -147,28 +143,23 @@ class Matrix:
     """
 
     def __init__(self, rows: Rows, record: NVFP4Storage, amax: float, format: Format):
-        self.rows, self.amax, self.format, self.input_amax = rows, amax, format, None
-        self._columns, self._e4m3_max = record.shape[-1], record.e4m3_max
-        self._block_rows, self._matrix_rows = record.block[0], record.matrix[0]
-
-    @property
-    def module(self) -> str:
-        return self.rows.module
+        self.rows, self.record, self.amax, self.format, self.input_amax = rows, record, amax, format, None
+        self.module = rows.name.removesuffix(".weight")
 
     def served(self) -> list[Served]:
-        count, columns, scalar = self.rows.count, self._columns, self.format.scalar_shape
+        (count, columns), format = (self.rows.count, self.record.shape[-1]), self.format
         found = [
-            Served(f"{self.module}.{self.format.codes}", torch.uint8, (count, columns // 2)),
+            Served(f"{self.module}.{format.codes}", torch.uint8, (count, columns // 2)),
             Served(f"{self.module}.weight_scale", SCALE_DTYPE, (count, columns // BLOCK)),
-            Served(f"{self.module}.{self.format.global_scale}", torch.float32, scalar),
+            Served(f"{self.module}.{format.global_scale}", torch.float32, format.scalar_shape),
         ]
         if self.input_amax is not None:
-            found.append(Served(f"{self.module}.{self.format.input_scale}", torch.float32, scalar))
+            found.append(Served(f"{self.module}.{format.input_scale}", torch.float32, format.scalar_shape))
         return found
 
     def global_scales(self) -> list[torch.Tensor]:
-        """That of the weight, and that of the inputs where there is one."""
-        scales = [self.format.global_of(self.amax, self._e4m3_max)]
+        """The weight's, and the inputs' if there is one."""
+        scales = [self.format.global_of(self.amax, self.record.e4m3_max)]
         if self.input_amax is not None:
             scales.append(self.format.global_of(self.input_amax, int(E4M3_MAX)))
         return scales
@@ -177,14 +168,12 @@ class Matrix:
         """E4M3 [count, K/16]: the scales of rows from `first` on, of the weight flattened to two dimensions.
         A tile's scale stands on each of its rows.
         """
-        flat = compact.view(torch.uint8).flatten(0, -2)
-        if self._block_rows > 1:
-            matrix, row = divmod(first, self._matrix_rows)
-            tiles = compact.shape[-2]
-            rows = torch.arange(row, row + count, dtype=torch.int64, device=flat.device)
-            rows = rows // self._block_rows + matrix * tiles
-            return flat[rows].view(SCALE_DTYPE)
-        return flat[first : first + count].view(SCALE_DTYPE)
+        flat, block_rows = compact.view(torch.uint8).flatten(0, -2), self.record.block[0]
+        if block_rows == 1:
+            return flat[first : first + count].view(SCALE_DTYPE)
+        matrix, row = divmod(first, self.record.matrix[0])
+        rows = torch.arange(row, row + count, dtype=torch.int64, device=flat.device)
+        return flat[rows // block_rows + matrix * compact.shape[-2]].view(SCALE_DTYPE)
 
     def tensors(self, whole: NVFP4Storage) -> Iterator[tuple[str, torch.Tensor]]:
         first, count = self.rows.first, self.rows.count
@@ -198,9 +187,8 @@ class QuantizedWeight:
 
     def __init__(self, key: str, source: Source, rows: list[Rows], format: Format):
         self.key, self.source = key, source
-        record = source.record
-        amaxes = source.amax().tolist()
-        _check_weight(key, source, rows, amaxes, record)
+        record, amaxes = source.record, source.amax().tolist()
+        _check_weight(key, source, rows, amaxes)
         per_amax = record.matrix[0] if len(amaxes) > 1 else math.prod(record.shape[:-1])
         self.matrices = [Matrix(each, record, amaxes[each.first // per_amax], format) for each in rows]
 
@@ -256,7 +244,7 @@ class PlainTensor:
 class Plan:
     """All tensors of an export, in the order of the model's state dict.
 
-    parts: what makes them, one for each key; weights: those of quantized weights. served: the tensors.
+    parts: what makes them, one for each key. matrices: of quantized weights, by module. served: the tensors.
     ignored: the modules with a matrix that is not quantized.
 
     Raises ValueError for what serving engines would not load, or would load wrongly.
@@ -274,33 +262,29 @@ class Plan:
             raise ValueError(f"format must be one of {tuple(FORMATS)}, got {format!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating one, got {dtype}")
-        self.format, self._model = FORMATS[format], check_model(model)
+        self.format, self._model, self._dtype = FORMATS[format], check_model(model), dtype
         tensors = _tensors(model)
         names = checkpoint_names(model, tensors)
         self.parts: list[QuantizedWeight | PlainTensor] = [
-            self._part(key, value, names[key], sources.get(key), dtype) for key, value in tensors.items()
+            self._part(key, value, names[key], sources.get(key)) for key, value in tensors.items()
         ]
-        self.weights = [part for part in self.parts if isinstance(part, QuantizedWeight)]
-        if not self.weights:
+        quantized = [part for part in self.parts if isinstance(part, QuantizedWeight)]
+        if not quantized:
             raise ValueError("model has no NVFP4 weight: call convert_model and train it first")
-        self.ignored = self._find_ignored()
-        self.served = [served for part in self.parts for served in part.served()]
         self._check_names()
-        matrices = {matrix.module: matrix for weight in self.weights for matrix in weight.matrices}
-        _check_fused(matrices, self.ignored)
-        _check_experts(matrices, self.ignored)
-        self.has_inputs = input_amaxes is not None
+        self.matrices = {matrix.module: matrix for weight in quantized for matrix in weight.matrices}
+        self.ignored = self._find_ignored({weight.key for weight in quantized})
+        _check_fused(self.matrices, self.ignored)
+        _check_experts(self.matrices, self.ignored)
+        self._has_inputs = input_amaxes is not None
         if input_amaxes is not None:
-            _give_inputs(matrices, input_amaxes)
-            self.served = [served for part in self.parts for served in part.served()]
+            _give_inputs(self.matrices, input_amaxes)
+        self.served = [served for part in self.parts for served in part.served()]
+        self.dtype = quantized[0].source.record.dtype
+        """In which the model computes."""
 
     def _part(
-        self,
-        key: str,
-        value: torch.Tensor,
-        name: str | None,
-        source: Source | None,
-        dtype: torch.dtype | None,
+        self, key: str, value: torch.Tensor, name: str | None, source: Source | None
     ) -> QuantizedWeight | PlainTensor:
         if source is not None:
             _check_layer(self._model, key)
@@ -310,52 +294,41 @@ class Plan:
         if isinstance(value, QuantizedTensor):
             raise ValueError(f"{key} is an {type(value).__name__}, which no serving format here can hold")
         is_cast = isinstance(value, nn.Parameter) and value.is_floating_point()
-        return PlainTensor(self._model, key, value, name, dtype if is_cast else None)
+        return PlainTensor(self._model, key, value, name, self._dtype if is_cast else None)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which the model computes."""
-        return self.weights[0].source.record.dtype
-
-    @property
-    def total(self) -> int:
-        return sum(served.nbytes for served in self.served)
-
-    def _find_ignored(self) -> list[str]:
+    def _find_ignored(self, quantized: set[str]) -> list[str]:
         """Modules with a matrix that is not quantized, as the model and as its checkpoint call them; tied
         ones too, and no embeddings.
         """
-        quantized = {weight.key for weight in self.weights}
         saved = {part.key: [s.name for s in part.served()] for part in self.parts}
         found: dict[str, None] = {}
         for prefix, module in self._model.named_modules():
             for name, parameter in module._parameters.items():
                 key = f"{prefix}.{name}" if prefix else name
-                if parameter is None or parameter.dim() < 2 or key in quantized:
-                    continue
-                if isinstance(module, nn.Embedding):
+                is_matrix = parameter is not None and parameter.dim() > 1
+                if not is_matrix or key in quantized or isinstance(module, nn.Embedding):
                     continue
                 found |= dict.fromkeys([prefix, *(n.removesuffix(".weight") for n in saved.get(key, ()))])
         return list(found)
 
     def _check_names(self) -> None:
-        counts = collections.Counter(served.name for served in self.served)
-        twice = next((name for name, count in counts.items() if count > 1), None)
-        if twice is not None:
-            keys = [part.key for part in self.parts if twice in [served.name for served in part.served()]]
-            raise ValueError(f"{twice} would be written twice, for {' and '.join(keys)}")
+        keys = collections.defaultdict(list)
+        for part in self.parts:
+            for served in part.served():
+                keys[served.name].append(part.key)
+        for name, makers in keys.items():
+            if len(makers) > 1:
+                raise ValueError(f"{name} would be written twice, for {' and '.join(makers)}")
 
     def signature(self) -> str:
-        """Equal where ranks have the same plan."""
-        amaxes = [matrix.amax for weight in self.weights for matrix in weight.matrices]
+        """Equal if ranks have the same plan."""
+        amaxes = [matrix.amax for matrix in self.matrices.values()]
         content = [[*served[:1], *map(str, served[1:])] for served in self.served], amaxes
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
-    def config(self) -> dict[str, Any]:
-        return self.format.config(self.ignored, self.has_inputs)
-
-    def extra_files(self) -> dict[str, dict[str, Any]]:
-        return self.format.extra_files(self.ignored, self.has_inputs)
+    def configuration(self) -> tuple[dict[str, Any], Files]:
+        """quantization_config of config.json, and other files."""
+        return self.format.configuration(self.ignored, self._has_inputs)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -380,9 +353,8 @@ def _check_layer(model: nn.Module, key: str) -> None:
         )
 
 
-def _check_weight(
-    key: str, source: Source, rows: list[Rows], amaxes: list[float], record: NVFP4Storage
-) -> None:
+def _check_weight(key: str, source: Source, rows: list[Rows], amaxes: list[float]) -> None:
+    record = source.record
     try:
         source.check()
     except ValueError as error:
@@ -422,7 +394,7 @@ def _check_fused(matrices: dict[str, Matrix], ignored: list[str]) -> None:
 
 
 def _check_experts(matrices: dict[str, Matrix], ignored: list[str]) -> None:
-    """Raise ValueError for experts of which some matrices are quantized and others are not."""
+    """Raise ValueError for experts with some matrices quantized and others not."""
     quantized = {experts_of(name): name for name in reversed(matrices)}
     for plain in ignored:
         experts = experts_of(plain)
@@ -487,7 +459,7 @@ def as_saved(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, to
 def rows_as_saved(model: nn.Module, key: str, shape: torch.Size) -> list[Rows]:
     """The matrices that transformers cuts a parameter into when it saves, as experts are cut.
 
-    Raises ValueError where they are not pieces of its rows, in their order.
+    Raises ValueError unless they are pieces of its rows, in their order.
     """
     numbers = torch.arange(shape[:-1].numel(), dtype=torch.int64, device="cpu")
     numbers = numbers.view(*shape[:-1], 1).repeat_interleave(2, dim=-1)

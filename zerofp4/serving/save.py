@@ -78,14 +78,17 @@ def save_pretrained(
             f"rank {other} has another model than rank 0, or other amaxes: an export needs the whole model "
             "on each rank, or fully_shard over all of them"
         )
-    writes = rank_and_size(group)[0] == 0
     export = None
-    if writes:
-        export, error = attempt(_begin, plan, model, Path(folder), tokenizer)
+    if rank_and_size(group)[0] == 0:
+        export, error = attempt(Export, Path(folder), plan.served)
     try:
+        if export is not None:
+            with error:
+                export.begin()
+                _write_configurations(plan, model, export, tokenizer)
         exchange(None, error, group, "save_pretrained()")
         _write(plan, export, error, progress)
-        if writes and not error:
+        if export is not None and not error:
             _, error = attempt(export.publish)
     finally:
         if export is not None:
@@ -103,28 +106,22 @@ def _group_of(optimizer: Any) -> Any:
     return owner.process_group()
 
 
-def _make_plan(
-    model: nn.Module,
-    optimizer: ZeroFP4Optimizer | AveragedMasters | None,
-    format: str,
-    dtype: torch.dtype | None,
-    input_amaxes: Mapping[str, float] | None,
-) -> Plan:
+def _make_plan(model: nn.Module, optimizer: ZeroFP4Optimizer | AveragedMasters | None, *options: Any) -> Plan:
     if optimizer is not None:
         gather_masters(optimizer, ())  # raises for a broken one
     sources = find_sources(model)
     if isinstance(optimizer, AveragedMasters):
         _take_averages(model, sources, optimizer)
-    return Plan(model, sources, format, dtype, input_amaxes)
+    return Plan(model, sources, *options)
 
 
 def _take_averages(model: nn.Module, sources: dict[str, Source], averages: AveragedMasters) -> None:
     """Have trained weights made of their averages. Collective."""
-    named = {name: p for name, p in model.named_parameters() if isinstance(p, NVFP4Tensor)}
-    for name, parameter in named.items():
-        (average,) = gather_masters(averages, [parameter])
-        if average is not None:
-            sources[name] = Averaged(parameter, averages)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, NVFP4Tensor):
+            (average,) = gather_masters(averages, [parameter])
+            if average is not None:
+                sources[name] = Averaged(parameter, averages)
     modules = {name.removesuffix(".weight"): source for name, source in sources.items()}
     for group in fused_groups(modules):
         averaged = [modules[name] for name in group if isinstance(modules[name], Averaged)]
@@ -133,24 +130,13 @@ def _take_averages(model: nn.Module, sources: dict[str, Source], averages: Avera
                 source.share_amax(other.amax())
 
 
-def _begin(plan: Plan, model: Any, folder: Path, tokenizer: Any) -> Export:
-    export = Export(folder, plan.served)
-    try:
-        _write_configurations(plan, model, export, tokenizer)
-    except BaseException:
-        export.end()
-        raise
-    return export
-
-
 def _write_configurations(plan: Plan, model: Any, export: Export, tokenizer: Any) -> None:
     model.config.save_pretrained(export.draft)
     config = json.loads((export.draft / "config.json").read_text(encoding="utf-8"))
     config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
     config["dtype"] = str(plan.dtype).removeprefix("torch.")
-    config["quantization_config"] = plan.config()
-    export.write_json("config.json", config)
-    for name, content in plan.extra_files().items():
+    config["quantization_config"], other_files = plan.configuration()
+    for name, content in {"config.json": config, **other_files}.items():
         export.write_json(name, content)
     if model.can_generate():
         copy.deepcopy(model.generation_config).save_pretrained(export.draft)
@@ -165,7 +151,7 @@ def _write_configurations(plan: Plan, model: Any, export: Export, tokenizer: Any
 
 @torch.no_grad()
 def _write(plan: Plan, export: Export | None, error: OwnError, progress: Callable | None) -> None:
-    """Write all tensors on the rank that has an export. Behind an error it goes on, since the others wait in
+    """Write all tensors on the rank that has an export. After an error it goes on, since the others wait in
     gathers.
     """
     sizes, done = {served.name: served.nbytes for served in plan.served}, 0
@@ -179,4 +165,4 @@ def _write(plan: Plan, export: Export | None, error: OwnError, progress: Callabl
                 export.add(name, tensor)
                 done += sizes[name]
                 if progress is not None:
-                    progress(done, plan.total)
+                    progress(done, sum(sizes.values()))

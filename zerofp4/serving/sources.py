@@ -1,6 +1,5 @@
 """The codes of a model's NVFP4 weights: whole on every rank, sharded over ranks, or made of averages."""
 
-from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -14,8 +13,8 @@ from zerofp4.tensors import NVFP4Tensor, quantize
 class Source(Protocol):
     """The codes of one weight.
 
-    record: its shape, block and options. is_collective: whether whole() is. first_row: of local(), a row of
-    the weight flattened to two dimensions.
+    record: its shape, block and options. is_collective: whether whole() is. first_row: where local() begins
+    in the weight flattened to two dimensions.
     """
 
     record: NVFP4Storage
@@ -26,7 +25,7 @@ class Source(Protocol):
         """float32 [1], or [E] of experts that are quantized each alone. The same on every rank."""
 
     def check(self) -> None:
-        """Raise where the codes are not those of the weight, or cannot be served."""
+        """Raise if the codes are not those of the weight, or cannot be served."""
 
     def whole(self) -> NVFP4Storage:
         """A record with all codes and compact scales of the rowwise copy."""
@@ -88,29 +87,18 @@ class Averaged:
         return self.whole().rowwise.data.flatten(0, -2)
 
 
-Finder = Callable[[nn.Module], Iterator[tuple[nn.Module, str, Source]]]
-
-_FINDERS: list[Finder] = []
-
-
-def register_finder(find: Finder) -> None:
-    """Let the weights of another library be served. find(model) yields (module, the parameter's name in it,
-    source) for each of them.
-    """
-    _FINDERS.append(find)
-
-
 def find_sources(model: nn.Module) -> dict[str, Source]:
-    """By key of the model's state dict, the sources of its quantized weights."""
-    found: dict[tuple[int, str], Source] = {}
-    for find in _FINDERS:
-        found |= {(id(module), name): source for module, name, source in find(model)}
+    """By key of the model's state dict, the sources of its quantized weights.
+
+    A module whose weights are sharded has them by name in `zerofp4_weights`, with their source().
+    """
     sources: dict[str, Source] = {}
     for prefix, module in model.named_modules():
+        sharded = vars(module).get("zerofp4_weights", {})
         for name, parameter in module._parameters.items():
-            source = found.get((id(module), name))
-            if source is None and isinstance(parameter, NVFP4Tensor):
-                source = Held(parameter.record)
-            if source is not None:
-                sources[f"{prefix}.{name}" if prefix else name] = source
+            key = f"{prefix}.{name}" if prefix else name
+            if name in sharded:
+                sources[key] = sharded[name].source()
+            elif isinstance(parameter, NVFP4Tensor):
+                sources[key] = Held(parameter.record)
     return sources

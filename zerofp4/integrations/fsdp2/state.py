@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from zerofp4.integrations.fsdp2.master import MasterShard
 from zerofp4.integrations.fsdp2.weight import Weight
 
-_WEIGHTS = "_zerofp4_fsdp2_weights"
-"""The attribute of a module that has its prepared weights by the names of the parameters."""
+_WEIGHTS = "zerofp4_weights"
+"""The attribute of a module that has its prepared weights by parameter name. Serving reads it."""
 
 
 def register(module: nn.Module, parameter_name: str, weight: Weight) -> None:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 
 import torch
 from torch.autograd.graph import increment_version
 
 from zerofp4 import ops
-from zerofp4.distributed import rank_and_size
+from zerofp4.distributed import all_gather_slices, rank_and_size
 from zerofp4.format import BLOCK, SCALE_DTYPE, FourOverSix
 from zerofp4.integrations.fsdp2.torch_private import Placement
 from zerofp4.layout import ceil_div
 from zerofp4.ops import has_fp4_tensor_cores
 from zerofp4.storage import NVFP4Storage, Side, empty_buffer
 from zerofp4.tensors import NVFP4Tensor, reads_columns
-
-NOT_ATTACHED = "has no codes yet: call zerofp4.integrations.fsdp2.attach(model, optimizer) before the forward"
 
 
 class Weight:
@@ -166,9 +165,20 @@ class Weight:
             self._copied.record()
         return sent, None
 
-    def _check_current(self) -> None:
+    def source(self) -> ShardedCodes:
+        """For serving."""
+        self._check_attached()
+        return ShardedCodes(self)
+
+    def _check_attached(self) -> None:
         if self._place is None:
-            raise RuntimeError(f"{self.name!r} {NOT_ATTACHED}")
+            raise RuntimeError(
+                f"{self.name!r} has no codes yet: call zerofp4.integrations.fsdp2.attach(model, optimizer) "
+                "before the forward"
+            )
+
+    def _check_current(self) -> None:
+        self._check_attached()
         if not self.is_current(self.master()):
             raise RuntimeError(
                 f"the master of {self.name!r} was written to since it was cast: call refresh() of what "
@@ -265,3 +275,49 @@ class Gathered:
         elif self.inner:
             self._stage.bind([self._record])  # its memory was freed since the last gather
             self._stage.run()
+
+
+class ShardedCodes:
+    """The codes of a prepared weight (a serving.Source)."""
+
+    is_collective = True
+
+    def __init__(self, weight: Weight):
+        self.record, self._weight = weight.record, weight
+
+    @property
+    def first_row(self) -> int:
+        placement = self._weight.placement
+        return placement.first_row * math.prod(placement.shape[1:-1])
+
+    def amax(self) -> torch.Tensor:
+        return self.record.amax
+
+    def check(self) -> None:
+        """Raises RuntimeError for codes of masters that were written to since."""
+        if self._weight.placement.param.is_dtensor:
+            raise ValueError("under tensor parallelism each slice of it has an amax of its own")
+        self._padded()
+
+    def _padded(self) -> tuple[torch.Tensor, ...]:
+        """This rank's rows of what is gathered, and as many more as FSDP2 pads them with."""
+        return self._weight.all_gather_input(self._weight.master())[0]
+
+    def whole(self) -> NVFP4Storage:
+        """Collective over the ranks that the weight is sharded over."""
+        placement, wholes = self._weight.placement, []
+        rank, size = rank_and_size(placement.group)
+        for own in self._padded():
+            rows = own.new_empty(size * own.shape[0], *own.shape[1:])
+            rows.chunk(size)[rank].copy_(own)
+            all_gather_slices(rows, placement.group, stage="gathering codes for serving")
+            wholes.append(rows[: placement.shape[0]])
+        codes, *scales = wholes
+        scale = scales[0].flatten(0, -2).view(SCALE_DTYPE) if scales else self.record.rowwise_scale
+        record = NVFP4Storage.from_context(self.record.shape, self.record.context())
+        codes, device = codes.view(record.data_shape("rowwise")), codes.device
+        record.rowwise = Side(codes, {"compact": scale.to(device)}, self.record.amax.to(device))
+        return record
+
+    def local(self) -> torch.Tensor:
+        return self._padded()[0][: self._weight.placement.rows].flatten(0, -2)
