@@ -1,4 +1,4 @@
-"""The default process group, joined or made, and left again."""
+"""The default process group, joined or made, and left again; a process's place among the ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import os
 import socket
+import sys
 import time
 import weakref
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -17,10 +19,18 @@ import torch.distributed as dist
 # it, and its threads, until the interpreter is torn down.
 import torch.distributed.nn.functional
 
-from zerofp4.launch.place import Place, ask_mpi, choose_device, find_place, ranks_started, read_variable
-
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _LEAVE_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A process among the ranks of a job, and among those of its host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int  # ranks on this host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +44,16 @@ class World:
     backend: str
 
 
-# A strong reference would keep the group's connections open after it is destroyed.
-_joined: tuple[weakref.ref[dist.ProcessGroup], World] | None = None
-_groups = 0  # made so far: each has keys of its own in the store, or gloo would find the last one's addresses
-# Of ranks that mpirun started. The store is in rank 0's process and outlives the groups: other ranks may join
-# the next one while rank 0 leaves the last. MPI cannot be initialized a second time.
+_worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, World] = weakref.WeakKeyDictionary()
+"""Of the groups made here. A strong reference would keep a group's connections open after it is destroyed."""
+
+_groups = 0
+"""Made so far: each has keys of its own in the store, or gloo would find the last one's addresses."""
+
 _mpi_job: tuple[Place, dist.Store] | None = None
+"""Of ranks that mpirun started. The store is in rank 0's process and outlives the groups: others may join the
+next one while rank 0 leaves the last. MPI cannot be initialized a second time.
+"""
 
 
 def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> World:
@@ -58,9 +72,7 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
     Raises ValueError if the existing group has another backend than the one asked for, RuntimeError if a host
     has more ranks than GPUs (NCCL needs one each), and if mpi4py is missing or of another MPI than mpirun.
     """
-    global _joined, _groups
-    if not dist.is_available():
-        raise RuntimeError("this torch was built without torch.distributed")
+    global _groups
     if dist.is_initialized():
         return _existing_world(backend)
     place, store = _meet(backend, timeout)
@@ -86,8 +98,7 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
         raise RuntimeError(
             f"joining the process group failed on rank {place.rank} of {place.world_size}: {error}"
         ) from error
-    world = World(place.rank, place.world_size, place.local_rank, device, backend)
-    _joined = (weakref.ref(dist.group.WORLD), world)
+    _worlds[dist.group.WORLD] = world = World(place.rank, place.world_size, place.local_rank, device, backend)
     return world
 
 
@@ -124,12 +135,10 @@ def destroy_process_group() -> None:
     Under mpirun rank 0 waits until the others have left, 10 seconds at most: its process holds the store, and
     a slower rank may still be connecting to its peers.
     """
-    global _joined
     if not dist.is_initialized():
         raise RuntimeError("destroy_process_group: there is no process group")
-    ours = _own_world() is not None
+    ours = dist.group.WORLD in _worlds
     dist.destroy_process_group()
-    _joined = None
     if not ours or _mpi_job is None:
         return
     (place, store), deadline = _mpi_job, time.monotonic() + _LEAVE_SECONDS
@@ -141,16 +150,9 @@ def destroy_process_group() -> None:
             left = store.add(f"zerofp4/{_groups}/left", 0)
 
 
-def _own_world() -> World | None:
-    """The record of the default process group, if it was made here."""
-    if _joined is None or _joined[0]() is not dist.group.WORLD:
-        return None
-    return _joined[1]
-
-
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """The backend of the group's collectives of tensors on this device, "nccl" or "gloo"; None without one.
-    dist.get_backend() names only one of a group that has several.
+    """The backend of the group's collectives on this device; None without one. dist.get_backend() names only
+    one of a group that has several.
     """
     try:
         return group._get_backend(device).name()
@@ -159,7 +161,8 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def _existing_world(backend: str | None) -> World:
-    world, group = _own_world(), dist.group.WORLD
+    group = dist.group.WORLD
+    world = _worlds.get(group)
     device = torch.device("cpu") if world is None else world.device
     if world is None and torch.cuda.is_available() and backend_for(group, torch.device("cuda")) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -183,3 +186,111 @@ def _use_loopback() -> None:
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+# The place of a process
+
+_VARIABLES = {
+    "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),
+    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+}
+"""By torch's variable, as torchrun sets it, those of Open MPI, MPICH and PMIx."""
+
+
+def read_variable(environment: Mapping[str, str], name: str) -> int | None:
+    """A variable of torch, or of MPI if torch's is not set; None without either."""
+    for called in (name, *_VARIABLES[name]):
+        text = environment.get(called)
+        if text is not None:
+            if not text.isdecimal():
+                raise ValueError(f"{called}: must be a whole number, got {text!r}")
+            return int(text)
+    return None
+
+
+def ranks_started(environment: Mapping[str, str]) -> int | None:
+    """How many ranks a launcher started, this one among them: 1 without one, None where only MPI knows."""
+    rank, size = read_variable(environment, "RANK"), read_variable(environment, "WORLD_SIZE")
+    if size is None:
+        return None if environment.keys() & {"PMI_RANK", "PMIX_RANK"} else 1
+    return 1 if rank is None else size
+
+
+def find_place(environment: Mapping[str, str]) -> Place:
+    """The place that a launcher, or a person who sets torch's variables by hand, gave this process."""
+    rank, size, local_rank, local_size = (read_variable(environment, name) for name in _VARIABLES)
+    if local_rank is None:
+        raise RuntimeError("RANK and WORLD_SIZE are set and LOCAL_RANK is not: set it, or use torchrun")
+    # Without LOCAL_WORLD_SIZE the ranks known to be on this host are those up to our own.
+    return Place(rank, size, local_rank, max(local_size or 0, local_rank + 1))
+
+
+def ask_mpi(expected: int | None, timeout: timedelta) -> tuple[Place, dist.Store]:
+    """This rank's place by mpi4py, and a store in rank 0's process. expected: the ranks that mpirun started.
+
+    MPI is finalized again, unless the program started it: else a rank that fails later would leave the others
+    waiting in MPI_Finalize.
+    """
+    ours = "mpi4py.MPI" not in sys.modules
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there and finds no MPI library
+        raise RuntimeError(
+            f"mpirun started this process, and importing mpi4py, which the ranks meet by, fails: {error}. "
+            "Install it (pip install mpi4py), set MASTER_ADDR and MASTER_PORT, or start the ranks by torchrun"
+        ) from error
+    if MPI.Is_finalized():
+        raise RuntimeError("init_process_group() needs MPI, and MPI was finalized before: call it earlier")
+    if not MPI.Is_initialized():
+        MPI.Init()
+        ours = True
+    store = address = None
+    try:
+        comm = MPI.COMM_WORLD
+        if expected not in (None, comm.size):  # each would be a world of one
+            raise RuntimeError(
+                f"mpirun started {expected} ranks and mpi4py sees {comm.size}: they belong to different "
+                "MPIs. Use the mpirun of mpi4py's MPI, or start the ranks with torchrun"
+            )
+        local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        place = Place(comm.rank, comm.size, local.rank, local.size)
+        local.Free()
+        if place.rank == 0:
+            host = _own_address(place)
+            store = dist.TCPStore(host, 0, place.world_size, True, timeout, wait_for_workers=False)
+            address = host, store.port
+        host, port = comm.bcast(address)
+    finally:
+        if ours:
+            MPI.Finalize()
+    if store is None:
+        store = dist.TCPStore(host, port, place.world_size, False, timeout)
+    return place, store
+
+
+def _own_address(place: Place) -> str:
+    """An address of this host that the other ranks can reach."""
+    if "MASTER_ADDR" in os.environ or place.local_size == place.world_size:
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("10.255.255.255", 1))  # sends nothing: connecting a UDP socket looks up its route
+        return probe.getsockname()[0]
+
+
+def choose_device(backend: str | None, place: Place) -> tuple[str, torch.device]:
+    """The backend, and this rank's device: GPU number local_rank for NCCL, the CPU for any other."""
+    if backend is None:
+        backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if "nccl" not in backend:
+        return backend, torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise RuntimeError(f"backend: {backend!r} needs a GPU, and torch sees none")
+    if place.local_size > gpus:
+        raise RuntimeError(
+            f"{place.local_size} ranks on this host and {gpus} visible GPU{'s' * (gpus > 1)}: NCCL needs one "
+            f"each. Start at most {gpus} here, or set CUDA_VISIBLE_DEVICES='' to run on the CPU with gloo"
+        )
+    return backend, torch.device("cuda", place.local_rank)

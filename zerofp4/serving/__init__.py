@@ -2,8 +2,8 @@
 
 from zerofp4.serving.fused import FUSED, amax_groups
 from zerofp4.serving.masters import save_safetensors
-from zerofp4.serving.plan import Served
-from zerofp4.serving.refit import Part, ServedWeights, weights
+from zerofp4.serving.plan import Part, Served
+from zerofp4.serving.refit import ServedWeights, weights
 from zerofp4.serving.save import save_pretrained
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 import collections
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -67,9 +67,3 @@ def experts_of(name: str) -> str | None:
     """
     found = re.fullmatch(r"(.*\.experts)\.\d+\.[^.]+", name)
     return found and found[1]
-
-
-def unequal(values: dict[str, Sequence[float] | None]) -> Iterator[tuple[str, str]]:
-    """Pairs of fused modules whose values differ. values: by module; None for one that is not quantized."""
-    for first, *others in fused_groups(values):
-        yield from ((first, other) for other in others if values[other] != values[first])

@@ -12,7 +12,7 @@ from torch import nn
 
 from zerofp4.format import BLOCK, E2M1_MAX, E4M3_MAX, FLOAT32_MAX, SCALE_DTYPE
 from zerofp4.layout import ceil_div
-from zerofp4.serving.fused import experts_of, fused_groups, unequal
+from zerofp4.serving.fused import experts_of, fused_groups
 from zerofp4.serving.sources import Source
 from zerofp4.storage import NVFP4Storage
 from zerofp4.tensors import QuantizedTensor
@@ -125,6 +125,20 @@ class Served(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class Part(NamedTuple):
+    """Which part of a tensor a rank has: rows from `first` on, as many as its piece has. shape: of the whole.
+
+    A scalar is whole, with first 0.
+    """
+
+    shape: tuple[int, ...]
+    first: int
+
+
+Piece = tuple[str, torch.Tensor, Part]
+"""A name, the rows of this tensor that a rank has, and which those are."""
+
+
 class Rows(NamedTuple):
     """Rows of a parameter that a checkpoint has as a matrix of its own: all of them, or a part of an expert.
 
@@ -175,11 +189,18 @@ class Matrix:
         rows = torch.arange(row, row + count, dtype=torch.int64, device=flat.device)
         return flat[rows // block_rows + matrix * compact.shape[-2]].view(SCALE_DTYPE)
 
-    def tensors(self, whole: NVFP4Storage) -> Iterator[tuple[str, torch.Tensor]]:
-        first, count = self.rows.first, self.rows.count
-        codes = whole.rowwise.data.flatten(0, -2)[first : first + count]
-        values = [codes, self.scales(whole.rowwise.scales["compact"], first, count), *self.global_scales()]
-        yield from zip((served.name for served in self.served()), values, strict=True)
+    def pieces(self, codes: torch.Tensor, start: int, scales: torch.Tensor) -> Iterator[Piece]:
+        """Of the matrix, what lies in `codes`, which are rows of the weight from `start` on. scales: compact,
+        of the whole weight.
+        """
+        first = max(start, self.rows.first)
+        end = min(start + codes.shape[0], self.rows.first + self.rows.count)
+        if first >= end:
+            return
+        tensors = [codes[first - start : end - start], self.scales(scales, first, end - first)]
+        for served, tensor in zip(self.served(), tensors + self.global_scales(), strict=True):
+            at = first - self.rows.first if tensor.dim() == 2 else 0
+            yield served.name, tensor, Part(served.shape, at)
 
 
 class QuantizedWeight:
@@ -201,8 +222,14 @@ class QuantizedWeight:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         whole = self.source.whole()
+        codes, scales = whole.rowwise.data.flatten(0, -2), whole.rowwise.scales["compact"]
         for matrix in self.matrices:
-            yield from matrix.tensors(whole)
+            yield from ((name, tensor) for name, tensor, _ in matrix.pieces(codes, 0, scales))
+
+    def pieces(self) -> Iterator[Piece]:
+        codes, start, scales = self.source.local(), self.source.first_row, self.source.record.rowwise_scale
+        for matrix in self.matrices:
+            yield from matrix.pieces(codes, start, scales)
 
 
 class PlainTensor:
@@ -229,16 +256,18 @@ class PlainTensor:
         value = self._value.full_tensor() if self.is_collective else self._value
         yield from self._named(value.to(self._dtype)).items()
 
-    def piece(self) -> tuple[torch.Tensor, int] | None:
-        """This rank's rows of a DTensor that is cut by rows and by nothing else, and the first of them; None
-        for any other tensor.
-        """
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's rows of a DTensor that is cut by rows and by nothing else; any other tensor whole."""
         cut = [i for i, p in enumerate(getattr(self._value, "placements", ())) if not p.is_replicate()]
         if self._name is None or len(cut) != 1 or not self._value.placements[cut[0]].is_shard(0):
-            return None
-        mesh, rows = self._value.device_mesh, self._value.shape[0]
-        first = ceil_div(rows, mesh.size(cut[0])) * mesh.get_coordinate()[cut[0]]
-        return self._value.to_local().to(self._dtype), min(first, rows)
+            for name, tensor in self.tensors():
+                yield name, tensor, Part(tuple(tensor.shape), 0)
+            return
+        mesh, shape = self._value.device_mesh, tuple(self._value.shape)
+        first = min(ceil_div(shape[0], mesh.size(cut[0])) * mesh.get_coordinate()[cut[0]], shape[0])
+        piece = self._value.to_local().to(self._dtype)
+        if piece.numel() or not first:
+            yield self._name, piece, Part(shape, first)
 
 
 class Plan:
@@ -378,16 +407,19 @@ def _check_weight(key: str, source: Source, rows: list[Rows], amaxes: list[float
 
 def _check_fused(matrices: dict[str, Matrix], ignored: list[str]) -> None:
     """Raise ValueError for matrices that engines fuse, and cannot."""
-    values = {name: None for name in ignored} | {name: (m.amax,) for name, m in matrices.items()}
-    for first, other in unequal(values):
-        if values[first] is None or values[other] is None:
-            plain, quantized = (first, other) if values[first] is None else (other, first)
+    amaxes = dict.fromkeys(ignored) | {name: matrix.amax for name, matrix in matrices.items()}
+    for first, *others in fused_groups(amaxes):
+        other = next((name for name in others if amaxes[name] != amaxes[first]), None)
+        if other is None:
+            continue
+        quantized, plain = (first, other) if first in matrices else (other, first)
+        if plain not in matrices:
             raise ValueError(
                 f"{quantized} is quantized and {plain} is not, and engines fuse the two: give convert_model "
                 "a filter_fn that is the same for both"
             )
         raise ValueError(
-            f"{first} has an amax of {values[first][0]:.9g} and {other} of {values[other][0]:.9g}, and "
+            f"{first} has an amax of {amaxes[first]:.9g} and {other} of {amaxes[other]:.9g}, and "
             "engines fuse the two with one global scale: train with "
             "amax_groups=zerofp4.serving.amax_groups(model)"
         )

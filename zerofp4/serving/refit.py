@@ -1,23 +1,12 @@
 """weights: what a rank has of the tensors of an export, for an engine that takes new weights live."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from zerofp4.serving.plan import PlainTensor, Plan, QuantizedWeight
+from zerofp4.serving.plan import Part, Plan
 from zerofp4.serving.sources import find_sources
-
-
-class Part(NamedTuple):
-    """Which part of a tensor a rank has: rows from `first` on, as many as its piece has. shape: of the whole.
-
-    A scalar is whole, with first 0.
-    """
-
-    shape: tuple[int, ...]
-    first: int
 
 
 class ServedWeights:
@@ -36,7 +25,7 @@ class ServedWeights:
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor, Part]]:
         for part in self._plan.parts:
-            yield from _of_weight(part) if isinstance(part, QuantizedWeight) else _of_plain(part)
+            yield from part.pieces()
 
     @torch.no_grad()
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -60,29 +49,3 @@ def weights(
     model, format, dtype: as for save_pretrained, which raises the same errors.
     """
     return ServedWeights(Plan(model, find_sources(model), format, dtype))
-
-
-def _of_weight(weight: QuantizedWeight) -> Iterator[tuple[str, torch.Tensor, Part]]:
-    source, codes = weight.source, weight.source.local()
-    start, end = source.first_row, source.first_row + codes.shape[0]
-    for matrix in weight.matrices:
-        first, count = matrix.rows.first, matrix.rows.count
-        a, b = max(start, first), min(end, first + count)
-        if a >= b:
-            continue
-        scales = matrix.scales(source.record.rowwise_scale, a, b - a)
-        tensors = [codes[a - start : b - start], scales, *matrix.global_scales()]
-        for served, tensor in zip(matrix.served(), tensors, strict=True):
-            yield served.name, tensor, Part(served.shape, a - first if tensor.dim() == 2 else 0)
-
-
-def _of_plain(part: PlainTensor) -> Iterator[tuple[str, torch.Tensor, Part]]:
-    piece = part.piece()
-    if piece is None:
-        for name, tensor in part.tensors():
-            yield name, tensor, Part(tuple(tensor.shape), 0)
-        return
-    tensor, first = piece
-    (served,) = part.served()
-    if tensor.numel() or not first:
-        yield served.name, tensor, Part(served.shape, first)
