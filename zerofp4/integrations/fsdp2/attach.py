@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,9 +32,8 @@ def attach(
     forward of the model casts what was loaded. Whoever writes to masters in another way calls refresh().
     A FusedAdamW leaves the amaxes for the cast.
 
-    Raises RuntimeError where prepare, fully_shard, values or the optimizer are missing or the model is
-    attached already, ValueError for a way of sharding that is not supported; on all ranks that the model is
-    sharded over, or replicated, where one finds it.
+    Raises RuntimeError if prepare, fully_shard, values or the optimizer are missing or the model is attached
+    already, ValueError for a way of sharding that is not supported. What one rank finds wrong, all raise.
     """
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     # accelerate's wrapper is an Optimizer that has no hooks of its own.
@@ -43,7 +41,7 @@ def attach(
     sharded = Sharded(model)
     weights, error = attempt(_place, model, sharded)
     shares, error = (None, error) if error else attempt(_shares, optimizers, weights)
-    for group in sharded.process_groups():  # what one rank finds wrong, all raise
+    for group in sharded.process_groups():
         _, error = attempt(exchange, None, error, group, "agreeing to attach a model")
     try:
         error.raise_if_any()
@@ -55,14 +53,17 @@ def attach(
 
 
 def _place(model: nn.Module, sharded: Sharded) -> list[Weight]:
-    """The prepared weights of a model, each with its place. Changes nothing where it raises."""
+    """The prepared weights of a model, each with its place. Changes nothing if it raises."""
     found = list(prepared_weights(model))
     if not found:
         raise RuntimeError("model has no prepared weight: call prepare(model) before fully_shard")
     attached = next((weight for *_, weight in found if weight.placement is not None), None)
     if attached is not None:
         raise RuntimeError(f"{attached.name!r} is attached already: call detach() of what attach returned")
-    placements = [placement_of(sharded.find(module, name), w.name, w.dtype) for module, name, w in found]
+    placements = [
+        placement_of(sharded.params.get((id(module), name)), weight.name, weight.dtype)
+        for module, name, weight in found
+    ]
     check_dtypes(sharded)
     for (*_, weight), placement in zip(found, placements, strict=True):
         weight.place(placement)
@@ -72,8 +73,8 @@ def _place(model: nn.Module, sharded: Sharded) -> list[Weight]:
 class Attachment:
     """What attach returns: the casts of a model's weights, until detach().
 
-    found_inf: float32 [1] by device, 1 where a cast has met a master with a NaN or Inf. Such a weight, and
-    those that share its amax, keep the codes that they had.
+    found_inf: float32 [1] by device, 1 if a cast has met a master with a NaN or Inf. Such a weight, and those
+    that share its amax, keep their codes.
     """
 
     def __init__(self, model: nn.Module, weights: list[Weight], shares: list[Share]):
@@ -100,13 +101,13 @@ class Attachment:
         return found
 
     def refresh(self) -> None:
-        """Cast the masters as they are now. Collective: every rank calls it after masters were written to by
-        anything but the optimizer and load_state_dict, such as a dcp.load into model.state_dict().
+        """Cast the masters as they are now. Collective: every rank calls it after anything but the optimizer
+        and load_state_dict wrote to masters, such as a dcp.load into model.state_dict().
         """
         _cast(self._casters)
 
     def check(self) -> None:
-        """Wait for the last casts. Raises RuntimeError where some rank kept all from casting."""
+        """Wait for the last casts. Raises RuntimeError if some rank kept all from casting."""
         for caster in self._casters:
             caster.plan.check()
 
@@ -120,16 +121,10 @@ class Attachment:
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         _cast([c for c in self._casters if any(weight.was_loaded for weight in c.weights)])
-        for owner in self._sharded_modules_gathered_before():
-            owner.reshard()
-
-    def _sharded_modules_gathered_before(self) -> list[Any]:
-        """Those that would compute with what was gathered before the last cast, because they were not
-        resharded.
-        """
-        if not any(weight.is_gathered_before_cast() for weight in self._weights):
-            return []
-        return [module for module in self._model.modules() if hasattr(module, "reshard")]
+        if any(weight.is_gathered_before_cast() for weight in self._weights):
+            for module in self._model.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()
 
 
 class Caster:
@@ -146,14 +141,15 @@ class Caster:
         amax_groups: list[list[NVFP4Storage]],
         leaves_amaxes: bool,
     ):
-        self.optimizer, self.group, self.weights = optimizer, group, weights
+        self.optimizer, self.weights = optimizer, weights
         self._places = [weight.master().data_ptr() for weight in weights]
+        codes = [weight.own_codes() if weight.placement.rows else None for weight in weights]
         self.plan = CastPlan(
             [weight.record for weight in weights],
             self._flat_masters(),
             [weight.placement.start for weight in weights],
             group,
-            fsdp_shard_model_weights=self._codes(),
+            fsdp_shard_model_weights=codes,
             amax_groups=amax_groups,
         )
         self._leaves_amaxes = leaves_amaxes and isinstance(optimizer, FusedAdamW)
@@ -166,9 +162,6 @@ class Caster:
     def _flat_masters(self) -> list[torch.Tensor | None]:
         masters = [weight.master() for weight in self.weights]
         return [master.detach().view(-1) if master.numel() else None for master in masters]
-
-    def _codes(self) -> list[torch.Tensor | None]:
-        return [weight.own_codes() if weight.placement.rows else None for weight in self.weights]
 
     def _offer(self) -> None:
         if self._leaves_amaxes:
@@ -199,9 +192,7 @@ class Caster:
         late.raise_if_any()
 
     def _follow_masters(self) -> list[torch.Tensor]:
-        """Where the masters are: FSDP2 moves a shard when it pads it, and with assign=True a load brings
-        another.
-        """
+        """The masters, which FSDP2 moves when it pads a shard, and a load with assign=True replaces."""
         masters = [weight.master() for weight in self.weights]
         places = [master.data_ptr() for master in masters]
         if places != self._places:
@@ -240,18 +231,13 @@ def _shares(optimizers: list[torch.optim.Optimizer], weights: list[Weight]) -> l
         device = weight.master().device
         shares.setdefault((holders.get(id(param)), ranks, device), []).append(weight)
     return [
-        (
-            None if key[0] is None else optimizers[key[0]],
-            share[0].placement.group,
-            share,
-            _amax_groups(share),
-        )
-        for key, share in shares.items()
+        (None if k is None else optimizers[k], share[0].placement.group, share, _amax_groups(share))
+        for (k, *_), share in shares.items()
     ]
 
 
 def _amax_groups(weights: list[Weight]) -> list[list[NVFP4Storage]]:
-    """Of the records of weights that are cast together. Raises ValueError where a group has others too."""
+    """Of the records of weights that are cast together. Raises ValueError if a group has others too."""
     named = {weight.name: weight for weight in weights}
     groups = {id(weight.amax_group): weight.amax_group for weight in weights if weight.amax_group is not None}
     for group in groups.values():

@@ -61,26 +61,23 @@ def prepare(
         )
     _check_model(model)
     report, chosen = choose_weights(model, filter_fn, tensor_parallel=True)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    weights = {}
-    for _, module, parameter_name in chosen:
-        parameter = module._parameters[parameter_name]
-        takes_codes = getattr(module, "takes_nvfp4_weight", False)
-        kind = names[id(parameter)], parameter.dtype, takes_codes, takes_codes and columns
-        weights[id(parameter)] = Weight(*kind, tuple(block), four_over_six)
-    parameters, names = [each.parameter for each in chosen], [weight.name for weight in weights.values()]
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [each.parameter for each in chosen]
+    names = [name_of[id(parameter)] for parameter in parameters]
     among = {"names": names, "block": block, "among": "the weights to convert"}
     numbers = number_groups(parameters, amax_groups, **among)
     groups: dict[int, list[str]] = {}
     for name, number in zip(names, numbers, strict=True):
         groups.setdefault(number, []).append(name)
-    for weight, number in zip(weights.values(), numbers, strict=True):
+    for each, parameter, name, number in zip(chosen, parameters, names, numbers, strict=True):
+        converted, module, parameter_name = each
+        takes_codes = getattr(module, "takes_nvfp4_weight", False)
+        kind = parameter.dtype, takes_codes, takes_codes and columns, tuple(block), four_over_six
+        weight = Weight(name, *kind)
         weight.amax_group = groups[number] if len(groups[number]) > 1 else None
-    for name, module, parameter_name in chosen:
-        parameter = module._parameters[parameter_name]
-        setattr(module, parameter_name, _as_master(parameter, weights[id(parameter)]))
-        register(module, parameter_name, weights[id(parameter)])
-        report.converted.append(name)
+        setattr(module, parameter_name, _as_master(parameter, weight))
+        register(module, parameter_name, weight)
+        report.converted.append(converted)
     return report
 
 

@@ -4,10 +4,7 @@ gather in 4 bits is refused. Tried with torch 2.10, 2.11 and 2.13.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,39 +14,37 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.launch import backend_for
 
 
-@dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where FSDP2 has put the master of a weight.
+    """Where FSDP2 has put the master of a weight. It holds weak references: a strong one to FSDP2's objects
+    would form a cycle through tensor views, which gc cannot collect.
 
-    param_of: weak reference to the FSDPParam. A strong one would form a cycle through tensor views, which
-        gc cannot collect.
     group: the ranks that the weight is sharded over.
     shape: of the gathered weight; under tensor parallelism of this rank's slice.
     first_row, rows: this rank's shard. padded_rows: every rank's input to the all-gather.
     device: where the weight is gathered. dtype: that layers compute in.
-    reshards: whether FSDP2, as it is set up now, frees the gathered weight after the forward pass and gathers
-        it again for the backward pass.
     """
 
-    param_of: weakref.ref
-    group: dist.ProcessGroup
-    shape: torch.Size
-    first_row: int
-    rows: int
-    padded_rows: int
-    device: torch.device
-    dtype: torch.dtype
-    reshards: Callable[[], bool]
+    def __init__(self, found: FoundParam, dtype: torch.dtype):
+        state, group, param, self._is_outermost = found
+        self._state_of, self._group_of, self._param_of = map(weakref.ref, (state, group, param))
+        self.group: dist.ProcessGroup = param.mesh_info.shard_process_group
+        self.shape: torch.Size = param._orig_size
+        self.padded_rows: int = param.padded_sharded_param_size[0]
+        self.first_row = min(param.mesh_info.shard_mesh_rank * self.padded_rows, self.shape[0])
+        self.rows = min(self.padded_rows, self.shape[0] - self.first_row)
+        self.device, self.dtype = param.device, dtype
 
     @property
     def param(self) -> Any:
-        return self.param_of()
+        """The FSDPParam."""
+        return self._param_of()
 
     @property
     def start(self) -> int | None:
-        """The index of this rank's first element; None where it has none."""
+        """The index of this rank's first element; None if it has none."""
         return self.first_row * self.shape[1:].numel() if self.rows else None
 
     def master(self) -> torch.Tensor:
@@ -59,54 +54,47 @@ class Placement:
     def is_gathered(self) -> bool:
         return self.param.sharded_state is ShardedState.UNSHARDED
 
+    def reshards(self) -> bool:
+        """Whether FSDP2, as it is set up now, frees the gathered weight after the forward pass and gathers it
+        again for the backward pass. If fully_shard was not told, the outermost module keeps its own: FSDP2
+        decides that in the first forward pass, and earlier gathers are to be the same.
+        """
+        keeps = self._is_outermost and self._state_of()._auto_reshard_after_forward
+        return self._group_of()._reshard_after_forward and not keeps
+
+
+class FoundParam(NamedTuple):
+    """FSDP2's objects for a parameter, and whether its module is the outermost one of fully_shard."""
+
+    state: Any
+    group: Any
+    param: Any
+    is_outermost: bool
+
 
 class Sharded:
-    """What fully_shard made of a model: FSDP2's records of parameters, by module and name."""
+    """What fully_shard made of a model. params: by (id of the module, name of the parameter)."""
 
     def __init__(self, model: nn.Module):
-        self._params: dict[tuple[int, str], FoundParam] = {}
+        self.params: dict[tuple[int, str], FoundParam] = {}
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         inner = {child for module in sharded for child in module.modules() if child is not module}
         for module in sharded:
             state = module._get_fsdp_state()
             for group in _param_groups(state):
-                reshards = functools.partial(
-                    _reshards, weakref.ref(state), weakref.ref(group), module not in inner
-                )
                 for param in group.fsdp_params:
-                    info = param._module_info
-                    self._params[id(info.module), info.param_name] = FoundParam(group, param, reshards)
-        self.groups = {id(found.group): found.group for found in self._params.values()}.values()
+                    key = id(param._module_info.module), param._module_info.param_name
+                    self.params[key] = FoundParam(state, group, param, module not in inner)
 
     def process_groups(self) -> list[dist.ProcessGroup]:
         """All that parameters are sharded or replicated over, in the order of the model."""
         found = {}
-        for one in self._params.values():
+        for one in self.params.values():
             for kind in ("shard", "replicate"):
                 group = getattr(one.param.mesh_info, f"{kind}_process_group", None)
                 if group is not None:
                     found.setdefault(tuple(dist.get_process_group_ranks(group)), group)
         return list(found.values())
-
-    def find(self, module: nn.Module, name: str) -> FoundParam | None:
-        """What FSDP2 has of a module's parameter."""
-        return self._params.get((id(module), name))
-
-
-class FoundParam(NamedTuple):
-    """FSDP2's group, its parameter, and whether it reshards that after the forward pass, which may change."""
-
-    group: Any
-    param: Any
-    reshards: Callable[[], bool]
-
-
-def _reshards(state_of: weakref.ref, group_of: weakref.ref, is_outermost: bool) -> bool:
-    """As FSDP2 is set up now. Where fully_shard was not told, the outermost module keeps its own; FSDP2
-    decides that in the first forward pass, and what is gathered before is to be the same.
-    """
-    keeps = is_outermost and state_of()._auto_reshard_after_forward
-    return group_of()._reshard_after_forward and not keeps
 
 
 def _param_groups(state) -> list:
@@ -116,15 +104,15 @@ def _param_groups(state) -> list:
 
 
 def placement_of(found: FoundParam | None, called: str, dtype: torch.dtype) -> Placement:
-    """Where a prepared weight is. called, dtype: its name, and the dtype that it had before prepare.
+    """Where a prepared weight is. called, dtype: its name, and its dtype before prepare.
 
     Raises RuntimeError if it is not sharded or has no values yet, ValueError if it cannot be gathered in 4
     bits.
     """
     if found is None:
         raise RuntimeError(f"{called!r} was prepared, but is not sharded: call fully_shard before attach")
-    group, param, reshards = found
-    _check_supported(called, group, param)
+    param = found.param
+    _check_supported(called, found.group, param)
     local = param._sharded_local_tensor
     if not hasattr(local, "zerofp4_master"):
         raise RuntimeError(
@@ -136,19 +124,7 @@ def placement_of(found: FoundParam | None, called: str, dtype: torch.dtype) -> P
     dtype = param.mp_policy.param_dtype or dtype
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"{called!r} is to be gathered in {dtype}, which is not one of {WEIGHT_DTYPES}")
-    rows, padded = param._orig_size[0], param.padded_sharded_param_size[0]
-    first = min(param.mesh_info.shard_mesh_rank * padded, rows)
-    return Placement(
-        param_of=weakref.ref(param),
-        group=param.mesh_info.shard_process_group,
-        shape=param._orig_size,
-        first_row=first,
-        rows=min(padded, rows - first),
-        padded_rows=padded,
-        device=param.device,
-        dtype=dtype,
-        reshards=reshards,
-    )
+    return Placement(found, dtype)
 
 
 def _check_supported(called: str, group: Any, param: Any) -> None:
@@ -165,26 +141,17 @@ def _check_supported(called: str, group: Any, param: Any) -> None:
             f"{called!r} after the forward pass, which torch cannot do with what is gathered by an "
             "extension: give True or False"
         )
-    if param.offload_to_cpu and not _has_cpu_backend(param.mesh_info.shard_process_group):
+    group = param.mesh_info.shard_process_group
+    if param.offload_to_cpu and backend_for(group, torch.device("cpu")) is None:
         raise ValueError(
             f"{called!r} is offloaded to the CPU, where its amax has to be reduced, and the process "
             "group has no backend for it: init_process_group('cpu:gloo,cuda:nccl')"
         )
 
 
-def _has_cpu_backend(group: dist.ProcessGroup) -> bool:
-    try:
-        group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        return False
-    return True
-
-
 def check_dtypes(sharded: Sharded) -> None:
-    """Raises ValueError for a group of parameters that FSDP2 cannot reduce the gradients of: it has one dtype
-    for all of them.
-    """
-    for group in sharded.groups:
+    """Raises ValueError if the trained parameters of a group differ in dtype: FSDP2 has one for all."""
+    for group in {id(found.group): found.group for found in sharded.params.values()}.values():
         trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
         others = [param for param in trained if param.sharded_param.dtype != torch.float32]
         if len(others) not in (0, len(trained)):
