@@ -208,7 +208,7 @@ class QuantizedWeight:
 
     def __init__(self, key: str, source: Source, rows: list[Rows], format: Format):
         self.key, self.source = key, source
-        record, amaxes = source.record, source.amax().tolist()
+        record, amaxes = source.record, source.amax.tolist()
         _check_weight(key, source, rows, amaxes)
         per_amax = record.matrix[0] if len(amaxes) > 1 else math.prod(record.shape[:-1])
         self.matrices = [Matrix(each, record, amaxes[each.first // per_amax], format) for each in rows]

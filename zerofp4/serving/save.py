@@ -1,6 +1,7 @@
 """save_pretrained: a trained model becomes a folder that serving engines load."""
 
 import copy
+import itertools
 import json
 import os
 import shutil
@@ -125,9 +126,8 @@ def _take_averages(model: nn.Module, sources: dict[str, Source], averages: Avera
     modules = {name.removesuffix(".weight"): source for name, source in sources.items()}
     for group in fused_groups(modules):
         averaged = [modules[name] for name in group if isinstance(modules[name], Averaged)]
-        for source in averaged:
-            for other in averaged:
-                source.share_amax(other.amax())
+        for source, other in itertools.product(averaged, repeat=2):
+            source.amax = torch.maximum(source.amax, other.amax)
 
 
 def _write_configurations(plan: Plan, model: Any, export: Export, tokenizer: Any) -> None:

@@ -13,16 +13,15 @@ from zerofp4.tensors import NVFP4Tensor, quantize
 class Source(Protocol):
     """The codes of one weight.
 
-    record: its shape, block and options. is_collective: whether whole() is. first_row: where local() begins
-    in the weight flattened to two dimensions.
+    record: its shape, block and options. amax: float32 [1], or [E] of experts that are quantized each alone;
+    the same on every rank. is_collective: whether whole() is. first_row: where local() begins in the weight
+    flattened to two dimensions.
     """
 
     record: NVFP4Storage
+    amax: torch.Tensor
     is_collective: bool
     first_row: int
-
-    def amax(self) -> torch.Tensor:
-        """float32 [1], or [E] of experts that are quantized each alone. The same on every rank."""
 
     def check(self) -> None:
         """Raise if the codes are not those of the weight, or cannot be served."""
@@ -40,10 +39,7 @@ class Held:
     is_collective, first_row = False, 0
 
     def __init__(self, record: NVFP4Storage):
-        self.record = record
-
-    def amax(self) -> torch.Tensor:
-        return self.record.amax
+        self.record, self.amax = record, record.amax
 
     def check(self) -> None:
         if self.record.rowwise is None:
@@ -64,24 +60,18 @@ class Averaged:
     def __init__(self, parameter: NVFP4Tensor, averages: AveragedMasters):
         self.record, self._parameter, self._averages = parameter.record, parameter, averages
         dimensions = (1, 2) if self.record.experts is not None else tuple(range(parameter.dim()))
-        self._amax = self._values().abs().amax(dimensions).float().view(self.record.amax_shape)
+        self.amax = self._values().abs().amax(dimensions).float().view(self.record.amax_shape)
 
     def _values(self) -> torch.Tensor:
         (average,) = gather_masters(self._averages, [self._parameter])
         return average.to(self.record.dtype)
-
-    def share_amax(self, amax: torch.Tensor) -> None:
-        self._amax = torch.maximum(self._amax, amax)
-
-    def amax(self) -> torch.Tensor:
-        return self._amax
 
     def check(self) -> None:
         pass
 
     def whole(self) -> NVFP4Storage:
         options = {"block": self.record.block, "four_over_six": self.record.four_over_six}
-        return quantize(self._values(), amax=self._amax, **options).record
+        return quantize(self._values(), amax=self.amax, **options).record
 
     def local(self) -> torch.Tensor:
         return self.whole().rowwise.data.flatten(0, -2)

@@ -283,15 +283,12 @@ class ShardedCodes:
     is_collective = True
 
     def __init__(self, weight: Weight):
-        self.record, self._weight = weight.record, weight
+        self.record, self.amax, self._weight = weight.record, weight.record.amax, weight
 
     @property
     def first_row(self) -> int:
         placement = self._weight.placement
         return placement.first_row * math.prod(placement.shape[1:-1])
-
-    def amax(self) -> torch.Tensor:
-        return self.record.amax
 
     def check(self) -> None:
         """Raises RuntimeError for codes of masters that were written to since."""

@@ -42,8 +42,8 @@ def make_quantize_param_shard(original: Callable) -> Callable:
         data_parallel_group: dist.ProcessGroup,
         fsdp_shard_model_params: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """See cast_master_weights_to_nvfp4. Raises FloatingPointError, on every rank, where a master was NaN
-        or Inf in the cast before this one.
+        """As cast_master_weights_to_nvfp4. Raises FloatingPointError, on every rank, if the last cast met a
+        master with a NaN or Inf.
         """
         ours = [isinstance(weight, NVFP4Tensor) for weight in model_params]
         if any(ours) and fsdp_shard_model_params is not None:
@@ -95,7 +95,7 @@ def _cast(
 
 
 def _check_gathered(name: str, record: NVFP4Storage) -> None:
-    """Raises ValueError for a weight whose values would not be whole after Megatron-Core's own gather."""
+    """Raises ValueError for a weight that Megatron-Core's own gather would not complete."""
     if record.scales_travel:
         raise ValueError(
             f"{name} has block {record.block} and four_over_six {record.four_over_six}: Megatron-Core "
@@ -134,5 +134,5 @@ class _Watch:
         bad = [called(f"weight {i}", w) for i, (w, m) in pairs if m is not None and not m.isfinite().all()]
         raise FloatingPointError(
             "master weights became NaN or Inf in the step before this one, and the weights of them were left "
-            f"as they were: on this rank {', '.join(bad) if bad else 'none, but on another'}"
+            f"as they were: on this rank {', '.join(bad) or 'none, but on another'}"
         )

@@ -39,9 +39,7 @@ def make_load_state_dict(original: Callable) -> Callable:
 
 
 def make_load_parameter_state(original: Callable) -> Callable:
-    """original: what loads masters from a file of their own. load_parameter_state() calls it for one
-    optimizer, a chain of optimizers for each.
-    """
+    """original: what loads masters from a file of their own, for each optimizer of a chain."""
 
     @functools.wraps(original)
     def load_parameter_state_from_dp_zero(self, *args, **kwargs):

@@ -17,12 +17,12 @@ def convert_model(
     not shared, for which filter_fn(module, name), if given, is true; the output layer only where it is given.
     The new parameters have the attributes that Megatron set on the old (tensor_model_parallel, allreduce,
     sequence_parallel, ...), and their values as get_high_precision_init_val() until the masters are made.
-    The report says why of each other parameter with two dimensions or more.
+    The report says why any other parameter with two dimensions or more was left.
 
     columnwise: keep the transposed copy too. Megatron's own layers dequantize the weight and do not read it.
 
-    Call it after install(), on every rank alike, before DistributedDataParallel lays the parameters out:
-    RuntimeError else, also for a weight on the meta device, before anything is changed.
+    Call it after install(), on every rank alike, before DistributedDataParallel lays the parameters out.
+    Otherwise, and for a weight on the meta device, it raises RuntimeError before anything is changed.
     """
     if not is_installed():
         raise RuntimeError("call zerofp4.integrations.megatron.install() first: Megatron would not cast them")
@@ -38,22 +38,18 @@ def convert_model(
             reason = _why_not(module, module_name, name, parameter, uses[id(parameter)] > 1, filter_fn)
             if reason is not None:
                 report.skipped[full] = reason
-                continue
-            _check_free(full, parameter)
-            chosen.append((module_name, module, parameter))
+            elif parameter.is_meta:
+                raise RuntimeError(f"model: {full!r} is on the meta device: give it values first")
+            elif hasattr(parameter, "main_grad"):
+                raise RuntimeError(
+                    f"model: {full!r} is in a buffer of DistributedDataParallel: convert it before that"
+                )
+            else:
+                chosen.append((module_name, module, parameter))
     for module_name, module, parameter in chosen:
         module.weight = primary_parameter(parameter, module_name, columnwise)
         report.converted.append(module_name)
     return report
-
-
-def _check_free(name: str, parameter: nn.Parameter) -> None:
-    if parameter.is_meta:
-        raise RuntimeError(f"model: {name!r} is on the meta device: give it values first")
-    if hasattr(parameter, "main_grad"):
-        raise RuntimeError(
-            f"model: {name!r} is in a buffer of DistributedDataParallel: convert it before that"
-        )
 
 
 def _why_not(

@@ -1,7 +1,7 @@
 """install and uninstall: which of Megatron-Core's functions are replaced, and by what."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from zerofp4.integrations.megatron import casting, checkpoints, layout
@@ -24,8 +24,8 @@ def install() -> None:
     DistributedDataParallel, with use_distributed_optimizer and fp4_param_gather set there. A second call
     changes nothing, and uninstall() undoes it.
 
-    Raises ImportError where Megatron-Core is not there, RuntimeError for a version other than
-    KNOWN_VERSIONS, or one without something that is to be replaced; nothing is changed then.
+    Raises ImportError without Megatron-Core, RuntimeError for a version other than KNOWN_VERSIONS, or one
+    that lacks something to be replaced; nothing is changed then.
     """
     if _replaced:
         return
@@ -79,11 +79,20 @@ class _Megatron:
 def _replacements(megatron: _Megatron) -> Iterator[tuple[Any, str, Any]]:
     """(module or class, name, new value)"""
     fp4, fp8 = megatron["fp4_utils"], megatron["fp8_utils"]
-    buffers, optimizers = (
-        megatron["distributed.param_and_grad_buffer"],
-        megatron["optimizer.distrib_optimizer"],
-    )
-    yield from _tensor_class(megatron, fp4)
+    buffers = megatron["distributed.param_and_grad_buffer"]
+    optimizers = megatron["optimizer.distrib_optimizer"]
+
+    def is_packed(parameter: Any) -> bool:
+        grouped = getattr(fp4, "is_grouped_nvfp4tensor", None)
+        return fp4.is_nvfp4tensor(parameter) or (grouped is not None and grouped(parameter))
+
+    def made(owner: Any, name: str, make: Callable, *options: Any) -> tuple[Any, str, Any]:
+        return owner, name, make(megatron.had(owner, name), *options)
+
+    # is_nvfp4tensor() looks at these when it is called.
+    theirs = megatron.had(fp4, "FP4_TENSOR_CLASS") if megatron.had(fp4, "HAVE_TE_FP4_TENSOR_CLASS") else None
+    yield fp4, "HAVE_TE_FP4_TENSOR_CLASS", True
+    yield fp4, "FP4_TENSOR_CLASS", NVFP4Tensor if theirs is None else (NVFP4Tensor, theirs)
     for name, make, owners in (
         ("modify_nvfp4_rowwise_storage", casting.make_modify_rowwise_storage, (fp4, buffers)),
         ("quantize_nvfp4_param_shard", casting.make_quantize_param_shard, (fp4, optimizers)),
@@ -92,35 +101,19 @@ def _replacements(megatron: _Megatron) -> Iterator[tuple[Any, str, Any]]:
         value = make(megatron.had(owners[0], name))
         # Some modules have it by its name; in 0.18 not all of these.
         yield from ((owner, name, value) for owner in owners if name in vars(owner))
-    name = "_unwrap_parameter_data"
-    if name in vars(fp8):  # it saves time only: a version without it does not ask
-        yield fp8, name, casting.make_unwrap(megatron.had(fp8, name))
-
-    def is_packed(parameter: Any) -> bool:
-        grouped = getattr(fp4, "is_grouped_nvfp4tensor", None)
-        return fp4.is_nvfp4tensor(parameter) or (grouped is not None and grouped(parameter))
-
-    buffer, name = buffers._ParamAndGradBuffer, "_compute_nvfp4_packed_layout"
-    yield buffer, name, layout.make_packed_layout(megatron.had(buffer, name), is_packed)
-    optimizer, name = optimizers.DistributedOptimizer, "_compute_per_buffer_param_layout"
-    yield optimizer, name, staticmethod(layout.make_buffer_layout(megatron.had(optimizer, name), is_packed))
-    yield optimizer, "__init__", layout.make_constructor(megatron.had(optimizer, "__init__"))
-    for name, make in (
-        ("load_state_dict", checkpoints.make_load_state_dict),
-        ("load_parameter_state_from_dp_zero", checkpoints.make_load_parameter_state),
-    ):
-        yield optimizer, name, make(megatron.had(optimizer, name))
+    if "_unwrap_parameter_data" in vars(fp8):  # it saves time only: a version without it does not ask
+        yield made(fp8, "_unwrap_parameter_data", casting.make_unwrap)
+    buffer = buffers._ParamAndGradBuffer
+    yield made(buffer, "_compute_nvfp4_packed_layout", layout.make_packed_layout, is_packed)
+    optimizer = optimizers.DistributedOptimizer
+    yield made(optimizer, "_compute_per_buffer_param_layout", layout.make_buffer_layout, is_packed)
+    yield made(optimizer, "__init__", layout.make_constructor)
+    yield made(optimizer, "load_state_dict", checkpoints.make_load_state_dict)
+    yield made(optimizer, "load_parameter_state_from_dp_zero", checkpoints.make_load_parameter_state)
     fsdp = megatron["distributed.fsdp.mcore_fsdp_adapter"].FullyShardedDataParallel
-    yield fsdp, "__init__", layout.make_refusal(megatron.had(fsdp, "__init__"))
+    yield made(fsdp, "__init__", layout.make_refusal)
     nested_values = megatron["dist_checkpointing.dict_utils"].nested_values
     for module in ("serialization", "tensor_aware_state_dict"):
         for name in ("save_preprocess", "load_preprocess"):
             owner = megatron[f"dist_checkpointing.{module}"]
-            yield owner, name, checkpoints.make_preprocess(megatron.had(owner, name), nested_values)
-
-
-def _tensor_class(megatron: _Megatron, fp4: Any) -> Iterator[tuple[Any, str, Any]]:
-    """is_nvfp4tensor() looks at these when it is called."""
-    theirs = megatron.had(fp4, "FP4_TENSOR_CLASS") if megatron.had(fp4, "HAVE_TE_FP4_TENSOR_CLASS") else None
-    yield fp4, "HAVE_TE_FP4_TENSOR_CLASS", True
-    yield fp4, "FP4_TENSOR_CLASS", NVFP4Tensor if theirs is None else (NVFP4Tensor, theirs)
+            yield made(owner, name, checkpoints.make_preprocess, nested_values)

@@ -15,12 +15,10 @@ def make_packed_layout(original: Callable, is_packed: Callable[[Any], bool]) -> 
     """is_packed: whether Megatron takes a parameter for one in NVFP4, ours or TransformerEngine's."""
 
     def _compute_nvfp4_packed_layout(self, params_with_names: Sequence[tuple[Any, str]]) -> None:
-        """The layout of gradients and masters, halved.
-
-        A rank casts the elements of its slice of each bucket, and gathering takes the same slice of the
-        bucket of bytes: two layouts that are padded on their own put some bytes into the slice of a rank that
-        did not cast them, and nothing says that they are stale. Slices of whole bytes need buckets that are
-        multiples of 2 * ranks elements (make_buffer_layout).
+        """The layout of gradients and masters, halved: a rank casts the elements of its slice of each bucket,
+        and gathers the same slice of the bucket of bytes. Padded on their own, some bytes would lie in the
+        slice of a rank that did not cast them. Slices of whole bytes need buckets of a multiple of 2 * ranks
+        elements (make_buffer_layout).
 
         Raises ValueError for what cannot work with our weights.
         """
@@ -63,7 +61,7 @@ def make_buffer_layout(original: Callable, is_packed: Callable[[Any], bool]) -> 
             layout = dataclasses.replace(layout, num_optimizer_shards=data_parallel_world_size)
         return layout
 
-    return _compute_per_buffer_param_layout
+    return staticmethod(_compute_per_buffer_param_layout)
 
 
 def _check_config(ddp_config: Any, param: NVFP4Tensor, name: str) -> None:
@@ -90,9 +88,7 @@ def make_constructor(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
-        """Raises ValueError where masters would not be made, or not be cast: on every rank, whether or not it
-        owns a part of the weight.
-        """
+        """Raises ValueError, on every rank, if masters of a weight would not be made or not be cast."""
         given = signature.bind(self, *args, **kwargs).arguments
         buffers = itertools.chain.from_iterable(given["per_model_buffers"].values())
         for param in (p for buffer in buffers for p in buffer.params if isinstance(p, NVFP4Tensor)):
