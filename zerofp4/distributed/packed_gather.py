@@ -32,8 +32,7 @@ class PackedGather:
     weight; bytes that are no codes count as two.
 
     header: of the plan whose steps write the codes, for queue().
-    zeros: makes the staging buffer, which the caller gathers itself between pack() and unpack() where it must
-        lie in memory of the caller's.
+    zeros: makes the staging buffer in memory of the caller, who gathers it between pack() and unpack().
     """
 
     def __init__(
@@ -63,8 +62,8 @@ class PackedGather:
         return self.staging.data_ptr() + rank * self.staging.shape[1] + self._offsets[rank][i]
 
     def _find_low_codes(self) -> dict[tuple[int, int], int]:
-        """By (rank, weight) of every shard that begins at an odd element: where the rank before it has the
-        other code of that byte.
+        """For (rank, weight) of every shard that begins at an odd element: the address at which the rank
+        before it has the other code of that byte.
         """
         low = {}
         for i in range(len(self._shards[0])):
@@ -82,9 +81,8 @@ class PackedGather:
             self.bind(buffers)
 
     def bind(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Gather from and to these buffers from now on.
-
-        Nothing has changed when it raises (RuntimeError, while a CUDA graph is captured).
+        """Gather from and to these buffers from now on. Raises RuntimeError, with nothing changed, while a
+        CUDA graph is captured.
         """
         pointers = addresses_of("rowwise_data", buffers)
         if self._stages is not None:
@@ -122,7 +120,7 @@ class PackedGather:
     def queue(self, error: OwnError) -> None:
         """Gather, without waiting for the device. Every rank of the group must call it.
 
-        A rank that brings an error raises it. Where one did, or the step before did not take place, no rank
+        A rank that brings an error raises it. If one did, or the step before did not take place, no rank
         changes a weight, and the others find that in the header's status.
         """
         if self._stages is not None:
@@ -132,10 +130,9 @@ class PackedGather:
         error.raise_if_any()
 
     def run(self, state: int = GATHER_PRESENT, error: OwnError | None = None) -> bool:
-        """Gather. Every rank of the group must call it; False when all came only to say that they want
-        another gather (GATHER_OTHER).
+        """Gather. Every rank of the group must call it; False if all ask for another gather (GATHER_OTHER).
 
-        A rank that brings an error raises it. Where one did, or only some ranks want another gather, all
+        A rank that brings an error raises it. If one did, or only some ranks ask for another gather, all
         others raise RuntimeError, and none has changed a weight. The states are read back on the host.
         """
         state = GATHER_FAILED if error else state
@@ -163,8 +160,8 @@ class PackedGather:
 
 
 def _offsets(shards: Sequence[Shard]) -> tuple[list[int], int]:
-    """Where a rank's runs of bytes lie in its slot, after the word that says whether it takes part, and the
-    end of the last. A run lies between vectors as it does in its weight, so that it is copied in vectors.
+    """Where a rank's runs of bytes lie in its slot, after the word with its state, and the end of the last.
+    A run lies between vectors as it does in its weight, so that it is copied in vectors.
     """
     offsets, length = [], GATHER_VECTOR
     for shard in shards:

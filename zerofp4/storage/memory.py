@@ -1,7 +1,6 @@
 """Whether a tensor has memory that a kernel may be handed, and whether it was exchanged.
 
-Kernels take addresses. At the address of a tensor without memory they would read and write what belongs to
-others.
+Kernels take addresses. For a tensor without memory they would read and write other tensors' memory.
 """
 
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import torch
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError, which says what to pass instead, for a subclass with a dispatch of its own (DTensor,
-    FakeTensor) and for a sparse layout. ValueError, RuntimeError: as check_memory.
+    FakeTensor) and for a sparse layout; ValueError and RuntimeError as check_memory.
     """
     if dispatches(tensor):
         instead = {
@@ -60,7 +59,7 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether a storage that was freed or shrunk in place does not reach to the tensor's last element."""
+    """Whether the storage was freed or shrunk in place, and ends before the tensor's last element."""
     return tensor.untyped_storage().nbytes() < _end(tensor)
 
 

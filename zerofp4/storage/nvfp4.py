@@ -22,8 +22,8 @@ from zerofp4.storage.sides import unstack
 @dataclasses.dataclass(eq=False)
 class NVFP4Storage(Storage):
     """rowwise.data uint8 [M, K/2]; columnwise.data uint8 [K, M/2], the packed transpose; scales E4M3:
-    compact, or expanded and swizzled, which are padded (layout.scale_shape); amaxes float32 [1], one
-    tensor unless both copies exist and one of them is of the transform.
+    compact, or expanded and swizzled, which are padded (layout.scale_shape); amaxes float32 [1], one tensor
+    unless the columnwise copy is of the transform.
 
     A shape [E, N, K] in blocks of 16x16 is a stack of E matrices [N, K], each quantized alone, as the weights
     of experts are: every buffer has E as its first dimension, amaxes are float32 [E].
@@ -35,12 +35,12 @@ class NVFP4Storage(Storage):
     hadamard: bool = dataclasses.field(default=False, kw_only=True)
     """The columnwise copy is of the Hadamard transform along M: uint8 [K, round_up(M, 16)/2]."""
     random_signs: bool = dataclasses.field(default=True, kw_only=True)
-    """The transform's; True where there is none."""
+    """The transform's; True without one."""
     four_over_six: FourOverSix | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def e4m3_max(self) -> int:
-        """What dequantization divides by is 6 times this."""
+        """Dequantization divides by 6 times this."""
         return int(E4M3_MAX) if self.four_over_six is None else self.four_over_six.e4m3_max
 
     @classmethod
@@ -81,8 +81,8 @@ class NVFP4Storage(Storage):
 
     @property
     def scales_travel(self) -> bool:
-        """Whether a rank that has a part of the values, and the amax of all, knows scales of its own blocks
-        only: then a cast from shards gathers the compact rowwise scales. Else every rank computes all.
+        """Whether a cast from shards gathers the compact rowwise scales, because a rank can compute those of
+        its own blocks only. Else every rank computes all scales from the amaxes.
         """
         return self.block[0] == 1 or self.four_over_six is not None
 
@@ -93,7 +93,7 @@ class NVFP4Storage(Storage):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """(M, K), of each of a stack."""
+        """(M, K), of each matrix of a stack."""
         return as_matrix(self.shape if self.experts is None else self.shape[1:])
 
     @property
@@ -101,8 +101,8 @@ class NVFP4Storage(Storage):
         return (1 if self.experts is None else self.shape[0],)
 
     def matrices(self, only: int | None = None) -> list["NVFP4Storage"]:
-        """The record itself; or, of a stack, a record of each matrix, or `only` of that number, whose buffers
-        are views of this one's and which errors call name[e].
+        """The record itself; or, of a stack, a record of each matrix (or of number `only`), over views of
+        this record's buffers. Errors call it name[e].
         """
         if self.experts is None:
             return [self]
@@ -116,7 +116,7 @@ class NVFP4Storage(Storage):
         return records
 
     def side_matrix(self, side: str) -> tuple[int, int]:
-        """(rows, cols) of the matrix that a side stores, of each of a stack."""
+        """(rows, cols) of the matrix that a side stores, or of each matrix of a stack."""
         rows, cols = self.matrix
         return (rows, cols) if side == "rowwise" else (cols, columnwise_rows(rows, self.hadamard))
 
@@ -136,7 +136,7 @@ def check_block(block: tuple[int, int]) -> None:
 
 
 def check_transform(block_rows: int, columnwise: bool, hadamard: bool, random_signs: bool) -> None:
-    """Raises ValueError for a transform that NVFP4 has not."""
+    """Raises ValueError for a transform that NVFP4 does not have."""
     if not hadamard:
         if not random_signs:
             raise ValueError("random_signs=False says how hadamard transforms, but hadamard is False")
@@ -151,7 +151,7 @@ def check_transform(block_rows: int, columnwise: bool, hadamard: bool, random_si
 
 
 def check_rounding(stochastic: bool, four_over_six: FourOverSix | None) -> None:
-    """Raises TypeError or ValueError for a choice of scales that is none, or that rounding excludes."""
+    """Raises TypeError for what is no choice of scales, ValueError for one that rounding excludes."""
     if not isinstance(four_over_six, FourOverSix | None):
         raise TypeError(f"four_over_six must be a FourOverSix or None, got {type(four_over_six).__name__}")
     if stochastic and four_over_six is not None:
@@ -175,9 +175,7 @@ class Scheme(NamedTuple):
 
     @classmethod
     def checked(cls, **options: Any) -> "Scheme":
-        """Raises TypeError for an option of a wrong type, ValueError for options or a combination of them
-        that NVFP4 has not.
-        """
+        """Raises TypeError for an option of a wrong type, ValueError for options that NVFP4 does not have."""
         given = cls(**options)
         check_block(given.block)
         check_sides(given.rowwise, given.columnwise)

@@ -12,7 +12,7 @@ import torch
 from zerofp4.format import SCALE_LAYOUTS, WEIGHT_DTYPES
 from zerofp4.layout import as_matrix
 from zerofp4.storage.memory import check_memory, note_rebinding
-from zerofp4.storage.sides import SIDES, Side, Sides, scale_name, sides_of
+from zerofp4.storage.sides import SIDES, Side, Sides, side_and_layout, sides_of
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,9 +48,7 @@ class Storage(Sides):
 
     @classmethod
     def from_buffers(cls, shape: torch.Size, context: tuple, buffers: dict[str, torch.Tensor]) -> "Storage":
-        """The inverse of shape, context() and buffers(). Raises TypeError or ValueError for a buffer that
-        is not what the record must have.
-        """
+        """The inverse of shape, context() and buffers(). Raises TypeError or ValueError for wrong buffers."""
         record = cls.from_context(shape, context)
         vars(record).update(sides_of(buffers))
         record.check_context()
@@ -109,24 +107,20 @@ class Storage(Sides):
         """Check every buffer as check_buffer does. Called wherever a record gets buffers, and again when a
         plan is built over it.
         """
-        for name, side in self.sides():
-            if side.data is not None:
-                self._check_buffer(f"{name}_data", side.data, self.data_shape(name))
-            for layout, scale in side.scales.items():
-                self._check_buffer(scale_name(name, layout), scale, self.scale_shape(name, layout))
-            if side.amax is not None:
-                amax_name = "amax" if name == "rowwise" else "columnwise_amax"
-                self._check_buffer(amax_name, side.amax, self.amax_shape)
+        for name, buffer in self.buffers():
+            self._check_buffer(name, buffer)
 
     def check_memory(self, name: str) -> None:
-        """Raises RuntimeError for the first buffer whose storage was freed.
-
-        name: what errors call the tensor, apart from its own name.
-        """
+        """Raises RuntimeError for the first freed buffer. name: what errors call the tensor."""
         for buffer_name, buffer in self.places():
             check_memory(f"{called(name, self)}: {buffer_name}", buffer)
 
-    def _check_buffer(self, name: str, buffer: torch.Tensor, shape: Sequence[int]) -> None:
+    def _check_buffer(self, name: str, buffer: torch.Tensor) -> None:
+        side, layout = side_and_layout(name)
+        if name.endswith("amax"):
+            shape = self.amax_shape
+        else:
+            shape = self.data_shape(side) if layout is None else self.scale_shape(side, layout)
         check_buffer(name, buffer, shape, self.buffer_dtype(name), self.device)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Storage":
@@ -137,12 +131,11 @@ class Storage(Sides):
     def rebind(self, rowwise_data: torch.Tensor) -> None:
         """Make another buffer the codes of this tensor. Its contents are taken as they are.
 
-        Raises TypeError or ValueError unless it is contiguous, of the shape and dtype that the format gives
-        rowwise_data, on the record's device, and the record has a rowwise copy.
+        Raises TypeError or ValueError as check_buffer, and without a rowwise copy.
         """
         if self.rowwise is None:
             raise ValueError("rowwise_data cannot be rebound: there is no rowwise copy")
-        self._check_buffer("rowwise_data", rowwise_data, self.data_shape("rowwise"))
+        self._check_buffer("rowwise_data", rowwise_data)
         self.rowwise.data = rowwise_data
         note_rebinding()
 
@@ -153,9 +146,7 @@ class Storage(Sides):
 
 
 def record_of(tensor: Any) -> Any:
-    """The record of a quantized tensor, or the record itself that was given in its place; None for what is
-    neither.
-    """
+    """The record of a quantized tensor, or the record itself; None for anything else."""
     if isinstance(tensor, Storage):
         return tensor
     return getattr(tensor, "record", None) if isinstance(tensor, torch.Tensor) else None

@@ -1,6 +1,4 @@
-"""A quantized matrix as up to two copies: the sides of a record, and how their buffers are called in a
-list.
-"""
+"""A quantized matrix as up to two copies: the sides of a record, and the names of their buffers."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +16,7 @@ def scale_name(side: str, layout: str) -> str:
 
 
 def side_names(layouts: Sequence[str]) -> tuple[str, ...]:
-    """The names of the buffers of both sides with scales in these layouts, without amaxes."""
+    """The names of both sides' buffers with scales in these layouts, without amaxes."""
     return tuple(
         name for side in SIDES for name in (f"{side}_data", *(scale_name(side, layout) for layout in layouts))
     )
@@ -31,14 +29,13 @@ _SCALES = {scale_name(side, layout): (side, layout) for side in SIDES for layout
 
 
 def side_and_layout(name: str) -> tuple[str, str | None]:
-    """Of a buffer by its name out of side_names(); the layout of elements is None."""
+    """The side and layout of a buffer in side_names(); the layout of elements is None."""
     return _SCALES.get(name) or (name.removesuffix("_data"), None)
 
 
 class Gate:
-    """Holds up reads of elements that other ranks may still be sending. Sides of many records may share one.
-
-    After close(wait) every read calls wait() first, until open().
+    """Holds up reads of elements that other ranks may still be sending: after close(wait) every read calls
+    wait() first, until open(). Sides of many records may share one.
     """
 
     __slots__ = ("_wait",)
@@ -61,13 +58,13 @@ class Gate:
 class Side:
     """One copy of a quantized matrix.
 
-    data: its elements; None where no whole copy of them exists. scales: by layout, "compact" among them
-    unless only a kernel reads them. amax: float32, NVFP4's second level; None in a format that has none.
+    data: its elements; None if no whole copy of them exists. scales: by layout, "compact" among them unless
+    only a kernel reads them. amax: float32, NVFP4's second level; None in a format without one.
 
     gate: what a read of `data` waits for, on a GPU in the current stream only; None if nothing ever travels.
     Whoever keeps the tensor itself, or its address, waits at the gate before each use.
     scale_gate: the same for `scales`. (Amaxes never travel: every rank computes them.)
-    place, scale_places: the same tensors without waiting; use them only for addresses and shapes.
+    place, scale_places: data and scales without waiting; use them only for addresses and shapes.
     """
 
     __slots__ = ("amax", "gate", "place", "scale_gate", "scale_places")
@@ -101,7 +98,7 @@ class Side:
 
 
 def _buffer(name: str) -> property:
-    return property(lambda sides: sides.buffer(name), doc="None where it does not exist.")
+    return property(lambda sides: sides.buffer(name), doc="None if it does not exist.")
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -129,7 +126,7 @@ class Sides:
 
     @property
     def amax(self) -> torch.Tensor | None:
-        """That of the rowwise copy, or of the only one."""
+        """The rowwise copy's, or that of the only one."""
         side = self.rowwise or self.columnwise
         return None if side is None else side.amax
 
@@ -138,7 +135,7 @@ class Sides:
         return None if self.columnwise is None else self.columnwise.amax
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """A buffer by its name out of BUFFERS; None where it does not exist."""
+        """A buffer by its name in BUFFERS; None if it does not exist."""
         if name in ("amax", "columnwise_amax"):
             return getattr(self, name)
         side, layout = side_and_layout(name)
@@ -155,7 +152,7 @@ class Sides:
         yield from self.places()
 
     def places(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same without waiting at a gate: use them only for addresses and shapes."""
+        """buffers() without waiting at a gate: use them only for addresses and shapes."""
         for name, side in self.sides():
             if side.place is not None:
                 yield f"{name}_data", side.place
@@ -169,8 +166,8 @@ class Sides:
 
 
 def unstack(sides: Sides, count: int, first: int = 0) -> list[Sides]:
-    """The sides of `count` matrices of a stack, from number `first` on: views of its buffers, which have that
-    dimension first. What two sides share, their amax, two matrices share as well.
+    """The sides of `count` matrices of a stack, from number `first` on: views of its buffers, whose first
+    dimension counts matrices. If two sides share their amax, so do the sides of each matrix.
     """
 
     def chosen(buffer: torch.Tensor) -> torch.Tensor:

@@ -23,9 +23,8 @@ class MasterShard(torch.Tensor):
 
     local: the plain float32 tensor. weight: what all pieces and copies of one parameter have in common.
 
-    Operations compute with `local`. What FSDP2 makes of a master when it cuts, pads, moves or copies it is
-    one again; the results of all others, states of optimizers above all, are plain. A product with it
-    raises: the layer's weight is what FSDP2 gathers.
+    Operations compute with `local`. What FSDP2 makes of a master when it cuts, pads, moves or copies it is a
+    master; other results are plain. A product with it raises: the layer's weight is what FSDP2 gathers.
     """
 
     local: torch.Tensor
@@ -102,7 +101,7 @@ class MasterShard(torch.Tensor):
         return self.local
 
     def data_ptr(self) -> int:
-        """That of the values. torch's is 0 for all masters, and accelerate tells parameters apart by it."""
+        """The values'. torch's is 0 for all masters, and accelerate tells parameters apart by it."""
         return self.local.data_ptr()
 
     # What FSDP2 asks.
@@ -112,9 +111,9 @@ class MasterShard(torch.Tensor):
 
 
 class _PreAllGather:
-    """fsdp_pre_all_gather of a master, with one argument and no more: with the five that FSDP2 offers, it
-    takes the padded size of the FP32 shard for that of what is gathered. FSDP2 counts them before each gather
-    of each weight: the signature is there, as to derive that of a method costs the host eight times as much.
+    """fsdp_pre_all_gather of a master, with one argument: given the five that FSDP2 offers, it would take the
+    padded size of the FP32 shard for that of what is gathered. FSDP2 counts arguments before each gather of
+    each weight, and to derive a method's signature costs the host eight times as much.
     """
 
     __slots__ = ("_local", "_weight")
@@ -128,9 +127,8 @@ class _PreAllGather:
 
 
 def _masters_in(argument: Any) -> list[MasterShard]:
-    """Those of an operator's argument, which is one, or a list, or neither: torch's walk of trees costs an
-    optimizer's step on the lists of a whole model several times what its kernel takes, and isinstance() of a
-    plain tensor three times what its type does.
+    """The masters in an operator's argument, which is one, or a list, or neither. torch's walk of trees, and
+    isinstance() of plain tensors, cost an optimizer's step over a whole model several times its kernel.
     """
     if type(argument) is MasterShard:
         return [argument]
@@ -161,9 +159,7 @@ def _set_data(master: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _copy_(target, source, non_blocking=False):
-    """FSDP2 copies a shard to memory of its own when it pads it: the copy of what was cast needs no other
-    cast.
-    """
+    """FSDP2 copies a shard when it pads it: the copy of what was cast needs no other cast."""
     moves = isinstance(source, MasterShard) and source.weight.is_current(source.local)
     plain = source.local if isinstance(source, MasterShard) else source
     if not isinstance(target, MasterShard):
@@ -193,7 +189,7 @@ def _note_writes(func, args: tuple, kwargs: dict) -> None:
 
 
 def _note_written(masters: list[MasterShard]) -> None:
-    """Below autograd torch counts none, and views there have counters of their own."""
+    """Below autograd torch counts no writes, and views there have counters of their own."""
     for master in masters:
         master.weight.writes += 1
     increment_version([master.local for master in masters])
@@ -238,4 +234,4 @@ _PRODUCTS = {
     _aten.t.default,
     _aten.transpose.int,
 }
-"""What a layer does with its weight, and DDP and the older FSDP with all of them."""
+"""What a layer does with its weight, and DDP and the older FSDP with all weights."""

@@ -34,7 +34,7 @@ def prepare(
     among them, stay what they are, and the report says why. A weight may be on the meta device, frozen, or,
     after parallelize_module, a DTensor: then this rank's slice is a weight of its own. Each becomes an FP32
     master: what FSDP2 shards, the optimizer trains and state_dict() holds. It is gathered in 4 bits, and in
-    forward and backward passes it has the dtype of MixedPrecisionPolicy, or else that which it has now:
+    forward and backward passes it has the dtype of MixedPrecisionPolicy, or else its present one:
 
     - a plain tensor of the values, dequantize() of the whole weight, for a module that FSDP2 reshards after
       its forward pass, and under tensor parallelism;
@@ -45,12 +45,12 @@ def prepare(
     amax_groups: lists of weights of the model, as they are now, that share one amax.
     columnwise: layers of zerofp4.nn get the transposed codes too, made on each rank from what was gathered;
     no other layer does. None: on FP4 tensor cores, where their backward pass reads them, of 16x16 blocks.
-    block: (16, 16), or (1, 16), in which serving engines read weights: their scales are gathered behind the
-    codes, 1/16 byte an element.
+    block: (16, 16), or (1, 16), in which serving engines read weights: their scales are gathered after the
+    codes, 1/16 byte per element.
     four_over_six: of two scales for each block the one with the smaller error; in blocks of 1x16.
 
     Raises RuntimeError for a model that is sharded or wrapped already, ValueError for one that was converted,
-    for amax groups of other weights, and for blocks and choices that are not supported; nothing is changed
+    for amax groups of other weights, and for blocks and choices that are not supported. Nothing has changed
     then.
     """
     columns = columnwise if weight_columns(block, columnwise) else False

@@ -15,8 +15,8 @@ _WEIGHTS = "zerofp4_weights"
 
 
 def register(module: nn.Module, parameter_name: str, weight: Weight) -> None:
-    """The module's parameter is a prepared weight. Its state dict has the master as a plain tensor from now
-    on, and it loads such, with assign=True too.
+    """The module's parameter is a prepared weight. From now on its state dict has the master as a plain
+    tensor, and loads such, with assign=True too.
     """
     weights = vars(module).setdefault(_WEIGHTS, {})
     if not weights:
@@ -26,7 +26,7 @@ def register(module: nn.Module, parameter_name: str, weight: Weight) -> None:
 
 
 def prepared_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Weight]]:
-    """(module, the parameter's name in it, its weight) of all weights that prepare took over."""
+    """(module, the parameter's name in it, weight) for all weights that prepare took over."""
     for module in model.modules():
         for name, weight in vars(module).get(_WEIGHTS, {}).items():
             yield module, name, weight
@@ -60,12 +60,12 @@ def _master(local: torch.Tensor, weight: Weight) -> MasterShard:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A master, or a DTensor of one, without what makes it one; another tensor as it is."""
+    """The plain tensor of a master, or a DTensor over it; another tensor as it is."""
     return _with_local(tensor, lambda local: local.local if isinstance(local, MasterShard) else local)
 
 
 def _with_local(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Of a DTensor the same one over function(local tensor)."""
+    """function(tensor), or of a DTensor the same over function(local tensor)."""
     if not isinstance(tensor, DTensor):
         return function(tensor)
     made = function(tensor._local_tensor)
@@ -77,9 +77,9 @@ def zero_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     {"state": {name: {"master": ..., "exp_avg": ..., ...}}}, DTensors that share the memory of the masters and
     of the optimizer's state, so that dcp.load fills those. Collective.
 
-    So a run goes on with the other of the two: save {"optimizer": zero_state_dict(model, optimizer)} and load
-    it into a ZeroFP4Optimizer, or load it from what one has saved, both with
-    DefaultLoadPlanner(allow_partial_load=True), as options of groups are not in it. Raises ValueError for
+    So a run can change between the two: save {"optimizer": zero_state_dict(model, optimizer)} and load it
+    into a ZeroFP4Optimizer, or load what one has saved, both with
+    DefaultLoadPlanner(allow_partial_load=True): options of groups are not in it. Raises ValueError for
     compact state.
     """
     masters = get_model_state_dict(model)

@@ -1,5 +1,6 @@
-"""All that is read from FSDP2's private API: where fully_shard has put prepared weights. What FSDP2 cannot
-gather in 4 bits is refused. Tried with torch 2.10, 2.11 and 2.13.
+"""All that is read from FSDP2's private API: where fully_shard has put prepared weights.
+
+Tried with torch 2.10, 2.11 and 2.13.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from zerofp4.tensors import NVFP4Tensor, reads_columns
 class Weight:
     """One parameter that prepare has taken over, shared by all tensors that are its master or a piece of it.
 
-    name: the parameter's in the model. dtype: that it had. takes_codes: whether its module multiplies codes.
-    columnwise: whether that is to have the transposed copy of them too; None where there are FP4 tensor
-    cores. block, four_over_six: how it is cast.
+    name: the parameter's in the model. dtype: before prepare. takes_codes: whether its module multiplies
+    codes. columnwise: whether the module gets their transposed copy too; None: on FP4 tensor cores. block,
+    four_over_six: how it is cast.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class Weight:
         dtype: torch.dtype,
         takes_codes: bool,
         columnwise: bool | None,
-        block: tuple[int, int] = (BLOCK, BLOCK),
-        four_over_six: FourOverSix | None = None,
+        block: tuple[int, int],
+        four_over_six: FourOverSix | None,
     ):
         self.name, self.dtype, self.takes_codes, self.columnwise = name, dtype, takes_codes, columnwise
         self.block, self.four_over_six = block, four_over_six
@@ -43,12 +43,12 @@ class Weight:
         self._gathered: Gathered | None = None
         self._casts = self._gathered_casts = 0
         self.writes = 0
-        """How often its master was written to, through whichever tensor."""
+        """Counts writes to its master, through whichever tensor."""
         self.was_loaded = False
         """Whether load_state_dict has written to the master since the last cast, as it has on every rank."""
         self.amax_group: list[str] | None = None
-        """Names of the weights that share one amax, its own among them: one list for all of these weights. A
-        list of the weights themselves would be in a reference cycle, which keeps the process group alive.
+        """Names of the weights that share one amax, its own among them. The weights themselves would be in a
+        reference cycle, which keeps the process group alive.
         """
 
     def __deepcopy__(self, memo: dict) -> Weight:
@@ -76,7 +76,7 @@ class Weight:
         padded = (placement.padded_rows, *shape[1:-1], shape[-1] // 2)
         self.codes = torch.zeros(padded, **options)
         self.scales: torch.Tensor | None = None
-        """uint8 [padded_rows, ..., K/16], this rank's rows of scales that travel; None where none do."""
+        """uint8 [padded_rows, ..., K/16], this rank's rows of scales that travel; None if none do."""
         if self.record.scales_travel:
             rank, size = rank_and_size(placement.group)
             whole = torch.zeros((size, *padded[:-1], ceil_div(shape[-1], BLOCK)), **options)
@@ -92,10 +92,8 @@ class Weight:
             for side in ("rowwise", "columnwise")[: 1 + columnwise]:
                 self.record.allocate_side(side, layouts, local.device, amax, has_data=False)
         self._copied: torch.cuda.Event | None = None
-        self._input = (self._sent(), None) if local.device == placement.device else None
-
-    def _sent(self) -> tuple[torch.Tensor, ...]:
-        return (self.codes,) if self.scales is None else (self.codes, self.scales)
+        self._sent = (self.codes,) if self.scales is None else (self.codes, self.scales)
+        self._input = (self._sent, None) if local.device == placement.device else None
 
     def leave(self) -> None:
         """Be as before attach."""
@@ -116,23 +114,23 @@ class Weight:
         return self.codes[: self.placement.rows].view(-1)
 
     def wait_for_copy(self) -> None:
-        """A GPU may still be reading codes that lie in pinned memory, which a cast is about to change."""
+        """Before a cast changes codes in pinned memory that a GPU may still be reading."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
 
     def note_cast(self, local: torch.Tensor) -> None:
-        """The codes are those of the master, which lies here, as it is now, with the scales of the record."""
+        """The codes, with the scales of the record, are those of the master as it is now and lies here."""
         self._casts, self.was_loaded = self._casts + 1, False
         self._place, self._version = (local.data_ptr(), self.writes), _version(local)
 
     def note_moved(self, local: torch.Tensor) -> None:
-        """FSDP2 has copied the master that was cast to this place."""
+        """FSDP2 has copied the master here since it was cast."""
         self._place, self._version = (local.data_ptr(), self.writes), None
 
     def is_current(self, local: torch.Tensor) -> bool:
-        """Whether the codes are those of a master that lies here. Writes to the plain tensor inside, which
-        state dicts share, are counted by torch.
+        """Whether the codes are those of a master that lies here. torch counts writes to the plain tensor
+        inside, which state dicts share.
         """
         if self._place == (local.data_ptr(), self.writes):
             version = _version(local)
@@ -149,17 +147,16 @@ class Weight:
     # Gathers
 
     def all_gather_input(self, local: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], None]:
-        """The packed rows, half a byte an element, and the scales of blocks of 1x16. Scales of 16x16 blocks
-        do not travel: every rank has them. local: of the master that FSDP2 asks, which is a copy of its own
-        where masters are offloaded.
+        """The packed rows, half a byte per element, and the scales of blocks of 1x16; every rank has those of
+        16x16 blocks. local: of the master that FSDP2 asks, which is a copy if masters are offloaded.
 
-        Raises RuntimeError where they are not those of the master.
+        Raises RuntimeError if they are not those of the master.
         """
         if not self.is_current(local):
             self._check_current()
         if self._input is not None:
             return self._input
-        sent = tuple(own.to(self.placement.device, non_blocking=True) for own in self._sent())
+        sent = tuple(own.to(self.placement.device, non_blocking=True) for own in self._sent)
         if self.codes.is_pinned():
             self._copied = torch.cuda.Event()
             self._copied.record()
@@ -186,9 +183,7 @@ class Weight:
             )
 
     def gathered(self, outputs: tuple[torch.Tensor, ...], out: torch.Tensor | None):
-        """What FSDP2's fsdp_post_all_gather returns: the tensor and what is to be freed with it; or, with
-        out, nothing.
-        """
+        """What fsdp_post_all_gather returns: the tensor and what is to be freed with it; with out, None."""
         changed, self._gathered_casts = self._gathered_casts != self._casts, self._casts
         if out is None:
             rows = [output[: self.placement.shape[0]] for output in outputs]
@@ -201,11 +196,9 @@ class Weight:
         return None
 
     def _is_given_as_values(self) -> bool:
-        """Whether its module gets plain values: where it multiplies no codes, and has them for a forward or a
-        backward pass alone. What stays gathered stays in 4 bits. Asked at the first gather, as FSDP2 fills
-        one tensor from then on.
-
-        A DTensor of tensor parallelism is over plain values.
+        """Whether its module gets plain values: if it multiplies no codes, and has them for a forward or a
+        backward pass alone, or if it needs a DTensor. Asked at the first gather: FSDP2 fills one tensor from
+        then on.
         """
         return self.placement.param.is_dtensor or (not self.takes_codes and self.placement.reshards())
 
@@ -220,9 +213,8 @@ class Gathered:
     source: the record with the weight's scales, and no codes.
     rows: uint8, the all-gather buffers, whose storage FSDP2 frees and fills: the codes, and the compact
         scales if these travel.
-    as_values: whether `tensor` is plain, dequantize() of the whole weight; else it is an NVFP4Tensor over the
-        rows, the scales, and what is derived from both: the columns, if the record has any, and swizzled
-        scales.
+    as_values: whether `tensor` is plain, dequantize() of the whole weight; else it is an NVFP4Tensor over
+        rows, scales and what is derived from both: columns, if the record has any, and swizzled scales.
 
     tensor: what the module gets instead of its master. inner: the other tensors whose storage FSDP2 frees.
     """
