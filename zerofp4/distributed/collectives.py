@@ -196,12 +196,7 @@ def raised_by_all(error: BaseException) -> BaseException:
 # Collectives. stage: what a CollectiveError calls one.
 
 
-def exchange(
-    payload: Any,
-    error: OwnError | None,
-    group: dist.ProcessGroup | None,
-    stage: str = "agreeing on arguments",
-) -> list[Any]:
+def exchange(payload: Any, error: OwnError | None, group: dist.ProcessGroup | None, stage: str) -> list[Any]:
     """All-gather a picklable payload and agree on errors: the payloads in rank order.
 
     Every rank must call it, with or without an error. If any rank has one, all raise an exception of its kind

@@ -132,8 +132,8 @@ def _nccl_options(timeout: timedelta) -> dist.ProcessGroup.Options:
 def destroy_process_group() -> None:
     """Leave the default process group. Raises RuntimeError if there is none.
 
-    Under mpirun rank 0 waits until the others have left, 10 seconds at most: its process holds the store, and
-    a slower rank may still be connecting to its peers.
+    Under mpirun rank 0 waits up to 10 seconds for the others: its process holds the store, and a slower rank
+    may still be connecting to its peers.
     """
     if not dist.is_initialized():
         raise RuntimeError("destroy_process_group: there is no process group")

@@ -171,13 +171,6 @@ class Matrix:
             found.append(Served(f"{self.module}.{format.input_scale}", torch.float32, format.scalar_shape))
         return found
 
-    def global_scales(self) -> list[torch.Tensor]:
-        """The weight's, and the inputs' if there is one."""
-        scales = [self.format.global_of(self.amax, self.record.e4m3_max)]
-        if self.input_amax is not None:
-            scales.append(self.format.global_of(self.input_amax, int(E4M3_MAX)))
-        return scales
-
     def scales(self, compact: torch.Tensor, first: int, count: int) -> torch.Tensor:
         """E4M3 [count, K/16]: the scales of rows from `first` on, of the weight flattened to two dimensions.
         A tile's scale stands on each of its rows.
@@ -198,7 +191,10 @@ class Matrix:
         if first >= end:
             return
         tensors = [codes[first - start : end - start], self.scales(scales, first, end - first)]
-        for served, tensor in zip(self.served(), tensors + self.global_scales(), strict=True):
+        tensors.append(self.format.global_of(self.amax, self.record.e4m3_max))
+        if self.input_amax is not None:
+            tensors.append(self.format.global_of(self.input_amax, int(E4M3_MAX)))
+        for served, tensor in zip(self.served(), tensors, strict=True):
             at = first - self.rows.first if tensor.dim() == 2 else 0
             yield served.name, tensor, Part(served.shape, at)
 
@@ -207,15 +203,11 @@ class QuantizedWeight:
     """An NVFP4 weight of the model, and the matrices that an export has of it."""
 
     def __init__(self, key: str, source: Source, rows: list[Rows], format: Format):
-        self.key, self.source = key, source
+        self.key, self.source, self.is_collective = key, source, source.is_collective
         record, amaxes = source.record, source.amax.tolist()
         _check_weight(key, source, rows, amaxes)
         per_amax = record.matrix[0] if len(amaxes) > 1 else math.prod(record.shape[:-1])
         self.matrices = [Matrix(each, record, amaxes[each.first // per_amax], format) for each in rows]
-
-    @property
-    def is_collective(self) -> bool:
-        return self.source.is_collective
 
     def served(self) -> list[Served]:
         return [served for matrix in self.matrices for served in matrix.served()]
@@ -233,8 +225,8 @@ class QuantizedWeight:
 
 
 class PlainTensor:
-    """A parameter or buffer that is not quantized. name: in the checkpoint; None where transformers makes
-    other tensors of it.
+    """A parameter or buffer that is not quantized. name: in the checkpoint; None if transformers makes other
+    tensors of it.
     """
 
     def __init__(
@@ -274,7 +266,7 @@ class Plan:
     """All tensors of an export, in the order of the model's state dict.
 
     parts: what makes them, one for each key. matrices: of quantized weights, by module. served: the tensors.
-    ignored: the modules with a matrix that is not quantized.
+    ignored: the modules with a matrix that is not quantized. configuration: as Format's, of these.
 
     Raises ValueError for what serving engines would not load, or would load wrongly.
     """
@@ -305,9 +297,10 @@ class Plan:
         self.ignored = self._find_ignored({weight.key for weight in quantized})
         _check_fused(self.matrices, self.ignored)
         _check_experts(self.matrices, self.ignored)
-        self._has_inputs = input_amaxes is not None
-        if input_amaxes is not None:
+        has_inputs = input_amaxes is not None
+        if has_inputs:
             _give_inputs(self.matrices, input_amaxes)
+        self.configuration = self.format.configuration(self.ignored, has_inputs)
         self.served = [served for part in self.parts for served in part.served()]
         self.dtype = quantized[0].source.record.dtype
         """In which the model computes."""
@@ -354,10 +347,6 @@ class Plan:
         amaxes = [matrix.amax for matrix in self.matrices.values()]
         content = [[*served[:1], *map(str, served[1:])] for served in self.served], amaxes
         return hashlib.sha256(repr(content).encode()).hexdigest()
-
-    def configuration(self) -> tuple[dict[str, Any], Files]:
-        """quantization_config of config.json, and other files."""
-        return self.format.configuration(self.ignored, self._has_inputs)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -471,8 +460,8 @@ def check_model(model: nn.Module) -> Any:
 
 
 def checkpoint_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str | None]:
-    """By key of the model's state dict, the name of that tensor in a checkpoint; None for one that
-    transformers cuts or transforms when it saves.
+    """By key of the model's state dict, the tensor's name in a checkpoint; None if transformers cuts or
+    transforms it to save it.
     """
     stand_ins = {
         key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in tensors.items()

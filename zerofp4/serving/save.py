@@ -135,7 +135,7 @@ def _write_configurations(plan: Plan, model: Any, export: Export, tokenizer: Any
     config = json.loads((export.draft / "config.json").read_text(encoding="utf-8"))
     config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
     config["dtype"] = str(plan.dtype).removeprefix("torch.")
-    config["quantization_config"], other_files = plan.configuration()
+    config["quantization_config"], other_files = plan.configuration
     for name, content in {"config.json": config, **other_files}.items():
         export.write_json(name, content)
     if model.can_generate():

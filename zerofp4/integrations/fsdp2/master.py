@@ -57,7 +57,12 @@ class MasterShard(torch.Tensor):
         kwargs = kwargs or {}
         masters = [master for value in (*args, *kwargs.values()) for master in _masters_in(value)]
         if func in _PRODUCTS or func.namespace == "c10d":
-            raise RuntimeError(f"{func}{_not_to_compute_with(masters[0].weight)}")
+            raise RuntimeError(
+                f"{func}: {masters[0].weight.name!r} was prepared for FSDP2, and its master is not for "
+                "computing: call fully_shard on the model and zerofp4.integrations.fsdp2.attach(model, "
+                "optimizer), and run the forward pass through the sharded modules (DistributedDataParallel "
+                "and FullyShardedDataParallel are not supported)"
+            )
         if func in _SHARED:  # over the same object: state dicts are made of it, and it counts their writes
             return cls(masters[0].local, masters[0].weight)
         if func is _aten.copy_.default:
@@ -130,11 +135,8 @@ def _masters_in(argument: Any) -> list[MasterShard]:
     """The masters in an operator's argument, which is one, or a list, or neither. torch's walk of trees, and
     isinstance() of plain tensors, cost an optimizer's step over a whole model several times its kernel.
     """
-    if type(argument) is MasterShard:
-        return [argument]
-    if isinstance(argument, list | tuple):
-        return [value for value in argument if type(value) is MasterShard]
-    return []
+    values = argument if isinstance(argument, list | tuple) else [argument]
+    return [value for value in values if type(value) is MasterShard]
 
 
 def _local(argument: Any) -> Any:
@@ -200,14 +202,6 @@ def _written(func) -> list[tuple[int, str]]:
     """The arguments that an operator writes to: by its schema, which is slow to read."""
     arguments = enumerate(func._schema.arguments)
     return [(index, one.name) for index, one in arguments if one.alias_info and one.alias_info.is_write]
-
-
-def _not_to_compute_with(weight: Weight) -> str:
-    return (
-        f": {weight.name!r} was prepared for FSDP2, and its master is not for computing: call fully_shard on "
-        "the model and zerofp4.integrations.fsdp2.attach(model, optimizer), and run the forward pass through "
-        "the sharded modules (DistributedDataParallel and FullyShardedDataParallel are not supported)"
-    )
 
 
 _SHARED = {_aten.alias.default, _aten.detach.default}

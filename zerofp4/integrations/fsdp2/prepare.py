@@ -93,28 +93,20 @@ def _check_model(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             raise RuntimeError(f"model: {called} is sharded already: call prepare before fully_shard")
         for parameter_name, parameter in module.named_parameters(recurse=False):
-            if isinstance(parameter, NVFP4Tensor) or is_master(parameter):
-                how = "prepared" if is_master(parameter) else "converted to NVFP4"
+            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            if isinstance(local, NVFP4Tensor | MasterShard):
+                how = "prepared" if isinstance(local, MasterShard) else "converted to NVFP4"
                 raise ValueError(f"model: {parameter_name} of {called} was {how} already")
-
-
-def is_master(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, MasterShard)
 
 
 def _as_master(parameter: nn.Parameter, weight: Weight) -> nn.Parameter:
     """A parameter of the same values in float32, with the attributes of the old one."""
-    values = parameter.detach()
-    if isinstance(values, DTensor):
-        local = MasterShard(_float32(values.to_local()), weight)
-        options = {"run_check": False, "shape": values.shape, "stride": values.stride()}
-        values = DTensor.from_local(local, values.device_mesh, values.placements, **options)
-    else:
-        values = MasterShard(_float32(values), weight)
+    old = parameter.detach()
+    local = old.to_local() if isinstance(old, DTensor) else old
+    values = MasterShard(local.to(torch.float32, memory_format=torch.contiguous_format), weight)
+    if isinstance(old, DTensor):
+        options = {"run_check": False, "shape": old.shape, "stride": old.stride()}
+        values = DTensor.from_local(values, old.device_mesh, old.placements, **options)
     master = nn.Parameter(values, parameter.requires_grad)
     vars(master).update({k: v for k, v in vars(parameter).items() if k not in ("_is_param", *vars(values))})
     return master
-
-
-def _float32(values: torch.Tensor) -> torch.Tensor:
-    return values.to(torch.float32, memory_format=torch.contiguous_format)

@@ -36,32 +36,28 @@ def _unwrap(module: nn.Module, state_dict: dict, prefix: str, local_metadata: di
     for name in vars(module)[_WEIGHTS]:
         value = state_dict.get(prefix + name)
         if value is not None and not isinstance(value, nn.Parameter):  # as it is with keep_vars=True
-            state_dict[prefix + name] = plain(value)
+            state_dict[prefix + name] = _with_local(value, _plain)
+
+
+def _plain(local: torch.Tensor) -> torch.Tensor:
+    return local.local if isinstance(local, MasterShard) else local
 
 
 def _take_over(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *_) -> None:
-    for weight in vars(module)[_WEIGHTS].values():
-        weight.was_loaded = True
-    if not local_metadata.get("assign_to_params_buffers"):
-        return
     for name, weight in vars(module)[_WEIGHTS].items():
+        weight.was_loaded = True
         value = state_dict.get(prefix + name)
-        if value is None:
+        if value is None or not local_metadata.get("assign_to_params_buffers"):
             continue
         if value.dtype != torch.float32:
             raise TypeError(
                 f"{prefix + name} is a master and must be float32 to be assigned, got {value.dtype}"
             )
-        state_dict[prefix + name] = _with_local(value, lambda local, weight=weight: _master(local, weight))
 
+        def master(local: torch.Tensor, weight: Weight = weight) -> MasterShard:
+            return local if isinstance(local, MasterShard) else MasterShard(local.detach(), weight)
 
-def _master(local: torch.Tensor, weight: Weight) -> MasterShard:
-    return local if isinstance(local, MasterShard) else MasterShard(local.detach(), weight)
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor of a master, or a DTensor over it; another tensor as it is."""
-    return _with_local(tensor, lambda local: local.local if isinstance(local, MasterShard) else local)
+        state_dict[prefix + name] = _with_local(value, master)
 
 
 def _with_local(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""What Megatron calls of TransformerEngine for NVFP4 weights, for ours: codes that live in its buffer, the
-cast of its shards, the columnwise copies. Weights that are not ours go to what was there before.
+"""What Megatron asks of TransformerEngine, for our weights: codes that live in its buffer, the cast of its
+shards, the columnwise copies. Other weights go to what was there before.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from zerofp4.storage import NVFP4Storage, called
 from zerofp4.tensors import NVFP4Tensor
 
 _WATCH = "megatron_watch"
-"""Where the attachments of the first weight of a cast have the watch of these weights."""
+"""The attachment of the first weight of a cast that watches all weights of the cast."""
 
 
 def make_modify_rowwise_storage(original: Callable) -> Callable:

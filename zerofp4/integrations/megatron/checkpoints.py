@@ -25,28 +25,19 @@ def make_preprocess(original: Callable, nested_values: Callable[[Any], Iterable]
     return preprocess
 
 
-def make_load_state_dict(original: Callable) -> Callable:
+def make_load(original: Callable, has_masters: Callable[[Any], bool] = lambda state: True) -> Callable:
+    """original: what loads the state of an optimizer, or a file with masters."""
+
     @functools.wraps(original)
-    def load_state_dict(self, state_dict):
+    def load(self, state_dict, *args, **kwargs):
         """Weights follow the masters that were loaded, if any were: quantizing the weights of a checkpoint,
         which were quantized before, would give other bytes.
         """
-        original(self, state_dict)
-        if "param_state" in state_dict:
+        original(self, state_dict, *args, **kwargs)
+        if has_masters(state_dict):
             _cast_masters(self)
 
-    return load_state_dict
-
-
-def make_load_parameter_state(original: Callable) -> Callable:
-    """original: what loads masters from a file of their own, for each optimizer of a chain."""
-
-    @functools.wraps(original)
-    def load_parameter_state_from_dp_zero(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        _cast_masters(self)
-
-    return load_parameter_state_from_dp_zero
+    return load
 
 
 @torch.no_grad()

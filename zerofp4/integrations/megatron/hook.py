@@ -108,8 +108,8 @@ def _replacements(megatron: _Megatron) -> Iterator[tuple[Any, str, Any]]:
     optimizer = optimizers.DistributedOptimizer
     yield made(optimizer, "_compute_per_buffer_param_layout", layout.make_buffer_layout, is_packed)
     yield made(optimizer, "__init__", layout.make_constructor)
-    yield made(optimizer, "load_state_dict", checkpoints.make_load_state_dict)
-    yield made(optimizer, "load_parameter_state_from_dp_zero", checkpoints.make_load_parameter_state)
+    yield made(optimizer, "load_state_dict", checkpoints.make_load, lambda state: "param_state" in state)
+    yield made(optimizer, "load_parameter_state_from_dp_zero", checkpoints.make_load)
     fsdp = megatron["distributed.fsdp.mcore_fsdp_adapter"].FullyShardedDataParallel
     yield made(fsdp, "__init__", layout.make_refusal)
     nested_values = megatron["dist_checkpointing.dict_utils"].nested_values

@@ -28,7 +28,7 @@ _BUFFERS = {
     "columnwise": ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"),
 }
 _SWIZZLED = "_with_gemm_swizzled_scales"
-_LATER = ("_row_scaled_nvfp4", "_nvfp4_use_4over6")  # since 2.16 and 2.17; False before
+_LATER = ("_row_scaled_nvfp4", "_nvfp4_use_4over6")  # since 2.16 and 2.17
 _ATTRIBUTES = (*_BUFFERS["rowwise"], *_BUFFERS["columnwise"], _SWIZZLED, *_LATER, "_quantizer")
 _MISSING = object()
 
@@ -45,12 +45,10 @@ _REFUSED = {
 
 @dataclasses.dataclass(eq=False)
 class TensorRecord(NVFP4Storage):
-    """The record of an NVFP4Tensor of TransformerEngine: its buffers, with the scales in the expanded layout
-    only, and an amax of each copy's own.
-    """
+    """An NVFP4Tensor of TransformerEngine: scales in the expanded layout only, an amax for each copy."""
 
     problem: tuple[type[Exception], str] | None = None
-    """What check() raises: why nothing can be cast into the tensor as it is now."""
+    """What check() raises: why nothing can be cast into the tensor now."""
     seen: tuple[tuple, list[torch.Tensor], bytes | list[int]] = (), [], b""
     """The tensor's attributes when they were last looked at, the buffers among them, and their addresses."""
 
@@ -99,15 +97,6 @@ def record_of_tensor(tensor: torch.Tensor) -> TensorRecord | None:
 
 def _sides_of(tensor: torch.Tensor, record: TensorRecord) -> tuple[Side, Side | None]:
     """Raises TypeError or ValueError, which name the attribute, for a tensor that cannot be cast into."""
-    _check_shape(tensor, record)
-    _check_options(tensor)
-    rowwise, columnwise = (_side_of(tensor, record, side) for side in _BUFFERS)
-    if rowwise is None:
-        raise ValueError("_rowwise_data is None: there is nothing to cast into")
-    return rowwise, columnwise
-
-
-def _check_shape(tensor: torch.Tensor, record: TensorRecord) -> None:
     if tensor.shape != record.shape or tensor.dtype != record.dtype:
         raise ValueError(
             f"shape and dtype were {tuple(record.shape)} and {record.dtype}, and are now "
@@ -116,6 +105,11 @@ def _check_shape(tensor: torch.Tensor, record: TensorRecord) -> None:
     if len(tensor.shape) != 2 or any(size % BLOCK for size in tensor.shape):
         raise ValueError(f"shape must be two multiples of {BLOCK}, got {tuple(tensor.shape)}")
     record.check_context()
+    _check_options(tensor)
+    rowwise, columnwise = (_side_of(tensor, record, side) for side in _BUFFERS)
+    if rowwise is None:
+        raise ValueError("_rowwise_data is None: there is nothing to cast into")
+    return rowwise, columnwise
 
 
 def _check_options(tensor: torch.Tensor) -> None:
@@ -147,7 +141,7 @@ def _attribute(owner: Any, name: str, place: str = "") -> Any:
 
 
 def _side_of(tensor: torch.Tensor, record: TensorRecord, side: str) -> Side | None:
-    """A side whose buffers are the tensor's memory; None where it has neither codes nor scales."""
+    """A side whose buffers are the tensor's memory; None if it has neither codes nor scales."""
     names = _BUFFERS[side]
     data, scale, amax = buffers = [_attribute(tensor, name) for name in names]
     if data is None and scale is None:
