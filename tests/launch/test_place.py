@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerofp4.launch.process_group import Place, choose_device, find_place, ranks_started
+from zerofp4.launch import Place, choose_device, find_place, ranks_started
 
 
 @pytest.mark.parametrize(

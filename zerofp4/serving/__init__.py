@@ -1,7 +1,7 @@
 """Trained NVFP4 weights in the formats of serving engines, and their masters as safetensors."""
 
+from zerofp4.serving.files import save_safetensors
 from zerofp4.serving.fused import FUSED, amax_groups
-from zerofp4.serving.masters import save_safetensors
 from zerofp4.serving.plan import Part, Served
 from zerofp4.serving.refit import ServedWeights, weights
 from zerofp4.serving.save import save_pretrained

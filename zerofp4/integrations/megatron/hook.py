@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from zerofp4.integrations.megatron import casting, checkpoints, layout
+from zerofp4.integrations.megatron import casting, layout
 from zerofp4.tensors import NVFP4Tensor
 
 KNOWN_VERSIONS = ("0.18", "0.19")
@@ -108,12 +108,12 @@ def _replacements(megatron: _Megatron) -> Iterator[tuple[Any, str, Any]]:
     optimizer = optimizers.DistributedOptimizer
     yield made(optimizer, "_compute_per_buffer_param_layout", layout.make_buffer_layout, is_packed)
     yield made(optimizer, "__init__", layout.make_constructor)
-    yield made(optimizer, "load_state_dict", checkpoints.make_load, lambda state: "param_state" in state)
-    yield made(optimizer, "load_parameter_state_from_dp_zero", checkpoints.make_load)
+    yield made(optimizer, "load_state_dict", casting.make_load, lambda state: "param_state" in state)
+    yield made(optimizer, "load_parameter_state_from_dp_zero", casting.make_load)
     fsdp = megatron["distributed.fsdp.mcore_fsdp_adapter"].FullyShardedDataParallel
     yield made(fsdp, "__init__", layout.make_refusal)
     nested_values = megatron["dist_checkpointing.dict_utils"].nested_values
     for module in ("serialization", "tensor_aware_state_dict"):
         for name in ("save_preprocess", "load_preprocess"):
             owner = megatron[f"dist_checkpointing.{module}"]
-            yield made(owner, name, checkpoints.make_preprocess, nested_values)
+            yield made(owner, name, casting.make_preprocess, nested_values)

@@ -1,4 +1,7 @@
-"""The default process group, joined or made, and left again; a process's place among the ranks."""
+"""Process groups: one call that works alone, under torchrun and under mpirun.
+
+NCCL is used where there are GPUs (one for each rank of a host) and gloo where there are none.
+"""
 
 from __future__ import annotations
 
