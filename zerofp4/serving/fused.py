@@ -43,9 +43,9 @@ def amax_groups(model: nn.Module, filter_fn: FilterFn | None = None) -> list[lis
     CastPlan and integrations.fsdp2.prepare: q, k and v of each attention, gate and up of each MLP and of each
     expert.
 
-    A fused matrix has one global scale: vLLM takes the largest of unequal ones, so that the other weights are
-    scaled wrongly, and SGLang refuses them. Stacked experts [E, N, K] need no group: gate and up of an expert
-    are one matrix there.
+    A fused matrix has one global scale. Of unequal ones vLLM takes the largest, which scales the other
+    weights wrongly, and SGLang refuses them. Stacked experts [E, N, K] need no group: gate and up of an
+    expert are one matrix there.
 
     model: converted by convert_model, or not yet converted. filter_fn: what convert_model or prepare will be
     given, for a model that is not yet converted. Modules are known by their last names, which are in
@@ -62,8 +62,6 @@ def amax_groups(model: nn.Module, filter_fn: FilterFn | None = None) -> list[lis
 
 
 def experts_of(name: str) -> str | None:
-    """The module of all routed experts that a module is one expert's part of: `mlp.experts` of
-    `mlp.experts.3.down_proj`. None for another module.
-    """
+    """`mlp.experts` of `mlp.experts.3.down_proj`, a module of one routed expert. None for another module."""
     found = re.fullmatch(r"(.*\.experts)\.\d+\.[^.]+", name)
     return found and found[1]

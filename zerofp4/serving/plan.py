@@ -219,7 +219,7 @@ class QuantizedWeight:
             yield from ((name, tensor) for name, tensor, _ in matrix.pieces(codes, 0, scales))
 
     def pieces(self) -> Iterator[Piece]:
-        codes, start, scales = self.source.local(), self.source.first_row, self.source.record.rowwise_scale
+        (codes, start), scales = self.source.local(), self.source.record.rowwise_scale
         for matrix in self.matrices:
             yield from matrix.pieces(codes, start, scales)
 

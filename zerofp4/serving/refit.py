@@ -12,7 +12,7 @@ from zerofp4.serving.sources import find_sources
 class ServedWeights:
     """The tensors of an export. Iterating gives (name, tensor, part) for the pieces that this rank has.
 
-    served: name, dtype and shape of each whole tensor, in their order; the same on every rank.
+    served: name, dtype and shape of each whole tensor, in order; the same on every rank.
     """
 
     def __init__(self, plan: Plan):
@@ -29,9 +29,7 @@ class ServedWeights:
 
     @torch.no_grad()
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor) on every rank. Collective where ranks have pieces: one weight is gathered at a
-        time.
-        """
+        """(name, whole tensor) on every rank. Collective if ranks have pieces: one gather per weight."""
         for part in self._plan.parts:
             yield from part.tensors()
 

@@ -50,25 +50,25 @@ def save_pretrained(
     """Write a model of transformers as a folder that vLLM, SGLang and transformers load, with the codes and
     scales that were trained.
 
-    Collective over the optimizer's process group, or else the default one. Rank 0 writes, and holds
-    one file's tensors beside its model, 5 GB at most; the others hold one whole tensor. An older export in
-    the folder stays until the new one is written, and is gone afterwards; other files stay.
+    Collective over the optimizer's process group, or else the default one. Rank 0 writes, and holds one
+    file's tensors, 5 GB at most; the others hold one whole tensor. An older export in the folder stays until
+    the new one is written, and is gone afterwards; other files stay.
 
     model: with NVFP4 weights of convert_model, or prepared and attached by integrations.fsdp2.
     optimizer: that of the weights; with AveragedMasters in its place codes are made of the averages.
     format: "compressed-tensors" (nvfp4-pack-quantized) or "modelopt" (W4A16_NVFP4, or NVFP4 with
         input_amaxes).
-    dtype: of floating-point parameters that are not quantized; None keeps that of each one.
+    dtype: of floating-point parameters that are not quantized; None keeps each one's.
     input_amaxes: the largest magnitude of a module's inputs, by the module's name in the export, for each
         quantized one: then engines quantize activations too. None quantizes weights only.
-    tokenizer: what has a save_pretrained(folder), a tokenizer or a processor; None copies the files of
-        the folder that the model was loaded from, if there is one.
-    progress: called on the rank that writes as progress(bytes that are written, bytes in all).
+    tokenizer: a tokenizer or processor, with save_pretrained(folder); None copies the files of the folder
+        that the model was loaded from, if there is one.
+    progress: called on the rank that writes as progress(bytes written, bytes in all).
 
     Raises, before anything is written, ValueError for fused weights with unequal amaxes (amax_groups), a
     number of columns that is not a multiple of 16, a name that exists twice, ranks with other models;
-    TypeError for a model that is not of transformers, ImportError without the extra `serving`, OSError where
-    the disk has not the space. What rank 0 raises while it writes the others raise as a RuntimeError.
+    TypeError for a model that is not of transformers, ImportError without the extra `serving`, OSError if the
+    disk lacks the space. If rank 0 raises while it writes, the others raise a RuntimeError.
     """
     group = resolve_group(None) if optimizer is None else _group_of(optimizer)
     plan, error = attempt(_make_plan, model, optimizer, format, dtype, input_amaxes)

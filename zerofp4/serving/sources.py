@@ -14,14 +14,12 @@ class Source(Protocol):
     """The codes of one weight.
 
     record: its shape, block and options. amax: float32 [1], or [E] of experts that are quantized each alone;
-    the same on every rank. is_collective: whether whole() is. first_row: where local() begins in the weight
-    flattened to two dimensions.
+    the same on every rank. is_collective: whether whole() is.
     """
 
     record: NVFP4Storage
     amax: torch.Tensor
     is_collective: bool
-    first_row: int
 
     def check(self) -> None:
         """Raise if the codes are not those of the weight, or cannot be served."""
@@ -29,14 +27,16 @@ class Source(Protocol):
     def whole(self) -> NVFP4Storage:
         """A record with all codes and compact scales of the rowwise copy."""
 
-    def local(self) -> torch.Tensor:
-        """uint8 [rows, K/2], the codes that this rank has, from first_row on."""
+    def local(self) -> tuple[torch.Tensor, int]:
+        """This rank's codes, uint8 [rows, K/2], and the first row, of the weight flattened to two dimensions.
+        Not of averages.
+        """
 
 
 class Held:
     """A weight whose codes are all in this process."""
 
-    is_collective, first_row = False, 0
+    is_collective = False
 
     def __init__(self, record: NVFP4Storage):
         self.record, self.amax = record, record.amax
@@ -48,14 +48,14 @@ class Held:
     def whole(self) -> NVFP4Storage:
         return self.record
 
-    def local(self) -> torch.Tensor:
-        return self.record.rowwise.data.flatten(0, -2)
+    def local(self) -> tuple[torch.Tensor, int]:
+        return self.record.rowwise.data.flatten(0, -2), 0
 
 
 class Averaged:
     """A weight whose codes are made of the average of its masters."""
 
-    is_collective, first_row = True, 0
+    is_collective = True
 
     def __init__(self, parameter: NVFP4Tensor, averages: AveragedMasters):
         self.record, self._parameter, self._averages = parameter.record, parameter, averages
@@ -72,9 +72,6 @@ class Averaged:
     def whole(self) -> NVFP4Storage:
         options = {"block": self.record.block, "four_over_six": self.record.four_over_six}
         return quantize(self._values(), amax=self.amax, **options).record
-
-    def local(self) -> torch.Tensor:
-        return self.whole().rowwise.data.flatten(0, -2)
 
 
 def find_sources(model: nn.Module) -> dict[str, Source]:

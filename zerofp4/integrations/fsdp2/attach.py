@@ -82,9 +82,8 @@ class Attachment:
         held = [optimizer for optimizer, *_ in shares]
         self._casters = [Caster(*share, leaves_amaxes=held.count(share[0]) == 1) for share in shares]
         self.refresh()
-        self._handles = [
-            model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-        ]
+        options = {"prepend": True, "with_kwargs": True}
+        self._handles = [model.register_forward_pre_hook(self._before_forward, **options)]
         for caster in self._casters:
             self._handles += caster.register_hooks()
 
@@ -136,7 +135,6 @@ class Caster:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer | None,
-        group: dist.ProcessGroup,
         weights: list[Weight],
         amax_groups: list[list[NVFP4Storage]],
         leaves_amaxes: bool,
@@ -148,7 +146,7 @@ class Caster:
             [weight.record for weight in weights],
             self._flat_masters(),
             [weight.placement.start for weight in weights],
-            group,
+            weights[0].placement.group,
             fsdp_shard_model_weights=codes,
             amax_groups=amax_groups,
         )
@@ -211,7 +209,7 @@ def _cast(casters: list[Caster]) -> None:
     first.raise_if_any()
 
 
-Share = tuple[torch.optim.Optimizer | None, dist.ProcessGroup, list[Weight], list[list[NVFP4Storage]]]
+Share = tuple[torch.optim.Optimizer | None, list[Weight], list[list[NVFP4Storage]]]
 """What is cast together: weights of one optimizer, or of none, and one group of ranks; their amax groups."""
 
 
@@ -231,7 +229,7 @@ def _shares(optimizers: list[torch.optim.Optimizer], weights: list[Weight]) -> l
         device = weight.master().device
         shares.setdefault((holders.get(id(param)), ranks, device), []).append(weight)
     return [
-        (None if k is None else optimizers[k], share[0].placement.group, share, _amax_groups(share))
+        (None if k is None else optimizers[k], share, _amax_groups(share))
         for (k, *_), share in shares.items()
     ]
 

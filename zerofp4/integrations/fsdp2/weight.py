@@ -277,11 +277,6 @@ class ShardedCodes:
     def __init__(self, weight: Weight):
         self.record, self.amax, self._weight = weight.record, weight.record.amax, weight
 
-    @property
-    def first_row(self) -> int:
-        placement = self._weight.placement
-        return placement.first_row * math.prod(placement.shape[1:-1])
-
     def check(self) -> None:
         """Raises RuntimeError for codes of masters that were written to since."""
         if self._weight.placement.param.is_dtensor:
@@ -308,5 +303,7 @@ class ShardedCodes:
         record.rowwise = Side(codes, {"compact": scale.to(device)}, self.record.amax.to(device))
         return record
 
-    def local(self) -> torch.Tensor:
-        return self._padded()[0][: self._weight.placement.rows].flatten(0, -2)
+    def local(self) -> tuple[torch.Tensor, int]:
+        placement = self._weight.placement
+        codes = self._padded()[0][: placement.rows].flatten(0, -2)
+        return codes, placement.first_row * math.prod(placement.shape[1:-1])
