@@ -154,9 +154,7 @@ def destroy_process_group() -> None:
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """The backend of the group's collectives on this device; None without one. dist.get_backend() names only
-    one of a group that has several.
-    """
+    """The backend of the group's collectives on this device; None without one."""
     try:
         return group._get_backend(device).name()
     except RuntimeError:

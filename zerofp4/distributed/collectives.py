@@ -43,9 +43,7 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 class GroupReference:
-    """A group that is not kept alive: its connections must close when the caller destroys it, not with the
-    last plan.
-    """
+    """A group that is not kept alive, so that its connections close when the caller destroys it."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self._weak = None if group is None else weakref.ref(group)
@@ -283,9 +281,7 @@ def _gather(flat: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 def reduce_scatter_slices(
     out: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, stage: str
 ) -> Pending:
-    """Begin to add up a rank's equal slice of `flat` over all ranks into `out`, in their dtype and in the
-    backend's order.
-    """
+    """Begin to add up a rank's equal slice of `flat` over all ranks into `out`, in the backend's order."""
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     named = Stage(stage, group)
     with named:
@@ -333,9 +329,7 @@ PHASES = {
     "weights": "weights travel",
     "transpose": "transpose",
 }
-"""The phases of a step of many ranks, and their labels. Averages and amaxes that an update makes as it reads
-and writes count as "update".
-"""
+"""The phases of a step of many ranks, and their labels. What an update averages counts as "update"."""
 
 PREFIX = "zerofp4::"
 """Of a phase's name in a trace of torch.profiler."""

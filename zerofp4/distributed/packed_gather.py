@@ -62,9 +62,7 @@ class PackedGather:
         return self.staging.data_ptr() + rank * self.staging.shape[1] + self._offsets[rank][i]
 
     def _find_low_codes(self) -> dict[tuple[int, int], int]:
-        """For (rank, weight) of every shard that begins at an odd element: the address at which the rank
-        before it has the other code of that byte.
-        """
+        """By (rank, weight) of each shard with an odd start: where the other code of its first byte is."""
         low = {}
         for i in range(len(self._shards[0])):
             owners = sorted(
@@ -81,9 +79,7 @@ class PackedGather:
             self.bind(buffers)
 
     def bind(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Gather from and to these buffers from now on. Raises RuntimeError, with nothing changed, while a
-        CUDA graph is captured.
-        """
+        """Gather from and to these buffers from now on. RuntimeError, with no change, during a capture."""
         pointers = addresses_of("rowwise_data", buffers)
         if self._stages is not None:
             own = [

@@ -1,6 +1,4 @@
-"""Files of safetensors that are written one after another, and then moved into their folder; the masters of a
-trained model as such files.
-"""
+"""Folders of safetensors that are written beside an older export and then replace it; save_safetensors."""
 
 import contextlib
 import json

@@ -172,9 +172,7 @@ class Matrix:
         return found
 
     def scales(self, compact: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """E4M3 [count, K/16]: the scales of rows from `first` on, of the weight flattened to two dimensions.
-        A tile's scale stands on each of its rows.
-        """
+        """E4M3 [count, K/16], a scale per row: from row `first` of the weight flattened to two dimensions."""
         flat, block_rows = compact.view(torch.uint8).flatten(0, -2), self.record.block[0]
         if block_rows == 1:
             return flat[first : first + count].view(SCALE_DTYPE)
@@ -183,9 +181,7 @@ class Matrix:
         return flat[rows // block_rows + matrix * compact.shape[-2]].view(SCALE_DTYPE)
 
     def pieces(self, codes: torch.Tensor, start: int, scales: torch.Tensor) -> Iterator[Piece]:
-        """Of the matrix, what lies in `codes`, which are rows of the weight from `start` on. scales: compact,
-        of the whole weight.
-        """
+        """The matrix's part of `codes`, rows of the weight from `start` on. scales: compact, of all rows."""
         first = max(start, self.rows.first)
         end = min(start + codes.shape[0], self.rows.first + self.rows.count)
         if first >= end:
@@ -225,9 +221,7 @@ class QuantizedWeight:
 
 
 class PlainTensor:
-    """A parameter or buffer that is not quantized. name: in the checkpoint; None if transformers makes other
-    tensors of it.
-    """
+    """A parameter or buffer that is not quantized. name: as checkpoint_names()."""
 
     def __init__(
         self, model: nn.Module, key: str, value: torch.Tensor, name: str | None, dtype: torch.dtype | None
@@ -460,9 +454,7 @@ def check_model(model: nn.Module) -> Any:
 
 
 def checkpoint_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str | None]:
-    """By key of the model's state dict, the tensor's name in a checkpoint; None if transformers cuts or
-    transforms it to save it.
-    """
+    """Names in a checkpoint by keys of the state dict; None if transformers cuts or transforms the tensor."""
     stand_ins = {
         key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in tensors.items()
     }

@@ -151,9 +151,7 @@ def _write_configurations(plan: Plan, model: Any, export: Export, tokenizer: Any
 
 @torch.no_grad()
 def _write(plan: Plan, export: Export | None, error: OwnError, progress: Callable | None) -> None:
-    """Write all tensors on the rank that has an export. After an error it goes on, since the others wait in
-    gathers.
-    """
+    """Write all tensors on the rank that has an export. After an error it still joins the others' gathers."""
     sizes, done = {served.name: served.nbytes for served in plan.served}, 0
     for part in plan.parts:
         if export is None and not part.is_collective:

@@ -28,9 +28,7 @@ class Source(Protocol):
         """A record with all codes and compact scales of the rowwise copy."""
 
     def local(self) -> tuple[torch.Tensor, int]:
-        """This rank's codes, uint8 [rows, K/2], and the first row, of the weight flattened to two dimensions.
-        Not of averages.
-        """
+        """This rank's codes, uint8 [rows, K/2], and their first row in the matrix. Averages have none."""
 
 
 class Held:

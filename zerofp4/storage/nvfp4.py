@@ -101,9 +101,7 @@ class NVFP4Storage(Storage):
         return (1 if self.experts is None else self.shape[0],)
 
     def matrices(self, only: int | None = None) -> list["NVFP4Storage"]:
-        """The record itself; or, of a stack, a record of each matrix (or of number `only`), over views of
-        this record's buffers. Errors call it name[e].
-        """
+        """The record itself; of a stack, a record of each matrix, or of number `only`, over views."""
         if self.experts is None:
             return [self]
         records = []

@@ -104,9 +104,7 @@ class Storage(Sides):
         setattr(self, name, Side(data, scales, amax))
 
     def check(self) -> None:
-        """Check every buffer as check_buffer does. Called wherever a record gets buffers, and again when a
-        plan is built over it.
-        """
+        """check_buffer() of every buffer: when a record gets buffers, and when a plan is built over it."""
         for name, buffer in self.buffers():
             self._check_buffer(name, buffer)
 

@@ -15,9 +15,7 @@ _WEIGHTS = "zerofp4_weights"
 
 
 def register(module: nn.Module, parameter_name: str, weight: Weight) -> None:
-    """The module's parameter is a prepared weight. From now on its state dict has the master as a plain
-    tensor, and loads such, with assign=True too.
-    """
+    """Note a prepared weight. Its module's state dict has, and loads, the master as a plain tensor."""
     weights = vars(module).setdefault(_WEIGHTS, {})
     if not weights:
         module.register_state_dict_post_hook(_unwrap)

@@ -129,9 +129,7 @@ class Weight:
         self._place, self._version = (local.data_ptr(), self.writes), None
 
     def is_current(self, local: torch.Tensor) -> bool:
-        """Whether the codes are those of a master that lies here. torch counts writes to the plain tensor
-        inside, which state dicts share.
-        """
+        """Whether the codes are those of a master that lies here. torch counts writes to its plain tensor."""
         if self._place == (local.data_ptr(), self.writes):
             version = _version(local)
             if self._version is None:  # the first look at the view that FSDP2 made of the new place

@@ -46,9 +46,7 @@ def make_quantize_param_shard(original: Callable) -> Callable:
         data_parallel_group: dist.ProcessGroup,
         fsdp_shard_model_params: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """As cast_master_weights_to_nvfp4. Raises FloatingPointError, on every rank, if the last cast met a
-        master with a NaN or Inf.
-        """
+        """Raises FloatingPointError, on every rank, if the last cast met a master with a NaN or Inf."""
         ours = [isinstance(weight, NVFP4Tensor) for weight in model_params]
         if any(ours) and fsdp_shard_model_params is not None:
             raise NotImplementedError("Megatron-FSDP cannot gather the packed codes of zerofp4's weights")
@@ -110,9 +108,7 @@ def _check_gathered(name: str, record: NVFP4Storage) -> None:
 
 
 class _Watch:
-    """Reports NaN or Inf masters one cast late, so that the host never waits for the GPU. Such masters no
-    longer change their weights.
-    """
+    """Reports NaN or Inf masters, which change no weight, one cast late: the host never waits for a GPU."""
 
     def __init__(self, device: torch.device):
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)

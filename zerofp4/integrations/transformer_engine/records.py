@@ -82,9 +82,7 @@ def _has_address(value: Any) -> bool:
 
 
 def record_of_tensor(tensor: torch.Tensor) -> TensorRecord | None:
-    """The record of an NVFP4Tensor of TransformerEngine, as it is now; None for any other tensor. The tensor
-    keeps its record, which keeps plans.
-    """
+    """The record, up to date, of an NVFP4Tensor of TransformerEngine, which keeps it; else None."""
     record = getattr(tensor, _RECORD, None)
     if record is None:
         if not hasattr(tensor, _MARK):
