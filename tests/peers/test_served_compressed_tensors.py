@@ -72,7 +72,7 @@ def test_the_configuration_is_theirs(folders):
 
 @pytest.mark.parametrize("has_inputs", [False, True])
 def test_the_scheme_is_that_of_their_preset(has_inputs):
-    config = FORMATS["compressed-tensors"].config(ignore=[], has_inputs=has_inputs)
+    config, _ = FORMATS["compressed-tensors"].configuration([], has_inputs)
     (scheme,) = QuantizationConfig.model_validate(config).config_groups.values()
     names = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "scale_dtype")
     preset = NVFP4 if has_inputs else NVFP4A16
@@ -96,7 +96,7 @@ def test_values_are_dequantize_but_for_ties(folders, name):
 
 def test_how_many_values_differ():
     """4,412 of 6,553,600 elements of 400 weights, all in 6 weights, whose amax is a multiple of 21."""
-    config = FORMATS["compressed-tensors"].config(ignore=[], has_inputs=False)
+    config, _ = FORMATS["compressed-tensors"].configuration([], False)
     (scheme,) = QuantizationConfig.model_validate(config).config_groups.values()
     generator, differing = torch.Generator().manual_seed(1), 0
     for _ in range(400):
