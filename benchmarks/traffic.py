@@ -27,29 +27,22 @@ class Traffic(NamedTuple):
     link: float = 0
 
 
-class Speeds(NamedTuple):
-    """Bytes a second, of a rank: of its memory, read and written, as a copy within it has them; of what it
-    sends to other GPUs, None if there are none.
+Speeds = Mapping[str, float]
+"""Bytes a second of a rank, by the fields of Traffic: of its memory, read and written, as a copy within it has
+them; of its link what it sends to other GPUs, where there are any.
+"""
+
+
+def milliseconds(traffic: Traffic, speeds: Speeds) -> dict[str, float]:
+    """Of a phase, what each of them takes that has something to do. They work beside each other, so the phase
+    takes at least the longest of these.
     """
-
-    memory: float
-    link: float | None = None
-
-    def milliseconds(self, traffic: Traffic) -> dict[str, float]:
-        """Of a phase, what each of them takes that has something to do."""
-        return {
-            name: 1e3 * getattr(traffic, name) / getattr(self, name)
-            for name in self._fields
-            if getattr(traffic, name)
-        }
-
-    def floor(self, traffic: Traffic) -> float:
-        """Milliseconds that a phase takes at least: the longest of these, which work beside each other."""
-        return max(self.milliseconds(traffic).values(), default=0.0)
+    moved = {name: getattr(traffic, name) for name in speeds}
+    return {name: 1e3 * nbytes / speeds[name] for name, nbytes in moved.items() if nbytes}
 
 
 class Step(NamedTuple):
-    """A step of ZeroFP4Optimizer with FusedAdamW of NVFP4 weights alone.
+    """A step of ZeroFP4Optimizer with FusedAdamW of NVFP4 weights alone, sharded over ranks of one host.
 
     elements, tiles: of all weights. gradient_bytes: of an element as autograd makes it. transport,
     in_buckets: as describe() has them. sent: by what it is, bytes that a rank sends.
@@ -63,16 +56,9 @@ class Step(NamedTuple):
     in_buckets: bool
     sent: Mapping[str, float]
 
-    @property
-    def owned(self) -> float:
-        return self.elements / self.ranks
-
 
 def step_of(shapes: Shapes, described: Mapping[str, Any]) -> Step:
-    """Of all weights of an optimizer, sharded over ranks of one host, and its describe().
-
-    Raises ValueError for buckets that do not travel alike.
-    """
+    """Of all weights of an optimizer, and its describe(). Raises ValueError if buckets do not travel alike."""
     ways = {(bucket["ranks"], bucket["gradients_travel_as"]) for bucket in described["buckets"]}
     if len(ways) != 1:
         raise ValueError(f"buckets travel in several ways: {sorted(ways)}")
@@ -96,7 +82,7 @@ def phases(step: Step) -> dict[str, Traffic]:
         every other rank and arrive from there, (W-1)n; all weights are transposed, N. link: amaxes and codes.
     publish_alone: the same where no update has left the amaxes: 4n + 4T/W more.
     """
-    n, ranks, w = step.owned, step.ranks, step.gradient_bytes
+    n, ranks, w = step.elements / step.ranks, step.ranks, step.gradient_bytes
     ways = {
         "none": (w, f"{w}n"),
         "collective": (w * (3 * ranks - 2), f"{w}(3W-2)n"),
@@ -104,36 +90,31 @@ def phases(step: Step) -> dict[str, Traffic]:
     }
     reading, words = ways[step.transport]
     travel, gather = step.sent["gradients"], step.sent["amaxes"] + step.sent["weights"]
+    look = Traffic(f"{w}N", w * step.elements)
     codes = 4.5 * n + 6 * step.tiles + (ranks - 1) * n + step.elements
-    words_of_codes = "4.5n + 6T + (W-1)n + N"
+    publish = Traffic("4.5n + 6T + (W-1)n + N", codes, gather)
     amaxes = 4 * n + 4 * step.tiles / ranks
     return {
-        "scan": Traffic(f"{w}N", w * step.elements),
+        "scan": look,
         "reduce": Traffic(f"4n + {words}", (4 + reading) * n, travel),
-        "norm": Traffic(f"{w}N", w * step.elements),
+        "norm": look,
         "adamw": Traffic("28n", 28 * n),
         "adamw_reducing": Traffic(f"24n + {words}", (24 + reading) * n, travel),
-        "publish": Traffic(words_of_codes, codes, gather),
-        "publish_alone": Traffic(f"4n + 4T/W + {words_of_codes}", codes + amaxes, gather),
+        "publish": publish,
+        "publish_alone": Traffic(f"4n + 4T/W + {publish.formula}", codes + amaxes, gather),
     }
 
 
 def parts(step: Step) -> dict[str, tuple[str, ...]]:
     """By what `python -m benchmarks step` measures, its phases, one behind the other."""
+    in_update = ("adamw_reducing", "publish")
     if step.ranks == 1 and step.in_buckets:  # the gradients are means, and their squares tell of a NaN
-        reduce, update = (), ("adamw_reducing", "publish")
-        whole, clipped = ("scan", *update), ("norm", *update)
+        found = {"step": ("scan", *in_update), "step_clipped": ("norm", *in_update), "update": in_update}
     else:
-        reduce, update = ("reduce",), ("adamw", "publish")
-        clipped = ("scan", *reduce, *update)
-        whole = ("scan", "adamw_reducing", "publish") if step.in_buckets else clipped
-    return {
-        "step": whole,
-        "step_clipped": clipped,
-        "reduce": reduce,
-        "update": update,
-        "publish": ("publish_alone",),
-    }
+        clipped, update = ("scan", "reduce", "adamw", "publish"), ("adamw", "publish")
+        found = {"step": ("scan", *in_update) if step.in_buckets else clipped, "step_clipped": clipped}
+        found |= {"reduce": ("reduce",), "update": update}
+    return found | {"publish": ("publish_alone",)}
 
 
 # The floors of a step that was measured
@@ -148,13 +129,13 @@ def measure_speeds(timer: Timer) -> Speeds:
     """
     memory, ranks = timer.session.copy_before * 1e9, timer.world.world_size
     if ranks == 1:
-        return Speeds(memory)
+        return {"memory": memory}
     piece = SENT_BYTES[timer.device.type] // (ranks - 1)
     here, there = (torch.zeros(ranks * piece, dtype=torch.uint8, device=timer.device) for _ in range(2))
     link = (ranks - 1) * piece / timer.time(lambda: dist.all_to_all_single(there, here)) / 1e6
     rule = f"an all-to-all of {timer.world.backend}, {ranks - 1} x {piece / 1e6:,.0f} MB"
     timer.count("link", "gigabytes_per_second", link, rule)
-    return Speeds(memory, link * 1e9)
+    return {"memory": memory, "link": link * 1e9}
 
 
 def count_floors(timer: Timer, step: Step, speeds: Speeds, measured: Mapping[str, float]) -> None:
@@ -162,12 +143,11 @@ def count_floors(timer: Timer, step: Step, speeds: Speeds, measured: Mapping[str
 
     measured: milliseconds by part.
     """
-    floors, of_parts = {}, {part: names for part, names in parts(step).items() if names}
-    for phase, traffic in phases(step).items():
-        if not any(phase in names for names in of_parts.values()):
-            continue
-        times = speeds.milliseconds(traffic)
-        floors[phase] = speeds.floor(traffic)
+    floors, of_parts = {}, parts(step)
+    used = {phase for names in of_parts.values() for phase in names}
+    for phase, traffic in ((phase, found) for phase, found in phases(step).items() if phase in used):
+        times = milliseconds(traffic, speeds)
+        floors[phase] = max(times.values())
         rule = f"memory: {traffic.formula} bytes, {traffic.memory / 1e9:.3g} GB, {times['memory']:.3g} ms"
         if traffic.link:
             rule += f"; link: {traffic.link / 1e9:.3g} GB, {times['link']:.3g} ms"

@@ -23,18 +23,6 @@ WARM_UP = 3
 # While it runs
 
 
-def progress_bar():
-    """A rich progress bar if standard output is a terminal and rich is installed, else None."""
-    if not sys.stdout.isatty():
-        return None
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-    except ImportError:
-        return None
-    status = "{task.fields[status]}"
-    return Progress("{task.description}", BarColumn(), MofNCompleteColumn(), status, TimeRemainingColumn())
-
-
 class Recorder:
     """Writes <out>/metrics-<kind>.jsonl, one line per step, and shows how far the run is.
 
@@ -44,38 +32,47 @@ class Recorder:
 
     def __init__(self, out: Path, kind: str, steps: int, active: bool, done: int = 0):
         self.kind, self.steps, self.active = kind, steps, active
-        path = metrics_file(out, kind)
-        earlier = [row for row in read_metrics(path) if row["step"] <= done] if active and done else []
+        self.path = metrics_file(out, kind)
+        earlier = [row for row in read_metrics(self.path) if row["step"] <= done] if active else []
         self.rows = deque(earlier, max(1, steps // 20))
-        self._validation, self._bar = "", None
-        self._exit_stack = contextlib.ExitStack()
+        self._validation, self._bar = "", progress_bar() if active else contextlib.nullcontext()
         if active:
-            path.write_text("".join(json.dumps(row) + "\n" for row in earlier))
-            self._file = self._exit_stack.enter_context(path.open("a"))
-            self._bar = progress_bar()
-        if self._bar is not None:
-            self._exit_stack.enter_context(self._bar)
-            self._task = self._bar.add_task(KINDS[kind], total=steps, status="")
+            self.path.write_text("".join(json.dumps(row) + "\n" for row in earlier))
 
     def __enter__(self) -> "Recorder":
+        self._progress = self._bar.__enter__()
+        if self._progress is not None:
+            self._task = self._progress.add_task(KINDS[self.kind], total=self.steps, status="")
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._exit_stack.close()
+        self._bar.__exit__(*error)
 
     def record(self, row: dict) -> None:
         self.rows.append(row)
         if not self.active:
             return
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
         if "validation_loss" in row:
             self._validation = f"  validation {row['validation_loss']:.3f}"
         status = f"loss {row['loss']:.3f}{self._validation}  {row['tokens_per_second']:,.0f} bytes/s"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=row["step"], status=status)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=row["step"], status=status)
         elif row["step"] % max(1, self.steps // 10) == 0 or row["step"] in (1, self.steps):
             print(f"{self.kind:>5}  step {row['step']:>5}/{self.steps}  {status}", flush=True)
+
+
+def progress_bar() -> contextlib.AbstractContextManager:
+    """That of rich on a terminal, where rich is installed; else a context of None."""
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+    except ImportError:
+        return contextlib.nullcontext()
+    if not sys.stdout.isatty():
+        return contextlib.nullcontext()
+    status = "{task.fields[status]}"
+    return Progress("{task.description}", BarColumn(), MofNCompleteColumn(), status, TimeRemainingColumn())
 
 
 def metrics_file(out: Path, kind: str) -> Path:
@@ -123,59 +120,52 @@ def show_phases(phases: dict[str, dict]) -> None:
 # Afterwards
 
 
-def running_mean(values: list[float], window: int) -> np.ndarray:
-    """The mean of the values around each place; [len(values) - window + 1]."""
-    return np.convolve(values, np.full(window, 1 / window), "valid")
-
-
 def draw(out: Path, title: str) -> Path | None:
     """Draw <out>/loss.png from every metrics file in `out`; None if matplotlib is not installed.
 
     The curves of both kinds of weights nearly coincide, so a second panel shows their difference.
     """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     found = {kind: read_metrics(metrics_file(out, kind)) for kind in reversed(KINDS)}
     found = {kind: rows for kind, rows in found.items() if rows}  # NVFP4 last: its thin line is on top
     both = len(found) == 2 and "nvfp4" in found
-    heights = [3, 1][: 1 + both]
-    size = {"figsize": (9, 7 if both else 5.5), "dpi": 120, "height_ratios": heights}
-    figure, axes = pyplot.subplots(1 + both, sharex=True, squeeze=False, layout="constrained", **size)
-    panel, means = axes[0, 0], {}
-    for kind, rows in found.items():
-        color, width = ("tab:blue", 1.5) if kind == "nvfp4" else ("tab:orange", 3.5)
-        half = len(rows) // 50
-        losses = [row["loss"] for row in rows]
-        panel.plot([row["step"] for row in rows], losses, color=color, alpha=0.25, linewidth=0.8)
-        steps = [row["step"] for row in rows[half : len(rows) - half]]
-        means[kind] = dict(zip(steps, running_mean(losses, 2 * half + 1), strict=True))
-        label = f"{KINDS[kind]}, training (mean of {2 * half + 1} steps)"
-        panel.plot(*zip(*means[kind].items(), strict=True), color=color, linewidth=width, label=label)
-        held_out = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
-        if held_out:
-            style = {"marker": "o", "markersize": 2 + 2 * width, "linestyle": "", "markeredgecolor": "black"}
-            label = f"{KINDS[kind]}, validation ({held_out[-1][1]:.3f} at the end)"
-            panel.plot(*zip(*held_out, strict=True), color=color, label=label, **style)
-    panel.set(title=title, ylabel="loss (nats per byte)")
-    panel.legend()
+    figure = Figure(figsize=(9, 7 if both else 5.5), dpi=120, layout="constrained")
+    axes = figure.subplots(1 + both, sharex=True, squeeze=False, height_ratios=[3, 1][: 1 + both])[:, 0]
+    means = {kind: draw_losses(axes[0], kind, rows) for kind, rows in found.items()}
+    axes[0].set(title=title, ylabel="loss (nats per byte)")
+    axes[0].legend()
     if both:
-        other = next(iter(found))
-        steps = [step for step in means["nvfp4"] if step in means[other]]
-        axes[1, 0].axhline(0, color="black", linewidth=0.8)
-        axes[1, 0].plot(steps, [means["nvfp4"][step] - means[other][step] for step in steps])
-        axes[1, 0].set(ylabel=f"NVFP4 - {other.upper()},\ntraining (mean)")
-    for each in axes.flat:
-        each.grid(alpha=0.3)
-    axes[-1, 0].set(xlabel="step")
-    path = out / "loss.png"
-    figure.savefig(path)
-    pyplot.close(figure)
-    return path
+        other, ours = means
+        steps = [step for step in means[ours] if step in means[other]]
+        axes[1].axhline(0, color="black", linewidth=0.8)
+        axes[1].plot(steps, [means[ours][step] - means[other][step] for step in steps])
+        axes[1].set(ylabel=f"NVFP4 - {other.upper()},\ntraining (mean)")
+    for panel in axes:
+        panel.grid(alpha=0.3)
+    axes[-1].set(xlabel="step")
+    figure.savefig(out / "loss.png")
+    return out / "loss.png"
+
+
+def draw_losses(panel, kind: str, rows: list[dict]) -> dict[int, float]:
+    """The losses of a run, their running mean by step, which is returned, and those that validate."""
+    color, width = ("tab:blue", 1.5) if kind == "nvfp4" else ("tab:orange", 3.5)
+    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    panel.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
+    half = len(rows) // 50
+    window = 2 * half + 1
+    means = np.convolve(losses, np.full(window, 1 / window), "valid")
+    middle = steps[half : len(rows) - half]
+    panel.plot(middle, means, color=color, linewidth=width, label=f"{KINDS[kind]}, mean of {window} steps")
+    held_out = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
+    if held_out:
+        style = {"marker": "o", "markersize": 2 + 2 * width, "linestyle": "", "markeredgecolor": "black"}
+        label = f"{KINDS[kind]}, validation ({held_out[-1][1]:.3f} at the end)"
+        panel.plot(*zip(*held_out, strict=True), color=color, label=label, **style)
+    return dict(zip(middle, means, strict=True))
 
 
 def ranks(world: World) -> str:
@@ -192,11 +182,10 @@ def describe(kind: str, result: dict, world: World) -> str:
     if total and gathered["nvfp4"]:
         traffic += f", {gathered['nvfp4']:,} of them NVFP4 codes; with {name} weights {plain:,}"
         traffic += f", {plain / total:.2f} times as many"
-    nvfp4, others = weights["nvfp4_weights"], weights["other_weights"]
     return (
         f"{KINDS[kind]}: loss {result['loss']:.4f}, validation {result['validation_loss']:.4f} after "
         f"{result['steps']} steps in {result['seconds']:.1f} s, {result['tokens_per_second']:,.0f} bytes/s\n"
-        f"  verified: the same bytes on {ranks(world)}; {nvfp4} NVFP4 weights equal the quantized and "
-        f"{others} others the rounded FP32 masters\n"
+        f"  verified: the same bytes on {ranks(world)}; {weights['nvfp4_weights']} NVFP4 weights equal the "
+        f"quantized and {weights['other_weights']} others the rounded FP32 masters\n"
         f"  all-gathered per step: {traffic}"
     )

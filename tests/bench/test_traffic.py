@@ -9,7 +9,7 @@ import torch
 from benchmarks import session, step, traffic
 from benchmarks.ranks import Timer
 from benchmarks.rules import KINDS
-from benchmarks.traffic import Speeds, Step, Traffic, parts, phases, sent_of, step_of
+from benchmarks.traffic import Step, parts, phases, sent_of, step_of
 from benchmarks.workloads import weight_shapes
 
 SENT = {"gradients": 2048, "amaxes": 24, "weights": 512}
@@ -71,14 +71,6 @@ def test_a_step_that_updates_in_buckets_reduces_in_the_update():
     assert parts(two_ranks("peer")._replace(in_buckets=False))["step"] == found["step_clipped"]
 
 
-def test_the_slower_way_is_the_floor():
-    speeds = Speeds(memory=1e6, link=1e5)
-    assert speeds.milliseconds(Traffic("", 1000, 50)) == {"memory": 1.0, "link": 0.5}
-    assert speeds.floor(Traffic("", 1000, 50)) == 1.0
-    assert speeds.floor(Traffic("", 1000, 200)) == 2.0
-    assert Speeds(1e6).floor(Traffic("", 1000)) == 1.0
-
-
 def test_what_describe_says():
     bucket = {"ranks": 2, "gradients_travel_as": "bfloat16"}
     said = {"buckets": [bucket, bucket], "transport": "peer", "in_buckets": True, "bytes_sent": SENT}
@@ -113,7 +105,7 @@ def a_timer(device: str = "cuda", prefix: str = "peer_") -> Timer:
 def test_rows_of_floors():
     timer = a_timer()
     measured = {"step": 7.2, "step_clipped": 9.0, "reduce": 4.0, "update": 3.0, "publish": 1.0}
-    speeds = Speeds(memory=28 * 1024e3, link=1024e3)
+    speeds = {"memory": 28 * 1024e3, "link": 1024e3}
     traffic.count_floors(timer, two_ranks("peer"), speeds, measured)
     rows = timer.session.rows
     scan, publish = 4096 / 28672, max((4.5 * 1024 + 48 + 3072) / 28672, 536 / 1024)

@@ -17,7 +17,7 @@ from early import waits_for
 from examples.training import train
 from examples.training.data import Batches, Text
 from examples.training.model import GPT, PRESETS
-from examples.training.report import Recorder, read_metrics, running_mean
+from examples.training.report import Recorder, read_metrics
 from zerofp4.distributed import PHASES
 
 STEP_KEYS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
@@ -259,7 +259,3 @@ def test_metrics_survive_a_killed_run(tmp_path):
     path = tmp_path / "metrics-nvfp4.jsonl"
     path.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo')
     assert read_metrics(path) == [{"step": 1, "loss": 2.5}]
-
-
-def test_the_running_mean():
-    assert running_mean([1.0, 2.0, 6.0, 4.0], 3).tolist() == pytest.approx([3.0, 4.0])
