@@ -58,8 +58,6 @@ from benchmarks.workloads import NAMES
 from examples.training.model import PRESETS
 from zerofp4.launch import destroy_process_group, init_process_group
 
-SIZES = {"cuda": 16384, "cpu": 4096}
-SCALES = {"cuda": 1, "cpu": 16}
 CPU_SCALE_OF_RANKS = 64
 
 
@@ -95,12 +93,13 @@ class OfRanks(NamedTuple):
     options: dict[str, dict[str, Any]]
 
 
-TRANSPORTS = {"nargs": "+", "choices": ("collective", "peer"), "default": ["collective"]}
 STORAGE = {"choices": ("disk", "tmpfs"), "default": "disk"}
 STORAGE["help"] = "where temporary folders are made: in TMPDIR, or in memory, in /dev/shm (default: disk)"
+TRANSPORTS = {"nargs": "+", "choices": ("collective", "peer"), "default": ["collective"]}
+TRANSPORTS["help"] = "of ZeroFP4Optimizer, one or both (default: collective)"
 STEP = {
     "bucket_mb": {"type": float, "help": "of ZeroFP4Optimizer (default: its own)"},
-    "transport": TRANSPORTS | {"help": "of ZeroFP4Optimizer, one or both (default: collective)"},
+    "transport": TRANSPORTS,
 }
 FSDP2 = {
     "cases": some_of(CASES),
@@ -137,72 +136,69 @@ OF_RANKS = {
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    kind = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=kind, allow_abbrev=False
-    )
+    own = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, **own)
     commands = parser.add_subparsers(dest="command", required=True, metavar="SUBCOMMAND")
-    every = f"{', '.join(SHOWN[:-1])} and {SHOWN[-1]}, a result file each"
+
+    def command(name: str, description: str, options: dict[str, dict[str, Any]]) -> None:
+        text = inspect.cleandoc(description)
+        added = commands.add_parser(name, help=text.splitlines()[0], description=text, **own)
+        for option, settings in options.items():
+            added.add_argument(f"--{option.replace('_', '-')}", **settings)
+
     for name, (run, workloads) in OPERATIONS.items():
-        add_options(add_command(commands, name, run.__doc__), workloads)
-    add_options(add_command(commands, "all", every), NAMES)
+        command(name, run.__doc__, options_of(workloads))
+    every = f"{', '.join(SHOWN[:-1])} and {SHOWN[-1]}, a result file each"
+    command("all", every, options_of(NAMES))
     for name, benchmark in OF_RANKS.items():
-        add_options_of_ranks(add_command(commands, name, benchmark.run.__doc__), benchmark)
-    add_command(commands, "docs", "write the tables and charts of docs/ from the results")
+        command(name, benchmark.run.__doc__, options_of_ranks(benchmark))
+    command("docs", "write the tables and charts of docs/ from the results", {})
     options = parser.parse_args(arguments)
     if options.command in (*OPERATIONS, "all"):
         complete(options, parser)
     return options
 
 
-def add_command(commands, name: str, description: str) -> argparse.ArgumentParser:
-    text = inspect.cleandoc(description)
-    kind = argparse.RawDescriptionHelpFormatter
-    return commands.add_parser(
-        name, help=text.splitlines()[0], description=text, allow_abbrev=False, formatter_class=kind
-    )
+OUTPUT = {"type": Path, "default": RESULTS, "metavar": "DIR", "help": "default: benchmarks/results"}
 
 
-def add_options(parser: argparse.ArgumentParser, workloads: tuple[str, ...]) -> None:
-    add = parser.add_argument
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", choices=["cuda", "cpu"], default=default, help=f"default here: {default}")
+def options_of(workloads: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Of a benchmark on one device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     names = f"may be repeated (default: {', '.join(workloads)})"
-    add("--workload", action="append", choices=workloads, help=names)
-    parser.set_defaults(size=None)
-    if "square" in workloads:
-        add("--size", type=at_least(2), help="rows and columns of `square`, even (default: 16384, CPU 4096)")
-    help_of_scale = "divides the length of 2000-small and the dimensions of other lists (default: 1, CPU 16)"
-    add("--scale", type=at_least(1), help=help_of_scale)
-    add("--repeats", type=at_least(1), default=50, help="runs per median, fewer of long ones (default: 50)")
-    add("--threads", type=at_least(1), help="threads on the CPU (default: torch's)")
-    add("--no-peers", dest="peers", action="store_false", help="leave out what others do")
-    add_output(parser)
+    scale = "divides the length of 2000-small and the dimensions of other lists (default: 1, CPU 16)"
+    found = {
+        "device": {"choices": ["cuda", "cpu"], "default": device, "help": f"default here: {device}"},
+        "workload": {"action": "append", "choices": workloads, "help": names},
+        "size": count(2, None, "rows and columns of `square`, even (default: 16384, CPU 4096)"),
+        "scale": count(1, None, scale),
+        "repeats": count(1, 50, "runs per median, fewer of long ones (default: 50)"),
+        "threads": count(1, None, "threads on the CPU (default: torch's)"),
+        "no_peers": {"dest": "peers", "action": "store_false", "help": "leave out what others do"},
+        "output": OUTPUT,
+    }
+    if "square" not in workloads:
+        del found["size"]
+    return found
 
 
-def add_options_of_ranks(parser: argparse.ArgumentParser, benchmark: OfRanks) -> None:
-    add = parser.add_argument
+def options_of_ranks(benchmark: OfRanks) -> dict[str, dict[str, Any]]:
+    found = {}
     if benchmark.scale is not None:
         words = f"divides dimensions of the weights (default: {benchmark.scale}, CPU {CPU_SCALE_OF_RANKS})"
-        add("--scale", type=at_least(1), help=words)
+        found["scale"] = count(1, None, words)
         words = f"{benchmark.repeated} per median (default: {benchmark.repeats})"
-        add("--repeats", type=at_least(1), default=benchmark.repeats, help=words)
-    for name, settings in benchmark.options.items():
-        add(f"--{name.replace('_', '-')}", **settings)
-    add_output(parser)
-
-
-def add_output(parser: argparse.ArgumentParser) -> None:
-    where = "default: benchmarks/results"
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help=where)
+        found["repeats"] = count(1, benchmark.repeats, words)
+    return found | benchmark.options | {"output": OUTPUT}
 
 
 def complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Fill in what depends on the device, and refuse what does not go together."""
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda, but torch sees no GPU")
-    options.size = options.size or SIZES[options.device]
-    options.scale = options.scale or SCALES[options.device]
+    on_gpu = options.device == "cuda"
+    options.size = getattr(options, "size", None) or (16384 if on_gpu else 4096)
+    options.scale = options.scale or (1 if on_gpu else 16)
     if options.size % 2:
         parser.error(f"argument --size: must be even, got {options.size}")
     if options.threads is not None:

@@ -145,12 +145,9 @@ def fsdp2(session: Session, options: argparse.Namespace, world: World) -> None:
     if world.world_size > 1:
         count_link(timer)
     for case in options.cases:
-        shape, reshards = CASES[case]
-        shape = shape.reduced(options.scale, options.layers)
-        ours, theirs, *_ = (
-            measure(timer, options.tokens, mesh, f"{case}{way}", shape, reshards, way)
-            for way in (WAYS if case == "reshard" else ("", "_bf16"))
-        )
+        shape = CASES[case][0].reduced(options.scale, options.layers)
+        ways = WAYS if case == "reshard" else ("", "_bf16")
+        ours, theirs, *_ = (measure(timer, options.tokens, mesh, case, shape, way) for way in ways)
         for part in (part for part in ours if theirs[part]):  # one rank alone gathers nothing
             kind, rule = "ratio", f"{part} of ours over that of bf16"
             if part == "tokens":
@@ -173,17 +170,11 @@ def count_link(timer: Timer) -> None:
 
 
 def measure(
-    timer: Timer,
-    tokens: int,
-    mesh: DeviceMesh,
-    name: str,
-    shape: Shape,
-    reshards: bool,
-    way: str,
+    timer: Timer, tokens: int, mesh: DeviceMesh, case: str, shape: Shape, way: str
 ) -> dict[str, float]:
     """Adds the rows of one model, and returns what is to be compared; nothing where torchao is not here."""
     device, is_cuda = timer.device, timer.session.clock.is_cuda
-    how = f"gathered {WAYS[way]}"
+    name, how, reshards = f"{case}{way}", f"gathered {WAYS[way]}", CASES[case][1]
     if way == "_float8" and (not is_cuda or importlib.util.find_spec("torchao") is None):
         timer.session.say(f"{name} is left out: it needs a GPU and torchao")
         return {}

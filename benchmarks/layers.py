@@ -1,16 +1,15 @@
 """Layers that multiply quantized operands, beside those of torch that multiply bfloat16."""
 
 import argparse
-import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import zerofp4
-from benchmarks.session import Session
+from benchmarks.session import Run, Session
+from benchmarks.workloads import shape_name
 from zerofp4.layout import round_up
 from zerofp4.nn import GroupedLinear, Linear, NVFP4Recipe, autocast
 from zerofp4.ops import SLOW_ON_CPU
@@ -45,36 +44,74 @@ def scaled(size: int, scale: int) -> int:
     return round_up(max(size // scale, 1), 32)
 
 
-def linear(session: Session, tokens: int, in_features: int, out_features: int) -> None:
-    options = {"bias": False, "device": session.device, "dtype": torch.bfloat16}
-    plain = nn.Linear(in_features, out_features, **options)
-    make = functools.partial(Linear, in_features, out_features, **options)
-    case = Case("", f"{tokens}x{in_features}x{out_features}", "linear", plain, plain.weight, make)
-    x, gradient = random(session, tokens, in_features), random(session, tokens, out_features)
-    theirs = compare(session, case, x, gradient)
+class Case:
+    """A product of torch in bfloat16, and a layer of ours with the same input and the same gradient.
+
+    name: of rows. weight: of torch's product. tokens, in_features, out_features: of both.
+    """
+
+    def __init__(self, session: Session, name: str, weight: torch.Tensor, sizes: Sequence[int]):
+        self.session, self.name, self.weight = session, name, weight
+        tokens, in_features, out_features = sizes
+        self.x = random(session, tokens, in_features).requires_grad_()
+        self.gradient = random(session, tokens, out_features)
+
+    def milliseconds(self, row: str, call: Callable, rule: str, *layers: nn.Module) -> float:
+        """Of a forward and a backward pass, with a row of them."""
+        run = trained(call, self.x, self.gradient, *layers)
+        moved = self.x.nbytes + self.weight.nbytes + self.gradient.nbytes
+        return count_passes(self.session, f"{row}/{self.name}", run, moved, rule)
+
+    def compare(self, prefix: str, layer: nn.Module, theirs: float, *more: object) -> None:
+        """Rows of our layer, which takes `more` behind its input, and of what it saves for the backward pass.
+        theirs: milliseconds of torch's product.
+        """
+
+        def call(given: torch.Tensor) -> torch.Tensor:
+            return layer(given, *more, False)
+
+        with autocast(RECIPE):
+            layer(self.x, *more, True)
+            rule = f"zerofp4.nn.{type(layer).__name__}, exact, weights cached"
+            ours = self.milliseconds(f"{prefix}linear", call, rule, layer)
+            saved = saved_bytes(call, self.x)
+        row = f"{prefix}saved_over_bf16/{self.name}"
+        rule = "bytes saved for the backward pass, over those of the input in bfloat16"
+        self.session.count(row, "ratio", saved / self.x.nbytes, rule, bytes=saved)
+        self.over_bf16(f"{prefix}linear", ours / theirs)
+
+    def over_bf16(self, row: str, ratio: float) -> None:
+        self.session.count(f"{row}_over_bf16/{self.name}", "ratio", ratio, "time over that of bfloat16")
+
+
+def linear(session: Session, *sizes: int) -> None:
+    """sizes: tokens, in_features, out_features."""
+    name, options = shape_name(sizes), {"bias": False, "device": session.device, "dtype": torch.bfloat16}
+    plain = nn.Linear(*sizes[1:], **options)
+    case = Case(session, name, plain.weight, sizes)
+    theirs = case.milliseconds("bf16_linear", plain, "torch's linear in bfloat16")
+    case.compare("", Linear(*sizes[1:], **options), theirs)
     zerofp4.convert_model(nn.Sequential(plain))
-    run, rule = trained(plain, x, gradient, plain), "torch's linear layer after convert_model()"
-    ours = milliseconds(session, case, "converted_linear", run, x, gradient, rule)
-    row = f"converted_linear_over_bf16/{case.name}"
-    session.count(row, "ratio", ours / theirs, "time over that of bfloat16")
+    rule = "torch's linear layer after convert_model()"
+    ours = case.milliseconds("converted_linear", plain, rule, plain)
+    case.over_bf16("converted_linear", ours / theirs)
     held = plain.weight.nbytes / plain.weight.numel()
-    session.count(f"converted_weight/{case.name}", "bytes_per_parameter", held, "all buffers of the weight")
+    session.count(f"converted_weight/{name}", "bytes_per_parameter", held, "all buffers of the weight")
 
 
 def without_instructions(session: Session) -> None:
     """torch's linear layer with an NVFP4 weight beside the same in bfloat16 and in float32."""
     tokens, in_features, out_features = CPU_SHAPE
-    name, found = "x".join(map(str, CPU_SHAPE)), {}
+    name, found = shape_name(CPU_SHAPE), {}
     for kind in ("bf16", "float32", "converted"):
         dtype = torch.float32 if kind == "float32" else torch.bfloat16
         layer = nn.Linear(in_features, out_features, bias=False, dtype=dtype)
         if kind == "converted":
             zerofp4.convert_model(nn.Sequential(layer))
         x = random(session, tokens, in_features).to(dtype).requires_grad_()
-        gradient = random(session, tokens, out_features).to(dtype)
-        seconds, runs = session.clock.seconds(trained(layer, x, gradient, layer), 3 * x.nbytes)
-        rule, found[kind] = f"forward and backward of torch's linear layer, {kind}", seconds * 1e3
-        session.count(f"cpu_{kind}_linear/{name}", "milliseconds", found[kind], rule, runs=runs)
+        run = trained(layer, x, random(session, tokens, out_features).to(dtype), layer)
+        rule = f"torch's linear layer, {kind}"
+        found[kind] = count_passes(session, f"cpu_{kind}_linear/{name}", run, 3 * x.nbytes, rule)
     for other in ("bf16", "float32"):
         row, rule = f"cpu_converted_linear_over_{other}/{name}", f"time over that of {other}"
         session.count(row, "ratio", found["converted"] / found[other], rule)
@@ -83,7 +120,7 @@ def without_instructions(session: Session) -> None:
 def experts(session: Session, scale: int) -> None:
     """Tokens in equal parts."""
     count = max(2, EXPERTS // scale)
-    sizes = in_features, out_features = [scaled(size, scale) for size in EXPERT_SHAPE]
+    in_features, out_features = (scaled(size, scale) for size in EXPERT_SHAPE)
     rows = scaled(EXPERT_TOKENS // EXPERTS, scale)
     weight = nn.Parameter(random(session, count, out_features, in_features))
     offsets = torch.arange(1, count + 1, dtype=torch.int32, device=session.device) * rows
@@ -91,75 +128,26 @@ def experts(session: Session, scale: int) -> None:
     def product(given: torch.Tensor) -> torch.Tensor:
         return F.grouped_mm(given, weight.transpose(-2, -1), offs=offsets)
 
+    name = shape_name((count, rows, in_features, out_features))
+    case = Case(session, name, weight, (count * rows, in_features, out_features))
+    theirs = case.milliseconds("bf16_grouped_mm", product, "torch's grouped_mm in bfloat16")
     options = {"bias": False, "device": session.device, "dtype": torch.bfloat16}
-    make = functools.partial(GroupedLinear, count, *sizes, **options)
-    name = f"{count}x{rows}x{in_features}x{out_features}"
-    case = Case("grouped_", name, "grouped_mm", product, weight, make, ([rows] * count,))
-    x, gradient = random(session, count * rows, in_features), random(session, count * rows, out_features)
-    compare(session, case, x, gradient)
+    layer = GroupedLinear(count, in_features, out_features, **options)
+    case.compare("grouped_", layer, theirs, [rows] * count)
 
 
-class Case(NamedTuple):
-    """prefix, name: of rows. theirs: the name of torch's product, which call makes with weight. make: our
-    layer, which takes `more` behind its input.
-    """
-
-    prefix: str
-    name: str
-    theirs: str
-    call: Callable[[torch.Tensor], torch.Tensor]
-    weight: torch.Tensor
-    make: Callable[[], nn.Module]
-    more: tuple = ()
-
-
-def milliseconds(
-    session: Session,
-    case: Case,
-    row: str,
-    run: Callable[[], None],
-    x: torch.Tensor,
-    gradient: torch.Tensor,
-    rule: str,
-) -> float:
-    """Of a forward and a backward pass, with a row of them."""
-    seconds, runs = session.clock.seconds(run, x.nbytes + case.weight.nbytes + gradient.nbytes)
-    rule = f"forward and backward of {rule}"
-    session.count(f"{row}/{case.name}", "milliseconds", seconds * 1e3, rule, runs=runs)
+def count_passes(session: Session, row: str, run: Run, moved: float, rule: str) -> float:
+    """Milliseconds of a forward and a backward pass, which move so many bytes, with a row of them."""
+    seconds, runs = session.clock.seconds(run, moved)
+    session.count(row, "milliseconds", seconds * 1e3, f"forward and backward of {rule}", runs=runs)
     return seconds * 1e3
-
-
-def compare(session: Session, case: Case, x: torch.Tensor, gradient: torch.Tensor) -> float:
-    """Rows of torch's product and of ours, and what ours saves for the backward pass. Returns
-    the milliseconds of torch's.
-    """
-    prefix, name = case.prefix, case.name
-    x.requires_grad_()
-    run, rule = trained(case.call, x, gradient), f"torch's {case.theirs} in bfloat16"
-    theirs = milliseconds(session, case, f"bf16_{case.theirs}", run, x, gradient, rule)
-    layer = case.make()
-
-    def call(given: torch.Tensor) -> torch.Tensor:
-        return layer(given, *case.more, False)
-
-    with autocast(RECIPE):
-        layer(x, *case.more, True)
-        rule = f"zerofp4.nn.{type(layer).__name__}, exact, weights cached"
-        run = trained(call, x, gradient, layer)
-        ours = milliseconds(session, case, f"{prefix}linear", run, x, gradient, rule)
-        saved = saved_bytes(call, x)
-    rule = "bytes saved for the backward pass, over those of the input in bfloat16"
-    session.count(f"{prefix}saved_over_bf16/{name}", "ratio", saved / x.nbytes, rule, bytes=saved)
-    row = f"{prefix}linear_over_bf16/{name}"
-    session.count(row, "ratio", ours / theirs, "time over that of bfloat16")
-    return theirs
 
 
 def random(session: Session, *shape: int) -> torch.Tensor:
     return torch.randn(shape, device=session.device, dtype=torch.bfloat16)
 
 
-def trained(call: Callable, x: torch.Tensor, gradient: torch.Tensor, *layers: nn.Module) -> Callable:
+def trained(call: Callable, x: torch.Tensor, gradient: torch.Tensor, *layers: nn.Module) -> Run:
     """A forward and a backward pass that makes its gradients anew."""
 
     def run() -> None:

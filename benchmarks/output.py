@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,9 +38,9 @@ def device_name(result: dict) -> str:
 
 
 class Table(NamedTuple):
-    header: tuple[str, ...]
+    header: Sequence[str]
     alignment: str  # "<" or ">" for each column
-    rows: list[tuple[str, ...]]
+    rows: list[Sequence[str]]
 
 
 def tables(rows: list[dict]) -> list[Table]:
@@ -123,14 +124,6 @@ def finetune_words(result: dict) -> str:
     words += [word for name, word in choices.items() if options[name]]
     device = f"{result['ranks']} x {result['device']}" if result["ranks"] > 1 else result["device"]
     return ", ".join([*words, f"{options['steps']} steps", device])
-
-
-SECTIONS = {
-    "performance.md": summary_section,
-    "measurements.md": docs_section,
-    "serving.md": finetune_section,
-}
-"""By page of docs/, what stands between its markers."""
 
 
 # The summary

@@ -6,7 +6,6 @@
 import functools
 import json
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import nn
 
@@ -25,8 +24,6 @@ CARDS = {"llama_3_8b": ("Llama-3-8B", 80e9), "llama_20b": ("Llama, 20B", 141e9)}
 """By the name of a configuration and of its run, the model and the memory of a card that suits it: the limit
 of the first run, and what an H200 is sold with.
 """
-
-
 WAY_OF = {
     ("bf16", "fused_adamw", None): "bf16 weights",
     ("nvfp4", "fused_adamw", None): "NVFP4",
@@ -36,45 +33,32 @@ WAY_OF = {
 """One of WAYS, by the weights, the optimizer and the overlap that the run was told."""
 
 
-class Run(NamedTuple):
+class Run:
     """A training run in benchmarks/results/train, of a configuration in examples/configs.
 
-    layers: in place of those of the configuration; None for these.
+    layers: in place of those of the configuration; None for these. card: bytes of its memory.
     """
 
-    config: str
-    layers: int | None
-    way: str
-    model: str
-    card: float
-    parameters: int
-    vocabulary: int
-    loss: float
-    peak: float
-    tokens_per_second: float
+    def __init__(self, path: Path):
+        result = json.loads(path.read_text())
+        options, ((kind, trained),) = result["options"], result["runs"].items()
+        self.config, self.layers = Path(options["config"]).stem, options.get("layers")
+        self.model, self.card = named(self.config, self.layers), CARDS[self.config][1]
+        self.way = WAY_OF[kind, options["optimizer"], options["overlap"]]
+        self.vocabulary = json.loads((CONFIGS / f"{self.config}.json").read_text())["vocab_size"]
+        self.parameters, self.loss = trained["parameters"], trained["validation_loss"]
+        self.peak = 1e6 * max(trained["peak_memory_mb"]["device"])
+        self.tokens_per_second = trained["tokens_per_second"]
 
 
 def runs() -> list[Run]:
     """With early updates, on one H200."""
-    return [read(RESULTS / "train" / f"{name}.json") for name in CARDS]
+    return [Run(RESULTS / "train" / f"{name}.json") for name in CARDS]
 
 
 def other_runs() -> list[Run]:
     """With other numbers of layers, or trained in another way."""
-    return [read(path) for path in sorted((RESULTS / "train").glob("*.json")) if path.stem not in CARDS]
-
-
-def read(path: Path) -> Run:
-    result = json.loads(path.read_text())
-    ((kind, trained),) = result["runs"].items()
-    options = result["options"]
-    config, layers = Path(options["config"]).stem, options.get("layers")
-    model, card = named(config, layers), CARDS[config][1]
-    way = WAY_OF[kind, options["optimizer"], options["overlap"]]
-    vocabulary = json.loads((CONFIGS / f"{config}.json").read_text())["vocab_size"]
-    peak = 1e6 * max(trained["peak_memory_mb"]["device"])
-    figures = (trained["validation_loss"], peak, trained["tokens_per_second"])
-    return Run(config, layers, way, model, card, trained["parameters"], vocabulary, *figures)
+    return [Run(path) for path in sorted((RESULTS / "train").glob("*.json")) if path.stem not in CARDS]
 
 
 def named(config: str, layers: int | None) -> str:
@@ -98,14 +82,15 @@ def beyond(run: Run) -> float:
     return run.peak / run.parameters - sum(kept(run, run.way).values())
 
 
-def largest(run: Run, size: float) -> float:
-    """Parameters of the largest model that fits, of the run's proportions, activations and all."""
-    return run.card / (size + beyond(run))
-
-
 def large_models_section() -> str:
     """The tables of docs/large-models.md."""
-    measured = [
+    compared, predicted = "One after another in one process:", "Predicted, in bytes and in parameters:"
+    first, second, third = map(markdown_table, (training_runs(), side_by_side(), predictions()))
+    return "\n\n".join([first, compared, second, predicted, third])
+
+
+def training_runs() -> Table:
+    rows = [
         (
             run.model,
             ways(run.way),
@@ -118,21 +103,7 @@ def large_models_section() -> str:
         for run in (*runs(), *other_runs())
     ]
     sizes = ("peak", "bytes a parameter", "activations and buffers")
-    header = ("model", "trained with", "parameters", *sizes, "tokens a second")
-    kept_by = [(ways(way), [sum(kept(run, way).values()) for run in runs()]) for way in WAYS]
-    kept_by += [(f"{name}, by its paper", [size] * len(runs())) for name, size in FLASH.items()]
-    predicted = [
-        (way, *(text for run, size in zip(runs(), each, strict=True) for text in prediction(run, size)))
-        for way, each in kept_by
-    ]
-    columns = [("kept by " + run.model, f"largest on {run.card / 1e9:.0f} GB") for run in runs()]
-    tables = [
-        Table(header, "<<" + ">" * (len(header) - 2), measured),
-        Table(("", *(name for pair in columns for name in pair)), "<>>>>", predicted),
-    ]
-    compared, predicted = "One after another in one process:", "Predicted, in bytes and in parameters:"
-    runs_of_train, sizes_kept = map(markdown_table, tables)
-    return "\n\n".join([runs_of_train, compared, markdown_table(side_by_side()), predicted, sizes_kept])
+    return Table(("model", "trained with", "parameters", *sizes, "tokens a second"), "<<>>>>>", rows)
 
 
 def side_by_side() -> Table:
@@ -140,34 +111,36 @@ def side_by_side() -> Table:
     rows = []
     for path in sorted((RESULTS / "large").glob("*.json")):
         result = json.loads(path.read_text())
-        settings, found = result["settings"], {row["name"]: row for row in result["rows"]}
+        settings, found = result["settings"], {row["name"]: row[row["kind"]] for row in result["rows"]}
         model = named(Path(settings["config"]).stem, settings["layers"])
+        bf16 = found.get("bf16/tokens/1xcuda")
         for way, description in large.WAYS.items():
             if f"{way}/tokens/1xcuda" not in found:
                 continue
-            tokens, peak, size = (
-                found[f"{way}/{name}/1xcuda"][kind]
-                for name, kind in (
-                    ("tokens", "tokens_per_second"),
-                    ("memory", "megabytes"),
-                    ("peak", "bytes_per_parameter"),
-                )
-            )
-            bf16 = found.get("bf16/tokens/1xcuda")
-            over = f"{tokens / bf16['tokens_per_second']:.2f}" if bf16 else ""
+            tokens, peak, size = (found[f"{way}/{name}/1xcuda"] for name in ("tokens", "memory", "peak"))
+            over = f"{tokens / bf16:.2f}" if bf16 else ""
             rows.append((model, description, f"{peak / 1e3:.1f} GB", f"{size:.2f}", f"{tokens:,.0f}", over))
     header = ("model", "trained with", "peak", "bytes a parameter", "tokens a second", "over bf16")
     return Table(header, "<<>>>>", rows)
+
+
+def predictions() -> Table:
+    """What each way keeps, and the largest model of the run's proportions that fits, activations and all."""
+    sizes = {ways(way): [sum(kept(run, way).values()) for run in runs()] for way in WAYS}
+    sizes |= {f"{name}, by its paper": [size] * len(CARDS) for name, size in FLASH.items()}
+    header, rows = [""], [[way] for way in sizes]
+    for i, run in enumerate(runs()):
+        header += [f"kept by {run.model}", f"largest on {run.card / 1e9:.0f} GB"]
+        for row, found in zip(rows, sizes.values(), strict=True):
+            largest = run.card / (found[i] + beyond(run))
+            row += [f"{found[i]:.2f}", f"{largest / 1e9:.1f}e9"]
+    return Table(header, "<>>>>", rows)
 
 
 def ways(name: str) -> str:
     """The name of a way with its options in code."""
     first, *options = name.split(", ")
     return ", ".join([first, *(f"`{option}`" for option in options)])
-
-
-def prediction(run: Run, size: float) -> tuple[str, str]:
-    return f"{size:.2f}", f"{largest(run, size) / 1e9:.1f}e9"
 
 
 def fidelity_section() -> str:
@@ -193,7 +166,9 @@ def fidelity_section() -> str:
 
 
 SECTIONS = {
-    **output.SECTIONS,
+    "performance.md": output.summary_section,
+    "measurements.md": output.docs_section,
+    "serving.md": output.finetune_section,
     "optimizer.md": fidelity_section,
     "large-models.md": large_models_section,
 }

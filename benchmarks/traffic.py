@@ -28,8 +28,8 @@ class Traffic(NamedTuple):
 
 
 Speeds = Mapping[str, float]
-"""Bytes a second of a rank, by the fields of Traffic: of its memory, read and written, as a copy within it has
-them; of its link what it sends to other GPUs, where there are any.
+"""Bytes a second of a rank, by the fields of Traffic: of its memory, read and written, as a copy within it
+has them; of its link what it sends to other GPUs, where there are any.
 """
 
 
@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 
 def step_of(shapes: Shapes, described: Mapping[str, Any]) -> Step:
-    """Of all weights of an optimizer, and its describe(). Raises ValueError if buckets do not travel alike."""
+    """Of all weights of an optimizer and its describe(). Raises ValueError if buckets do not travel alike."""
     ways = {(bucket["ranks"], bucket["gradients_travel_as"]) for bucket in described["buckets"]}
     if len(ways) != 1:
         raise ValueError(f"buckets travel in several ways: {sorted(ways)}")
