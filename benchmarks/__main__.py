@@ -2,16 +2,9 @@
 
     python -m benchmarks all                        operations on one device, on the GPU if there is one
     python -m benchmarks local_step --workload square --size 4096 --device cpu --threads 2
-    python -m benchmarks adamw --scale 16           the lists of weights, 16 times smaller
     python -m benchmarks quantize --no-peers        without what others do, the compiled reference above all
     torchrun --nproc-per-node 2 -m benchmarks step --transport collective peer
-                                                    and fsdp2, megatron and checkpoint; also without torchrun
-    python -m benchmarks states                     steps with full and compact state, of one rank
-    python -m benchmarks small_batches              training steps of a Llama of 1.2e9 parameters, few tokens
-    python -m benchmarks large --config examples/configs/llama_20b.json --layers 20
-                                                    tokens per second and memory by optimizer, one rank
-    python -m benchmarks export                     a folder for serving engines, the shape of Llama-3-8B
-    python -m benchmarks fidelity                   losses of paired runs, and errors, of compact state
+                                                    and others of ranks; also without torchrun
     python -m benchmarks docs                       the tables and charts of docs/, from the results
 
 Run it from the repository. Each subcommand has a --help of its own.
@@ -56,21 +49,10 @@ from benchmarks.states import states
 from benchmarks.step import step
 from benchmarks.workloads import NAMES
 from examples.training.model import PRESETS
+from examples.training.options import at_least
 from zerofp4.launch import destroy_process_group, init_process_group
 
 CPU_SCALE_OF_RANKS = 64
-
-
-def at_least(smallest: int):
-    """A type for argparse: integers from `smallest` on."""
-
-    def convert(value: str) -> int:
-        if int(value) < smallest:
-            raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {value}")
-        return int(value)
-
-    convert.__name__ = "int"  # argparse names it if the value is no number
-    return convert
 
 
 def count(least: int, default: int | None, words: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import zerofp4
 from benchmarks import peers
 from benchmarks.ranks import MEGABYTES, Timer, free_memory
 from benchmarks.session import Session
-from benchmarks.workloads import causal_loss, causal_model
+from benchmarks.workloads import causal_model, causal_step
 from zerofp4.launch import World
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
@@ -61,21 +61,10 @@ def make_step(model: nn.Module, way: str, tokens: torch.Tensor) -> Callable[[], 
         optimizer = peers.flash_adamw(model.parameters(), lr=LR)
         if way == "flash_release":
             peers.release_gradients(model, optimizer)
-    else:
-        if way != "bf16":
-            zerofp4.convert_model(model)
-        communication = Communication(overlap="update" if way == "updates" else None)
-        optimizer = ZeroFP4Optimizer(
-            model.named_parameters(),
-            FusedAdamW,
-            state="full" if way == "bf16" else "compact",
-            communication=communication,
-            lr=LR,
-        )
-
-    def step() -> None:
-        causal_loss(model, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+        return causal_step(model, optimizer, tokens)
+    if way != "bf16":
+        zerofp4.convert_model(model)
+    communication = Communication(overlap="update" if way == "updates" else None)
+    options = {"state": "full" if way == "bf16" else "compact", "communication": communication, "lr": LR}
+    optimizer = ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, **options)
+    return causal_step(model, optimizer, tokens)

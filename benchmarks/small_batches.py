@@ -11,7 +11,7 @@ import zerofp4
 from benchmarks.layers import RECIPE
 from benchmarks.ranks import Timer, free_memory
 from benchmarks.session import Session
-from benchmarks.workloads import CONFIGS, causal_loss, causal_model
+from benchmarks.workloads import CONFIGS, causal_model, causal_step
 from zerofp4.launch import World
 
 LENGTH = 2048
@@ -24,10 +24,7 @@ WAYS = {
     "weights": "NVFP4 weights, products in bf16",
     "layers": "NVFP4 weights, layers of the recipe",
 }
-MODES = {
-    "eager": "eager",
-    "compiled": "each decoder layer by torch.compile",
-}
+MODES = {"eager": "eager", "compiled": "each decoder layer by torch.compile"}
 SEQUENCES = (1, 4)
 """Of a step."""
 
@@ -75,12 +72,5 @@ def make_step(
             layer.compile(fullgraph=True)
     optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), zerofp4.optim.FusedAdamW, lr=1e-5)
     tokens = torch.randint(model.config.vocab_size, shape, device=device)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with zerofp4.nn.autocast(RECIPE) if way == "layers" else contextlib.nullcontext():
-            loss = causal_loss(model, tokens)
-        loss.backward()
-        optimizer.step()
-
-    return step
+    context = partial(zerofp4.nn.autocast, RECIPE) if way == "layers" else contextlib.nullcontext
+    return causal_step(model, optimizer, tokens, context)

@@ -1,8 +1,10 @@
 """What is measured: named lists of weights, and what this process owns of each."""
 
 import argparse
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,10 +207,26 @@ def causal_model(config: Path, device: torch.device, scale: int = 1, layers: int
         return transformers.AutoModelForCausalLM.from_config(found, dtype=torch.bfloat16)
 
 
-def causal_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of int64 [batch, length] tokens, each predicted at its own place."""
-    logits = model(input_ids=tokens, use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+def causal_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tokens: torch.Tensor,
+    context: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+) -> Callable[[], None]:
+    """A call that trains such a model by one step.
+
+    tokens: int64 [batch, length], each predicted at its own place. context: of the forward pass.
+    """
+
+    def step() -> None:
+        with context():
+            logits = model(input_ids=tokens, use_cache=False).logits
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 class Tensors:

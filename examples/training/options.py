@@ -19,11 +19,16 @@ OPTIMIZERS = {
 """Class and arguments."""
 
 
-LEAST = {
-    **dict.fromkeys(("steps", "batch_size", "sequence_length", "micro_batches", "keep", "timeout"), 1),
-    **dict.fromkeys(("lr", "clip", "profile_steps", "checkpoint_every"), 0),
-}
-"""The smallest values that options take; all of them are finite."""
+def at_least(smallest: float, kind: type = int):
+    """A type for argparse: finite numbers from `smallest` on."""
+
+    def convert(value: str) -> float:
+        if not smallest <= kind(value) < math.inf:
+            raise argparse.ArgumentTypeError(f"must be at least {smallest} and finite, got {value}")
+        return kind(value)
+
+    convert.__name__ = kind.__name__  # argparse names it if the value is no number
+    return convert
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -38,36 +43,29 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--preset", choices=PRESETS, default="1m", help="model, named by its parameters (default: 1m)")
     weights = "of the linear layers; both: nvfp4, then plain ones to compare with (default: nvfp4)"
     add("--weights", choices=[*KINDS, "both"], default="nvfp4", help=weights)
-    add("--steps", type=int, default=400, help="optimizer steps (default: 400)")
+    add("--steps", type=at_least(1), default=400, help="optimizer steps (default: 400)")
     ours = "fused_adamw is ours, compact_adamw the same with compact state (default: adamw)"
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help=ours)
-    add("--lr", type=float, help="peak learning rate (default: the preset's)")
-    add("--batch-size", type=int, default=8, help="sequences per rank (default: 8)")
-    add("--sequence-length", type=int, default=128, help="tokens per sequence (default: 128)")
-    add("--micro-batches", type=int, default=1, help="per step (default: 1)")
+    add("--lr", type=at_least(0, float), help="peak learning rate (default: the preset's)")
+    add("--batch-size", type=at_least(1), default=8, help="sequences per rank (default: 8)")
+    add("--sequence-length", type=at_least(1), default=128, help="tokens per sequence (default: 128)")
+    add("--micro-batches", type=at_least(1), default=1, help="per step (default: 1)")
     clip = "largest gradient norm, 0: any (default: 1; 0 with --overlap update)"
-    add("--clip", type=float, help=clip)
+    add("--clip", type=at_least(0, float), help=clip)
     overlap = "gradients travel in backward passes, weights in forward passes (default: in the step), or "
     overlap += "backward passes update weights, with fused_adamw or compact_adamw"
     add("--overlap", choices=["backward", "forward", "both", "update"], help=overlap)
     add("--seed", type=int, default=0, help="of the initial weights and of the batches (default: 0)")
     profiled = "steps under torch.profiler, to time their phases (default: 3, 0: none)"
-    add("--profile-steps", type=int, default=3, metavar="STEPS", help=profiled)
+    add("--profile-steps", type=at_least(0), default=3, metavar="STEPS", help=profiled)
     add("--out", type=Path, default=Path("runs/train"), help="output folder (default: runs/train)")
-    timeout = "seconds to wait for a rank (default: 600)"
-    add("--timeout", type=float, default=600.0, help=timeout)
-    add("--checkpoint-every", type=int, default=0, help="steps; 0: never (default: 0)")
-    add("--keep", type=int, default=2, help="checkpoints that are kept (default: 2)")
+    add("--timeout", type=at_least(1, float), default=600.0, help="seconds to wait for a rank (default: 600)")
+    add("--checkpoint-every", type=at_least(0), default=0, help="steps; 0: never (default: 0)")
+    add("--keep", type=at_least(1), default=2, help="checkpoints that are kept (default: 2)")
     add("--resume", choices=["auto"], help="go on from the last whole checkpoint in --out, if there is one")
     add("--overwrite", action="store_true", help="delete what an earlier run left in --out")
     options = parser.parse_args(arguments)
 
-    for name, least in LEAST.items():
-        value = getattr(options, name)
-        if value is not None and not least <= value < math.inf:
-            parser.error(
-                f"argument --{name.replace('_', '-')}: must be at least {least} and finite, got {value}"
-            )
     context = PRESETS[options.preset].context
     if options.sequence_length > context:
         parser.error(
