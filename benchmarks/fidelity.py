@@ -155,9 +155,7 @@ class Flash:
         return nn.utils.clip_grad_norm_(self._parameters, max_norm)
 
 
-def values_of(
-    optimizer: ZeroFP4Optimizer | Flash, names: list[str], before: list[torch.Tensor]
-) -> Compared:
+def values_of(optimizer: ZeroFP4Optimizer | Flash, names: list[str], before: list[torch.Tensor]) -> Compared:
     """By the name of a parameter of at least two dimensions, what is compared, whole and in FP32. Collective.
 
     names: of all parameters. before: the masters in front of the last step.

@@ -5,16 +5,11 @@
 A second model makes the same steps without a graph, and the losses are compared bit for bit.
 """
 
-import argparse
-
 import torch
 from torch import nn
 
 import zerofp4
 
-argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-).parse_args()
 if not torch.cuda.is_available():
     raise SystemExit("a CUDA graph needs a GPU, and torch finds none")
 device = torch.device("cuda", torch.cuda.current_device())

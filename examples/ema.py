@@ -20,9 +20,7 @@ world = zerofp4.launch.init_process_group()
 torch.manual_seed(0)
 model = make_model()
 zerofp4.convert_model(model)
-optimizer = zerofp4.optim.ZeroFP4Optimizer(
-    model.named_parameters(), zerofp4.optim.FusedAdamW, lr=3e-3
-)
+optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), zerofp4.optim.FusedAdamW, lr=3e-3)
 averages = zerofp4.optim.AveragedMasters(optimizer, decay=DECAY)  # each rank averages its own slice
 
 torch.manual_seed(1 + world.rank)  # each rank has batches of its own

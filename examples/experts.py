@@ -31,9 +31,7 @@ world = zerofp4.launch.init_process_group()
 torch.manual_seed(0)
 model = Experts(4, 32, 64).to(world.device)
 report = zerofp4.convert_model(model)
-optimizer = zerofp4.optim.ZeroFP4Optimizer(
-    model.named_parameters(), zerofp4.optim.FusedAdamW, lr=1e-2
-)
+optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), zerofp4.optim.FusedAdamW, lr=1e-2)
 torch.manual_seed(1 + world.rank)  # each rank has batches of its own
 losses = []
 for _ in range(20):

@@ -40,9 +40,7 @@ def make_trainer(max_steps):
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(world.device)
     zerofp4.convert_model(model)
     zerofp4.register_plain_state_dict(model)  # safetensors holds values, not quantized tensors
-    optimizer = zerofp4.optim.ZeroFP4Optimizer(
-        model.named_parameters(), zerofp4.optim.FusedAdamW, lr=3e-3
-    )
+    optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), zerofp4.optim.FusedAdamW, lr=3e-3)
     arguments = transformers.TrainingArguments(
         str(folder),
         max_steps=max_steps,

@@ -34,9 +34,7 @@ class Module(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self):  # the process group exists by then
-        return zerofp4.optim.ZeroFP4Optimizer(
-            self.named_parameters(), zerofp4.optim.FusedAdamW, lr=3e-3
-        )
+        return zerofp4.optim.ZeroFP4Optimizer(self.named_parameters(), zerofp4.optim.FusedAdamW, lr=3e-3)
 
 
 def fit(max_steps, ckpt_path=None):

@@ -24,9 +24,7 @@ model = nn.Sequential()
 for name, layer in layers.items():
     model.add_module(name, layer)
 report = zerofp4.convert_model(model, layers=True)  # nn.Linear becomes zerofp4.nn.Linear
-optimizer = zerofp4.optim.ZeroFP4Optimizer(
-    model.named_parameters(), zerofp4.optim.FusedAdamW, lr=3e-3
-)
+optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), zerofp4.optim.FusedAdamW, lr=3e-3)
 recipe = zerofp4.nn.NVFP4Recipe(modules=[("last", None)])  # `last` multiplies as outside of autocast
 
 torch.manual_seed(1 + world.rank)  # each rank has batches of its own

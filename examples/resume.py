@@ -19,9 +19,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(world.device)
 zerofp4.convert_model(model)
 # A checkpoint is by name: named_parameters().
-optimizer = zerofp4.optim.ZeroFP4Optimizer(
-    model.named_parameters(), zerofp4.optim.FusedAdamW, lr=3e-3
-)
+optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), zerofp4.optim.FusedAdamW, lr=3e-3)
 test = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)).to(world.device)
 
 

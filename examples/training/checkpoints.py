@@ -66,23 +66,21 @@ class Checkpoints:
     def save(
         self, step: int, model: nn.Module, optimizer: ZeroFP4Optimizer, progress: dict[str, Any]
     ) -> None:
-        """Collective. progress: the same on every rank. The folder has another name until it is complete."""
-        final, draft = self.folder / f"step-{step:08d}", self.folder / f"draft-{step:08d}"
-        from_rank_0(lambda: shutil.rmtree(draft, ignore_errors=True), self.world)
+        """Collective. progress: the same on every rank."""
+        path = self.folder / f"step-{step:08d}"
         state = {"model": model, "optimizer": optimizer}
         state["progress"] = (progress | {"identity": self.identity},)  # a tuple is saved as one value
         try:
-            with Stage(f"writing checkpoint {final.name}", dist.group.WORLD):
-                dcp.save(state, checkpoint_id=draft)
+            with Stage(f"writing checkpoint {path.name}", dist.group.WORLD):
+                dcp.save(state, checkpoint_id=path)
         except dcp.CheckpointException as error:
-            raise CheckpointError(f"{final} cannot be written: {error}") from error
+            raise CheckpointError(f"{path} cannot be written: {error}") from error
 
-        def publish() -> None:
-            draft.rename(final)
+        def remove_older() -> None:
             for old in self._found()[self.keep :]:
                 shutil.rmtree(old)
 
-        from_rank_0(publish, self.world)
+        from_rank_0(remove_older, self.world)
 
     def resume(self, model: nn.Module, optimizer: ZeroFP4Optimizer) -> dict[str, Any] | None:
         """Load the last checkpoint and return its progress, or None if there is none. Collective.
@@ -112,5 +110,5 @@ class Checkpoints:
             raise CheckpointError(f"{path} cannot be loaded: {error}") from error
 
     def _found(self) -> list[Path]:
-        """The last one first."""
-        return sorted(self.folder.glob("step-*"), reverse=True)
+        """The complete ones, the last one first: torch writes .metadata when all else is there."""
+        return sorted((path.parent for path in self.folder.glob("step-*/.metadata")), reverse=True)
