@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from cases.bench import measured, without_places
 
-import benchmarks.__main__ as bench
 from benchmarks import large
-from benchmarks.rules import KINDS
 from benchmarks.session import Clock
 
 transformers = pytest.importorskip("transformers")
@@ -24,20 +22,16 @@ def run(folder: Path, monkeypatch, *more: str) -> dict:
     transformers.LlamaConfig(vocab_size=64, **SHAPE).save_pretrained(folder / "model")
     monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
     arguments = ["--config", str(folder / "model"), "--layers", "2", "--tokens", "4", "--repeats", "1", *more]
-    bench.main(["large", *arguments, "--output", str(folder / "results")])
-    (path,) = (folder / "results").iterdir()
-    return json.loads(path.read_text())
+    return measured(folder / "results", "large", *arguments)
 
 
 def test_rows(tmp_path: Path, monkeypatch, capsys):
     result = run(tmp_path, monkeypatch)
-    rows = {row["name"]: row for row in result["rows"]}
-    assert all(row["kind"] in KINDS and row["rule"] for row in rows.values())
+    rows = without_places(result["rows"])
     left_out = set(re.findall(r"(\w+) is left out", capsys.readouterr().out))
     assert left_out <= {"flash", "flash_release"}
     for way in large.WAYS.keys() - left_out:
-        (name,) = (name for name in rows if name.startswith(f"{way}/tokens"))
-        assert rows[name]["tokens_per_second"] > 0
+        assert rows[f"{way}/tokens"]["tokens_per_second"] > 0
     assert result["settings"]["layers"] == 2 and result["settings"]["ways"] == list(large.WAYS)
 
 
@@ -52,7 +46,7 @@ def test_a_way_without_memory_is_left_out_and_the_others_run(tmp_path: Path, mon
     monkeypatch.setattr(large, "make_step", refuse)
     rows = run(tmp_path, monkeypatch, "--ways", "bf16", "compact")["rows"]
     assert "bf16 is left out: CUDA out of memory\n" in capsys.readouterr().out
-    assert {row["name"].split("/")[0] for row in rows} == {"compact"}
+    assert {name.split("/")[0] for name in rows} == {"compact"}
 
 
 def test_the_ways_train_one_model():

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
+from cases.bench import check_ratio, measured
 from helpers import needs_gpu
 from tensor_helpers import values
 from torch import nn
 
-import benchmarks.__main__ as bench
 import zerofp4
 from benchmarks import layers
-from benchmarks.rules import KINDS, TARGETS
+from benchmarks.rules import TARGETS
 from benchmarks.session import Clock
 from zerofp4.nn import Linear, NVFP4Recipe, autocast
 
@@ -33,27 +31,18 @@ def test_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(layers, "SLOW_ON_CPU", (torch.bfloat16,))
     monkeypatch.setattr(layers, "CPU_SHAPE", (8, 32, 64))
     small = ["--device", "cpu", "--scale", "200", "--repeats", "1", "--threads", "1"]
-    bench.main(["layers", *small, "--output", str(tmp_path)])
-    result = json.loads((tmp_path / "layers_cpu.json").read_text())
-    rows = {row["name"]: row for row in result["rows"]}
-    assert len(rows) == len(result["rows"])
-    assert all(row["kind"] in KINDS and row["rule"] and row["target"] is None for row in rows.values())
+    rows = measured(tmp_path, "layers", *small)["rows"]
     for name in SHAPES:
-        ratio = rows[f"linear/{name}"]["milliseconds"] / rows[f"bf16_linear/{name}"]["milliseconds"]
-        assert rows[f"linear_over_bf16/{name}"]["ratio"] == pytest.approx(ratio)
+        for ours in ("linear", "converted_linear"):
+            check_ratio(rows, f"{ours}_over_bf16/{name}", f"{ours}/{name}", f"bf16_linear/{name}")
         assert 0.28 <= rows[f"saved_over_bf16/{name}"]["ratio"] <= 0.30
-        ratio = rows[f"converted_linear/{name}"]["milliseconds"] / rows[f"bf16_linear/{name}"]["milliseconds"]
-        assert rows[f"converted_linear_over_bf16/{name}"]["ratio"] == pytest.approx(ratio)
         assert 0.5 < rows[f"converted_weight/{name}"]["bytes_per_parameter"] < 0.52
-    ratio = (
-        rows[f"grouped_linear/{EXPERTS}"]["milliseconds"] / rows[f"bf16_grouped_mm/{EXPERTS}"]["milliseconds"]
-    )
-    assert rows[f"grouped_linear_over_bf16/{EXPERTS}"]["ratio"] == pytest.approx(ratio)
+    over = f"grouped_linear_over_bf16/{EXPERTS}"
+    check_ratio(rows, over, f"grouped_linear/{EXPERTS}", f"bf16_grouped_mm/{EXPERTS}")
     assert rows[f"grouped_saved_over_bf16/{EXPERTS}"]["ratio"] <= 0.30
-    for other in ("bf16", "float32"):
-        times = [rows[f"cpu_{kind}_linear/8x32x64"]["milliseconds"] for kind in ("converted", other)]
-        row = rows[f"cpu_converted_linear_over_{other}/8x32x64"]
-        assert row["ratio"] == pytest.approx(times[0] / times[1])
+    ours, *others = (f"cpu_{kind}_linear/8x32x64" for kind in ("converted", "bf16", "float32"))
+    for kind, other in zip(("bf16", "float32"), others, strict=True):
+        check_ratio(rows, f"cpu_converted_linear_over_{kind}/8x32x64", ours, other)
     assert rows["host_layer_linear_both"]["host_us"] > 0
     assert rows["host_layer_linear"]["plain_us"] > 0 and "host_us" in rows["host_quantizer_update"]
 

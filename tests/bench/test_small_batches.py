@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from cases.bench import check_ratio, measured
 from torch._dynamo.utils import counters
 
-import benchmarks.__main__ as bench
 from benchmarks import small_batches
-from benchmarks.rules import KINDS, TARGETS
+from benchmarks.rules import TARGETS
 from benchmarks.session import Clock
 from benchmarks.small_batches import LENGTH, MODES, SEQUENCES, WAYS
 
@@ -24,15 +23,10 @@ SHAPE = (1, 32)
 def test_rows(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
     arguments = ["--scale", "64", "--layers", "1", "--repeats", "1", "--modes", "eager"]
-    bench.main(["small_batches", *arguments, "--output", str(tmp_path)])
-    (path,) = tmp_path.iterdir()
-    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
-    assert all(row["kind"] in KINDS and row["rule"] for row in rows.values())
+    rows = measured(tmp_path, "small_batches", *arguments)["rows"]
     for name in (f"eager/{sequences}x32" for sequences in SEQUENCES):
-        rates = {way: rows[f"{name}/{way}"]["tokens_per_second"] for way in WAYS}
         for way in ("weights", "layers"):
-            ratio = rows[f"{name}/{way}_over_bf16"]["speedup"]
-            assert ratio == pytest.approx(rates[way] / rates["bf16"])
+            check_ratio(rows, f"{name}/{way}_over_bf16", f"{name}/{way}", f"{name}/bf16")
 
 
 def test_targets_are_those_of_rows():

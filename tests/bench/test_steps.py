@@ -1,29 +1,21 @@
 """python -m benchmarks step: a step of one rank and of two. Never how fast anything is."""
 
-import contextlib
-import io
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cases.bench import copy_little, two_ranks
+from cases.bench import check_ratio, copy_little, measured, read_result, two_ranks, without_places
 from early import waits_for
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
-import benchmarks.__main__ as bench
 import zerofp4
 from benchmarks import fidelity, ranks, states
 from benchmarks.ranks import Timer
-from benchmarks.rules import KINDS
 from benchmarks.session import Clock
 from benchmarks.step import Ours
 from zerofp4.distributed import PREFIX
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
-
-PARTS = ("step", "step_clipped", "reduce", "update", "publish")
 
 
 @pytest.mark.heavy
@@ -31,27 +23,21 @@ PARTS = ("step", "step_clipped", "reduce", "update", "publish")
 def test_a_step_of_two_ranks(early):
     run, folder = early(two_ranks)
     assert run.returncode == 0, run.stderr
-    result = json.loads((folder / "step_2_ranks_cpu.json").read_text())
-    rows = {row["name"].removesuffix("/2xcpu"): row for row in result["rows"]}
-    assert len(rows) == len(result["rows"]), "a name stands for one row"
-    assert all(row["kind"] in KINDS and row["rule"] and row["target"] is None for row in result["rows"])
+    rows = without_places(read_result(folder / "step_2_ranks_cpu.json")["rows"])
     assert {"backward", "backward_step", "exposed_step_over_bf16", "host_step", "sent_weights"} <= rows.keys()
-    for part in (*PARTS, "scan"):
-        assert rows[part]["milliseconds"] > 0
+    assert rows["scan"]["milliseconds"] > 0
     for part in ("step", "step_clipped", "publish", "update"):
         theirs = "step_bf16_clipped" if part == "step_clipped" else f"{part}_bf16"
-        expected = rows[part]["milliseconds"] / rows[theirs]["milliseconds"]
-        assert rows[f"{part}_over_bf16"]["ratio"] == pytest.approx(expected)
-    expected = rows["step"]["milliseconds"] / rows["step_zero_redundancy"]["milliseconds"]
-    assert rows["step_over_zero_redundancy"]["ratio"] == pytest.approx(expected)
+        check_ratio(rows, f"{part}_over_bf16", part, theirs)
+    check_ratio(rows, "step_over_zero_redundancy", "step", "step_zero_redundancy")
     if "step_flash" not in rows:
         assert run.stdout.count("step_flash is left out: No module named 'flashoptim'") == 1
     assert rows["link"]["gigabytes_per_second"] > 0
     assert rows["link"]["rule"].startswith("an all-to-all of gloo, 1 x ")
     for phase in ("scan", "reduce", "adamw", "adamw_reducing", "publish", "publish_alone"):
         assert rows[f"floor_{phase}"]["milliseconds"] > 0
-    for part in PARTS:
-        assert rows[f"{part}_over_floor"]["ratio"] > 0
+    for part in ("step", "step_clipped", "reduce", "update", "publish"):
+        assert rows[part]["milliseconds"] > 0 and rows[f"{part}_over_floor"]["ratio"] > 0
     assert run.stdout.count("step_2_ranks: copy ceiling") == 1  # rank 0 alone speaks
 
 
@@ -59,52 +45,35 @@ def test_a_step_of_two_ranks(early):
 def test_a_step_of_one_rank(tmp_path, monkeypatch, capsys):
     copy_little(monkeypatch)
     options = ["--scale", "256", "--repeats", "1", "--transport", "collective", "peer"]
-    bench.main(["step", *options, "--output", str(tmp_path)])
-    (path,) = tmp_path.glob("step_1_ranks_*.json")
-    names = [row["name"].split("/")[0] for row in json.loads(path.read_text())["rows"]]
-    assert len(set(names)) == len(names), "a name stands for one row"
+    names = without_places(measured(tmp_path, "step", *options)["rows"]).keys()
     assert not any(name.startswith("peer_") or name in ("link", "backward") for name in names)
-    assert {"floor_norm", "floor_adamw_reducing", "step_bf16", "floor_step", "step_over_bf16"} <= set(names)
-    assert not {"reduce", "floor_reduce", "floor_adamw"} & set(names), "gradients stay where they are"
+    assert {"floor_norm", "floor_adamw_reducing", "step_bf16", "floor_step", "step_over_bf16"} <= names
+    assert not {"reduce", "floor_reduce", "floor_adamw"} & names, "gradients stay where they are"
     for part in ("step", "step_clipped", "update", "publish"):
-        assert {part, f"{part}_over_floor"} <= set(names)
+        assert {part, f"{part}_over_floor"} <= names
     assert "nothing travels" in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def of_states(tmp_path_factory) -> tuple[str, Path]:
-    """What was printed, and the folder. With a larger scale rows would be too short for compact state."""
-    folder, said = tmp_path_factory.mktemp("states"), io.StringIO()
-    own = ["--repeats", "1", "--output", str(folder)]
-    tiny = ["--preset", "tiny", "--steps", "2", "--seeds", "2"]
-    tiny += ["--error-preset", "tiny", "--error-steps", "3"]
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-        patch.setattr(Clock, "copy_gbps", lambda self: 10.0)
-        bench.main(["states", "--scale", "64", *own])
-        bench.main(["fidelity", *tiny, *own[2:]])
-    return said.getvalue(), folder
-
-
 @pytest.mark.heavy
-def test_steps_of_full_and_of_compact_state(of_states):
-    said, folder = of_states
-    (path,) = folder.glob("states_1_ranks_*.json")
-    rows = {row["name"].split("/")[0]: row for row in json.loads(path.read_text())["rows"]}
-    assert rows["kept_full"]["bytes_per_parameter"] == pytest.approx(0.5 + 1 / 256 + 2 + 12, abs=0.01)
-    assert rows["kept_compact"]["bytes_per_parameter"] == pytest.approx(0.5 + 1 / 256 + 2 + 5.125, abs=0.01)
-    assert rows["kept_in_backward"]["bytes_per_parameter"] == pytest.approx(0.5 + 1 / 256 + 5.125, abs=0.01)
+def test_steps_of_full_and_of_compact_state(tmp_path, monkeypatch, capsys):
+    """With a larger scale rows would be too short for compact state."""
+    monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
+    rows = without_places(measured(tmp_path, "states", "--scale", "64", "--repeats", "1")["rows"])
+    kept = {"full": 2 + 12, "compact": 2 + 5.125, "in_backward": 5.125}
+    for name, size in kept.items():
+        found = rows[f"kept_{name}"]["bytes_per_parameter"]
+        assert found == pytest.approx(0.5 + 1 / 256 + size, abs=0.01), name
     for other in ("full", "torch_bf16"):
-        expected = rows["step_compact"]["milliseconds"] / rows[f"step_{other}"]["milliseconds"]
-        assert rows[f"step_compact_over_{other}"]["ratio"] == pytest.approx(expected)
+        check_ratio(rows, f"step_compact_over_{other}", "step_compact", f"step_{other}")
     if "step_flash" not in rows:
-        assert "step_flash is left out: No module named 'flashoptim'" in said
+        assert "step_flash is left out: No module named 'flashoptim'" in capsys.readouterr().out
 
 
 @pytest.mark.heavy
-def test_fidelity_of_compact_state(of_states):
-    _, folder = of_states
-    (path,) = folder.glob("fidelity_1_ranks_*.json")
-    rows = {row["name"].split("/")[0]: row for row in json.loads(path.read_text())["rows"]}
+def test_fidelity_of_compact_state(tmp_path, monkeypatch):
+    monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
+    tiny = ["--preset", "tiny", "--steps", "2", "--error-preset", "tiny", "--error-steps", "3"]
+    rows = without_places(measured(tmp_path, "fidelity", *tiny, "--seeds", "2")["rows"])
     losses = rows["loss_difference"]
     percent = [100 * (c / f - 1) for f, c in zip(losses["full"], losses["compact"], strict=True)]
     assert len(percent) == 2 and losses["full"] != losses["compact"]

@@ -51,7 +51,7 @@ def test_the_others_raise_an_error_that_names_the_stage(early, stage, kind):
     others = {str(rank) for rank in range(SIZE)} - {str(VICTIM)}
     assert others <= found.keys(), f"a rank hangs: {found}"
     steps = folder / f"{stage}-{kind}" / "checkpoints"
-    whole = sorted(path.name for path in steps.glob("step-*"))
+    whole = sorted(path.parent.name for path in steps.glob("step-*/.metadata"))
     assert whole == [f"step-{n:08}" for n in ((1, 2) if stage == "load" else (1,))]
     if kind == "raise" and stage not in ("save", "load"):
         assert found[str(VICTIM)] == ["ValueError", "told to raise"]
