@@ -28,55 +28,43 @@ def counted_as(row: dict) -> Moved:
     return Moved(row["bytes"], f"counted as {row['name']}", row["elements"])
 
 
-def begin(workload: Workload) -> Moved:
-    return Moved(4 * workload.tiles, "4 per tile", workload.tiles)
+class Linear(NamedTuple):
+    """A rule for a workload: bytes for each owned element, for each tile and for each element of all weights,
+    whoever owns them.
+    """
+
+    words: str
+    owned: float = 0
+    tiles: float = 0
+    elements: float = 0
+
+    def __call__(self, workload: Workload) -> Moved:
+        """elements of what is moved: those of the first factor that is not 0."""
+        counts = (workload.owned, workload.tiles, workload.elements)
+        size = sum(factor * count for factor, count in zip(self[1:], counts, strict=True))
+        counted = next(count for factor, count in zip(self[1:], counts, strict=True) if factor)
+        return Moved(size, self.words, counted)
 
 
-def amax(workload: Workload) -> Moved:
-    return Moved(4.015625 * workload.owned, "4.0156n: masters, and 4 per 256", workload.owned)
+begin = Linear("4 per tile", tiles=4)
+amax = Linear("4.0156n: masters, and 4 per 256", owned=4 + 4 / 256)
+scale = Linear("6 per tile of all weights", tiles=6)  # an amax read, and a scale written to two buffers
+cast = Linear("4.5156n: masters, codes, and 4 per 256", owned=4.5 + 4 / 256)
+read_masters = Linear("4n: masters", owned=4)
+# Masters twice, codes and scales. The vector of amaxes counts once, as read by scale.
+local_step = Linear(f"8.5n + {scale.words}", owned=8.5, tiles=scale.tiles)
+# The codes: the scale stage has written the scales of both sides.
+transpose = Linear("1 per element, half read, half written; scales: in the scale stage", elements=1)
+adamw = Linear("28n: master and two moments read and written, gradient read", owned=28)
+# Who reads the masters once gets the amaxes out of the update.
+adamw_then_cast = Linear(f"32.5n + {scale.words}", owned=32.5, tiles=scale.tiles)
 
 
-def scale(workload: Workload) -> Moved:
-    """Of all weights, whoever owns them: an amax read, and a scale written to each compact buffer."""
-    return Moved(6 * workload.tiles, "6 per tile of all weights", workload.tiles)
-
-
-def cast(workload: Workload) -> Moved:
-    return Moved(4.515625 * workload.owned, "4.5156n: masters, codes, and 4 per 256", workload.owned)
-
-
-def local_step(workload: Workload) -> Moved:
-    """The masters twice, the codes and the scales. The vector of amaxes counts once, as read by scale."""
-    scales = scale(workload)
-    return Moved(8.5 * workload.owned + scales.bytes, f"8.5n + {scales.rule}", workload.owned)
-
-
-def read_masters(workload: Workload) -> Moved:
-    return Moved(4 * workload.owned, "4n: masters", workload.owned)
-
-
-def cast_blocks(workload: Workload, elements: int, reads: int = 1) -> Moved:
+def cast_blocks(elements: int, reads: int = 1) -> Linear:
     """Of weights with a scale for so many elements, which the cast writes. reads: of a master."""
     size = 4 * reads + 0.5 + 1 / elements
-    rule = f"{size:.6g}n: masters{' twice' * (reads - 1)}, codes, and a scale per {elements}"
-    return Moved(size * workload.owned, rule, workload.owned)
-
-
-def transpose(workload: Workload) -> Moved:
-    """The codes: the scale stage has written the scales of both sides."""
-    rule = "1 per element, half read, half written; scales: in the scale stage"
-    return Moved(workload.elements, rule, workload.elements)
-
-
-def adamw(workload: Workload) -> Moved:
-    rule = "28n: master and two moments read and written, gradient read"
-    return Moved(28 * workload.owned, rule, workload.owned)
-
-
-def adamw_then_cast(workload: Workload) -> Moved:
-    """What both need who read the masters once for the amaxes: those come out of the update."""
-    scales = scale(workload)
-    return Moved(32.5 * workload.owned + scales.bytes, f"32.5n + {scales.rule}", workload.owned)
+    words = f"masters{' twice' * (reads - 1)}, codes, and a scale per {elements}"
+    return Linear(f"{size:.6g}n: {words}", owned=size)
 
 
 def once(tensors: Iterable[torch.Tensor], elements: int, words: str) -> Moved:

@@ -52,11 +52,11 @@ def local_step_blocks(session: Session, options: argparse.Namespace) -> None:
                 continue  # shards must have whole blocks
             plan = Tensors(workload, session.device, **settings).plan()
             part, each = f"{kind}/{workload.part_name}", 16 if settings["block"] == (1, 16) else 256
-            session.time(f"local_step_{part}", plan.step, rules.cast_blocks(workload, each, reads=2))
+            session.time(f"local_step_{part}", plan.step, rules.cast_blocks(each, reads=2)(workload))
             if session.clock.is_cuda:
                 stages = {
                     f"amax_{part}": ("partial_amax", rules.read_masters(workload)),
-                    f"cast_{part}": ("partial_cast", rules.cast_blocks(workload, each)),
+                    f"cast_{part}": ("partial_cast", rules.cast_blocks(each)(workload)),
                 }
                 session.time_kernels(plan.step, stages)
 

@@ -1,9 +1,10 @@
 """What a run shows and leaves behind: progress, metrics as JSON lines, a picture of the losses, a summary."""
 
-import contextlib
+import importlib.util
 import json
 import sys
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -26,27 +27,26 @@ WARM_UP = 3
 class Recorder:
     """Writes <out>/metrics-<kind>.jsonl, one line per step, and shows how far the run is.
 
-    A context manager. On other ranks than 0 (`active` False) it only keeps the last rows. done: steps of an
-    earlier process, whose rows stay.
+    On other ranks than 0 (`active` False) it only keeps the last rows. done: steps of an earlier process,
+    whose rows stay.
     """
 
     def __init__(self, out: Path, kind: str, steps: int, active: bool, done: int = 0):
-        self.kind, self.steps, self.active = kind, steps, active
-        self.path = metrics_file(out, kind)
+        self.kind, self.steps, self.done, self.active = kind, steps, done, active
+        self.path, self.validation = metrics_file(out, kind), ""
         earlier = [row for row in read_metrics(self.path) if row["step"] <= done] if active else []
         self.rows = deque(earlier, max(1, steps // 20))
-        self._validation, self._bar = "", progress_bar() if active else contextlib.nullcontext()
         if active:
             self.path.write_text("".join(json.dumps(row) + "\n" for row in earlier))
 
-    def __enter__(self) -> "Recorder":
-        self._progress = self._bar.__enter__()
-        if self._progress is not None:
-            self._task = self._progress.add_task(KINDS[self.kind], total=self.steps, status="")
-        return self
+    def remaining(self) -> Iterable[int]:
+        """The numbers of the steps; on a terminal, where rich is installed, with its progress bar."""
+        numbers = range(self.done + 1, self.steps + 1)
+        if not self.active or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+            return numbers
+        from rich.progress import track
 
-    def __exit__(self, *error: object) -> None:
-        self._bar.__exit__(*error)
+        return track(numbers, KINDS[self.kind])
 
     def record(self, row: dict) -> None:
         self.rows.append(row)
@@ -55,24 +55,10 @@ class Recorder:
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         if "validation_loss" in row:
-            self._validation = f"  validation {row['validation_loss']:.3f}"
-        status = f"loss {row['loss']:.3f}{self._validation}  {row['tokens_per_second']:,.0f} bytes/s"
-        if self._progress is not None:
-            self._progress.update(self._task, completed=row["step"], status=status)
-        elif row["step"] % max(1, self.steps // 10) == 0 or row["step"] in (1, self.steps):
+            self.validation = f"  validation {row['validation_loss']:.3f}"
+        if row["step"] % max(1, self.steps // 10) == 0 or row["step"] in (1, self.steps):
+            status = f"loss {row['loss']:.3f}{self.validation}  {row['tokens_per_second']:,.0f} bytes/s"
             print(f"{self.kind:>5}  step {row['step']:>5}/{self.steps}  {status}", flush=True)
-
-
-def progress_bar() -> contextlib.AbstractContextManager:
-    """That of rich on a terminal, where rich is installed; else a context of None."""
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-    except ImportError:
-        return contextlib.nullcontext()
-    if not sys.stdout.isatty():
-        return contextlib.nullcontext()
-    status = "{task.fields[status]}"
-    return Progress("{task.description}", BarColumn(), MofNCompleteColumn(), status, TimeRemainingColumn())
 
 
 def metrics_file(out: Path, kind: str) -> Path:

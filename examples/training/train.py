@@ -155,8 +155,8 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
     recorder = report.Recorder(options.out, kind, options.steps, world.rank == 0, done)
     profiled = max(0, min(options.profile_steps, (options.steps - done - report.WARM_UP) // 2))
     profiler = report.profile_steps(world.device, profiled) if profiled else None
-    with recorder, profiler or contextlib.nullcontext():
-        for step in range(done + 1, options.steps + 1):
+    with profiler or contextlib.nullcontext():
+        for step in recorder.remaining():
             step_start = time.perf_counter()
             loss = accumulate_gradients(model, optimizer, batches, options, world)
             norm = None  # backward passes that update leave no gradients

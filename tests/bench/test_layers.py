@@ -21,7 +21,6 @@ EXPERTS = "2x32x32x32"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

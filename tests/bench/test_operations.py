@@ -130,7 +130,6 @@ def test_rows_of_single_tensors(of_all):
 
 
 def test_an_error_leaves_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
     monkeypatch.delattr(zerofp4, "quantize_grouped")
     with pytest.raises(AttributeError, match="'zerofp4' has no attribute 'quantize_grouped'"):
         measured(tmp_path, "grouped", "--device", "cpu", "--scale", "200")
@@ -140,7 +139,6 @@ def test_an_error_leaves_no_file(tmp_path, monkeypatch):
 @needs_gpu
 @pytest.mark.parametrize("operation", ROWS)
 def test_rows_on_a_gpu(operation, tmp_path, monkeypatch):
-    monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
     small = ["--device", "cuda", "--scale", "200", "--repeats", "1", "--no-peers"]
     small += ["--size", "64"] if "square" in OPERATIONS[operation][1] else []
     rows = measured(tmp_path, operation, *small)["rows"]

@@ -9,7 +9,7 @@ import pytest
 
 import benchmarks.__main__ as bench
 from benchmarks import output, pages, pictures
-from benchmarks.session import RESULTS, Clock
+from benchmarks.session import RESULTS
 
 
 @pytest.fixture
@@ -40,7 +40,6 @@ def test_notes(row, expected):
 
 
 def test_a_table_on_the_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
     small = ["--device", "cpu", "--size", "64", "--repeats", "1"]
     bench.main(["transpose", *small, "--workload", "square", "--output", str(tmp_path)])
     shown = capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
-from functools import partial
 
 import pytest
 import torch
@@ -13,15 +12,11 @@ from helpers import assert_bytes_equal
 
 import zerofp4
 from benchmarks import peers, rules
-from benchmarks.session import Clock, Session
+from benchmarks.session import Session
 from benchmarks.tensors import ACTIVATION, RHT, WEIGHT, make_input
+from benchmarks.workloads import Tensors, square
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def quick_copies(monkeypatch):
-    monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
 
 
 @pytest.fixture
@@ -29,7 +24,7 @@ def given():
     return make_input(Session("quantize", CPU, 1), (64, 96))
 
 
-def test_the_reference_that_is_compiled_quantizes_as_we_do(given):
+def test_the_reference_that_is_compiled_does_what_we_do(given):
     for block in (ACTIVATION, WEIGHT):
         ours = zerofp4.quantize(given.x, block=block)
         codes, scale = peers.quantize(given.x, given.amaxes["amax"], block[0])
@@ -44,9 +39,12 @@ def test_the_reference_that_is_compiled_quantizes_as_we_do(given):
     elements, scale = peers.quantize_mxfp8(given.x)
     assert_bytes_equal(ours.rowwise_data, elements, "elements")
     assert_bytes_equal(ours.rowwise_scale.view(torch.uint8), scale, "E8M0 scales")
-
-
-def test_the_reference_that_is_compiled_swizzles_as_we_do(given):
+    tensors = Tensors(square(64), CPU)
+    tensors.plan().step()
+    codes, scale, amax = peers.cast(tensors.flat.view(64, 64))
+    assert_bytes_equal(tensors.weights[0].rowwise_data, codes, "codes of a cast")
+    assert_bytes_equal(tensors.weights[0].rowwise_scale, scale, "scales of a cast")
+    assert_bytes_equal(tensors.weights[0].amax, amax, "amax of a cast")
     ours = zerofp4.quantize(given.x, block=ACTIVATION, scale_layouts=("swizzled",))
     theirs = peers.swizzle(ours.rowwise_scale, *given.x.shape)
     assert_bytes_equal(ours.rowwise_scale_swizzled, theirs, "swizzled scales")
@@ -83,57 +81,42 @@ def test_packages_get_the_scale_that_ours_has(major, asked, given, monkeypatch):
     }
 
 
-def package_in(folder, name: str, source: str) -> None:
-    (folder / name).mkdir()
-    (folder / name / "__init__.py").write_text(source)
+def raising(error: Exception):
+    def call(*_, **__):
+        raise error
+
+    return call
 
 
-def test_packages_that_fail_are_named_and_the_rest_is_measured(tmp_path, monkeypatch, capsys, given):
-    package_in(tmp_path, "gemlite", "raise AssertionError('Torch not compiled with CUDA enabled')")
-    raising = "def quantize_to_fp4(x, config):\n    raise RuntimeError('no kernel\\nfor this GPU')\n"
-    package_in(tmp_path, "fouroversix", f"QuantizationConfig = dict\n{raising}")
-    package_in(tmp_path, "good", "def call():\n    return lambda: None")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    for name in ("gemlite", "fouroversix", "good"):
-        monkeypatch.setitem(sys.modules, name, None)  # so that what is imported here is forgotten after
-        monkeypatch.delitem(sys.modules, name)
-
-    def good():
-        import good
-
-        return good.call()
-
+def test_a_peer_that_fails_is_named_and_the_rest_is_measured(capsys):
+    """Where it is imported, called or compiled, or where a kernel of it ends."""
     measured = Session("quantize", CPU, 1)
     ours = measured.time("quantize_1d/64", lambda: None, rules.Moved(1000, "n", 500))
-    peers.packages(
-        measured,
-        ours,
-        torchao=partial(peers.torchao_nvfp4, given.x, given.amaxes["amax"]),
-        gemlite=partial(peers.gemlite_nvfp4, given.x, given.amaxes["amax"]),
-        fouroversix=partial(peers.fouroversix_nvfp4, given.x, given.amaxes["amax"], 1),
-        good=good,
-    )
+    errors = {
+        "torchao": raising(ImportError("no torchao")),
+        "gemlite": raising(AssertionError("Torch not compiled with CUDA enabled")),
+        "fouroversix": lambda: raising(RuntimeError("no kernel\nfor this GPU")),
+    }
+    peers.packages(measured, ours, **errors, good=lambda: lambda: None)
     _, theirs = measured.rows
     assert theirs["name"] == "good_quantize_1d/64" and theirs["package"] == "good of unknown version"
     assert (theirs["bytes"], theirs["elements"], theirs["times_ours"] > 0) == (1000, 500, True)
+    measured.clock.synchronize = raising(RuntimeError("the kernel failed"))
+    peers.packages(measured, ours, late=lambda: lambda: None)
+    assert len(measured.rows) == 2
     said = capsys.readouterr().out
-    assert "torchao_quantize_1d/64 is left out: " in said
-    assert "gemlite_quantize_1d/64 is left out: Torch not compiled with CUDA enabled\n" in said
-    assert "fouroversix_quantize_1d/64 is left out: no kernel\n" in said
+    failed = {"torchao": "no torchao", "gemlite": "Torch not compiled with CUDA enabled"}
+    for package, error in (failed | {"fouroversix": "no kernel", "late": "the kernel failed"}).items():
+        assert f"{package}_quantize_1d/64 is left out: {error}\n" in said
 
 
-def test_an_error_of_a_peers_kernel_is_its_own(monkeypatch, capsys):
-    measured = Session("quantize", CPU, 1)
-
-    def refuse():
-        raise RuntimeError("the kernel failed")
-
-    monkeypatch.setattr(measured.clock, "synchronize", refuse)
-    ours = {"name": "quantize_1d/64", "ms": 1.0, "bytes": 1000, "elements": 500}
-    peers.packages(measured, ours, good=lambda: lambda: None)
-    assert not measured.rows
-    assert "good_quantize_1d/64 is left out: the kernel failed\n" in capsys.readouterr().out
+def test_a_reference_that_cannot_be_compiled_is_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: raising(RuntimeError("no compiler\nand more")))
+    measured = Session("local_step", CPU, 1)
+    ours = {"name": "local_step/32", "ms": 1.0, "bytes": 1000, "elements": 1024}
+    peers.references(measured, Tensors(square(32), CPU), ours)
+    assert [row["name"] for row in measured.rows] == ["reference_eager_local_step/32"]
+    assert "reference_compile_local_step/32 is left out: no compiler\n" in capsys.readouterr().out
 
 
 def share_of_equal_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> float:

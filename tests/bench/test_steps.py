@@ -1,18 +1,17 @@
-"""python -m benchmarks step: a step of one rank and of two. Never how fast anything is."""
+"""python -m benchmarks step, fsdp2, states and fidelity: one rank and two. Never how fast anything is."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cases.bench import check_ratio, copy_little, measured, read_result, two_ranks, without_places
+from cases.bench import check_ratio, measured, read_result, two_ranks, without_places
 from early import waits_for
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
 import zerofp4
-from benchmarks import fidelity, ranks, states
+from benchmarks import fidelity, ranks
 from benchmarks.ranks import Timer
-from benchmarks.session import Clock
 from benchmarks.step import Ours
 from zerofp4.distributed import PREFIX
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
@@ -43,7 +42,6 @@ def test_a_step_of_two_ranks(early):
 
 @pytest.mark.heavy
 def test_a_step_of_one_rank(tmp_path, monkeypatch, capsys):
-    copy_little(monkeypatch)
     options = ["--scale", "256", "--repeats", "1", "--transport", "collective", "peer"]
     names = without_places(measured(tmp_path, "step", *options)["rows"]).keys()
     assert not any(name.startswith("peer_") or name in ("link", "backward") for name in names)
@@ -55,9 +53,43 @@ def test_a_step_of_one_rank(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.heavy
+@waits_for(two_ranks)
+def test_both_ways_to_gather(early):
+    run, folder = early(two_ranks)
+    assert run.returncode == 0, run.stderr
+    result = read_result(folder / "fsdp2_2_ranks_cpu.json")
+    rows = without_places(result["rows"])
+    cases = ["reshard", "keep", "1.5b"]
+    assert result["settings"] == {"scale": 64, "repeats": 1, "cases": cases, "layers": 2, "tokens": 4}
+    assert rows["link"]["gigabytes_per_second"] > 0
+    shapes = {
+        "layers": (2 * (4 * 64 * 64 + 3 * 64 * 224), 64),
+        "1.5b": (2 * (4 * 24 * 24 + 3 * 24 * 140), 24),
+    }
+    for case, shape, gathers in (("reshard", "layers", 2), ("keep", "layers", 1), ("1.5b", "1.5b", 2)):
+        converted, hidden = shapes[shape]  # gathers: in the forward and in the backward pass
+        check_ratio(rows, f"{case}/tokens_over_bf16", f"{case}/tokens", f"{case}_bf16/tokens")
+        rate = rows[f"{case}/tokens"]["tokens_per_second"]
+        assert rate * rows[f"{case}/step"]["milliseconds"] == pytest.approx(8e3)
+        for name, bits in ((case, 4), (f"{case}_bf16", 16)):
+            moved = rows[f"{name}/gathered"]["megabytes"] * 1e6
+            assert moved == pytest.approx(gathers * (converted * bits / 8 + 4 * hidden * 2)), name
+    for name, nbytes in (("rows", 0.5 + 1 / 256), ("rows_and_columns", 1 + 1 / 128), ("bf16", 2)):
+        held = rows[f"resident/{name}"]["bytes_per_parameter"]
+        assert held == pytest.approx(nbytes, abs=1e-3), name
+
+
+def test_one_rank_of_fsdp2(tmp_path):
+    """Which gathers nothing, and says what a layer that is kept costs the host."""
+    sizes = ["--scale", "64", "--layers", "1", "--tokens", "4", "--repeats", "1"]
+    rows = without_places(measured(tmp_path, "fsdp2", "--cases", "keep", *sizes)["rows"])
+    check_ratio(rows, "host_layer_over_bf16", "host_layer", "host_layer_bf16")
+    assert rows["keep/gathered"]["megabytes"] == 0
+
+
+@pytest.mark.heavy
 def test_steps_of_full_and_of_compact_state(tmp_path, monkeypatch, capsys):
     """With a larger scale rows would be too short for compact state."""
-    monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
     rows = without_places(measured(tmp_path, "states", "--scale", "64", "--repeats", "1")["rows"])
     kept = {"full": 2 + 12, "compact": 2 + 5.125, "in_backward": 5.125}
     for name, size in kept.items():
@@ -71,7 +103,6 @@ def test_steps_of_full_and_of_compact_state(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.heavy
 def test_fidelity_of_compact_state(tmp_path, monkeypatch):
-    monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
     tiny = ["--preset", "tiny", "--steps", "2", "--error-preset", "tiny", "--error-steps", "3"]
     rows = without_places(measured(tmp_path, "fidelity", *tiny, "--seeds", "2")["rows"])
     losses = rows["loss_difference"]
@@ -95,11 +126,6 @@ def test_errors_are_of_the_same_parameters(change, error):
     compact = {name: {what: value * change for what, value in full[name].items()} for name in "ba"}
     for errors in fidelity.find_errors(full, compact).values():
         assert errors == pytest.approx({"a": error, "b": error}, abs=1e-5)
-
-
-def test_states_are_of_one_rank():
-    with pytest.raises(ValueError, match="states measures one rank"):
-        states.states(SimpleNamespace(), SimpleNamespace(), SimpleNamespace(world_size=2))
 
 
 def test_a_part_of_a_step_lasts_from_its_first_work_to_its_last():

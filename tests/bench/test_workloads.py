@@ -13,16 +13,7 @@ import zerofp4
 from benchmarks import rules
 from benchmarks.rules import KINDS, TARGETS, target_of
 from benchmarks.session import RESULTS
-from benchmarks.workloads import (
-    Piece,
-    Tensors,
-    Workload,
-    groups,
-    large,
-    llama,
-    small,
-    square,
-)
+from benchmarks.workloads import Piece, Tensors, Workload, groups, large, llama, small, square
 from zerofp4.shard import Shard
 
 CPU = torch.device("cpu")
@@ -58,31 +49,27 @@ def test_owned_ranges_are_inside_their_weights(workload):
     assert 0 < workload.owned <= workload.elements
 
 
-def test_a_scaled_list_says_so_and_keeps_its_structure():
-    workload = llama(64)
-    assert workload.part_name == "llama3-8b-scale64/rank1of4"
-    assert len(workload.pieces) == 224 and workload.pieces[0].shape == (64, 64)
-    assert small(200).name == "10-small"
-
-
-def test_what_single_tensors_are_measured_on():
-    ((shape, shard),) = large().pieces
-    assert large().name == "131072x32768" and shard.numel // 16 == shape[0] * shape[1] // 16 == 1 << 28
-    assert groups().name == "64x4096x2048" and len(groups().pieces) == 64
-    assert groups(64).name == "64x64x32"
+@pytest.mark.parametrize(
+    ("workload", "name", "count", "shapes"),
+    [
+        (llama(64), "llama3-8b-scale64", 224, [(64, 64)]),
+        (small(), "2000-small", 2000, [(768, 768), (256, 2880), (256, 2872), (768, 768)]),
+        (small(200), "10-small", 10, [(768, 768)]),
+        (large(), "131072x32768", 1, [(131072, 32768)]),
+        (groups(), "64x4096x2048", 64, [(4096, 2048)]),
+        (groups(64), "64x64x32", 64, [(64, 32)]),
+    ],
+)
+def test_names_say_what_a_workload_has(workload, name, count, shapes):
+    """shapes: of the first weights."""
+    assert workload.name == name and len(workload.pieces) == count
+    assert [piece.shape for piece in workload.pieces[: len(shapes)]] == shapes
 
 
 def test_the_small_list_is_cut_at_odd_elements():
-    workload = small()
-    assert workload.name == "2000-small" and len(workload.pieces) == 2000
-    assert [piece.shape for piece in workload.pieces[:4]] == [
-        (768, 768),
-        (256, 2880),
-        (256, 2872),
-        (768, 768),
-    ]
-    assert all(shard.start % 2 and shard.end % 2 for _, shard in workload.pieces)
-    assert len({shard.start for _, shard in workload.pieces}) == 50
+    shards = [shard for _, shard in small().pieces]
+    assert all(shard.start % 2 and shard.end % 2 for shard in shards)
+    assert len({shard.start for shard in shards}) == 50
 
 
 def test_tensors_are_what_the_workload_says():

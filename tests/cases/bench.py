@@ -11,17 +11,15 @@ from pathlib import Path
 import pytest
 
 import benchmarks.__main__ as bench
-from benchmarks import session
 from benchmarks.rules import KINDS
 from benchmarks.workloads import ROOT
 
 STEP = ["step", "--scale", "256", "--repeats", "1", "--bucket-mb", "0.01"]
 FSDP2 = ["fsdp2", "--scale", "64", "--repeats", "1", "--layers", "2", "--tokens", "4"]
-SMALL_COPY = 1 << 20  # bytes
 PROGRAM = f"""
 import sys
 from benchmarks import __main__ as bench, session
-session.COPY_BYTES["cpu"] = session.CPU_FLUSH_BYTES = {SMALL_COPY}
+session.COPY_BYTES["cpu"] = session.CPU_FLUSH_BYTES = 1 << 20
 for arguments in ({STEP}, {FSDP2}):
     bench.main([*arguments, "--output", sys.argv[1]])
 """
@@ -64,12 +62,6 @@ def check_ratio(rows: dict[str, dict], name: str, over: str, under: str) -> None
 def without_places(rows: dict[str, dict]) -> dict[str, dict]:
     """By names without the ranks, such as 2xcpu, that they end with."""
     return {name.rpartition("/")[0]: row for name, row in rows.items()}
-
-
-def copy_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before and after a measurement, and to make caches cold."""
-    monkeypatch.setattr(session, "CPU_FLUSH_BYTES", SMALL_COPY)
-    monkeypatch.setitem(session.COPY_BYTES, "cpu", SMALL_COPY)
 
 
 def two_ranks(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from distributed.processes import Finished, run_script, why_not
+from distributed.processes import run_script, why_not
 
 from examples.training import train
 
@@ -19,19 +19,21 @@ SMALL = ["--preset", "tiny", "--batch-size", "2", "--sequence-length", "32"]
 SEEDED = ["--steps", "12", "--micro-batches", "2", "--seed", "7"]
 
 
-def both(folder: Path) -> tuple[Finished, Path]:
-    """Both kinds of weights on two ranks; with checkpoints."""
+def both(folder: Path) -> tuple[str, Path]:
+    """Both kinds of weights on two ranks; with checkpoints. What was printed, and the output folder."""
     return _launch(folder, "torchrun", "--weights", "both", "--checkpoint-every", "8")
 
 
-def again(folder: Path) -> tuple[Finished, Path]:
+def again(folder: Path) -> tuple[str, Path]:
     """NVFP4 weights from the same seed, by another launcher where there is one."""
     return _launch(folder, "torchrun" if why_not("mpirun") else "mpirun")
 
 
-def _launch(folder: Path, launcher: str, *options: str) -> tuple[Finished, Path]:
+def _launch(folder: Path, launcher: str, *options: str) -> tuple[str, Path]:
     command = ["-m", "examples.training", *SMALL, *SEEDED, "--out", str(folder), *options]
-    return run_script(command, 2, launcher, time_limit=300.0), folder
+    finished = run_script(command, 2, launcher, time_limit=300.0)
+    assert finished.status == 0, finished.output
+    return finished.output, folder
 
 
 @contextlib.contextmanager
@@ -52,19 +54,19 @@ def settings_restored() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def train_here(out: Path, *options: str, world=None) -> Finished:
-    """A run of the tiny preset: its exit status, and what it printed in this process.
+def train_here(out: Path, *options: str, world=None, status: int = 0) -> str:
+    """What a run of the tiny preset printed in this process. It must exit with that status.
 
     world: the group whose ranks all call this; without one the run makes its own, alone.
     """
-    arguments = [*SMALL, "--out", str(out), *options]
-    said = io.StringIO()
+    arguments, said = [*SMALL, "--out", str(out), *options], io.StringIO()
     with settings_restored(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         if world is None:
-            status = train.main(arguments)
+            found = train.main(arguments)
         else:
-            status = train.execute(train.parse_options(arguments), world)
-    return Finished(status, said.getvalue())
+            found = train.execute(train.parse_options(arguments), world)
+    assert found == status, said.getvalue()
+    return said.getvalue()
 
 
 def read_rows(out: Path, kind: str = "nvfp4") -> list[dict]:

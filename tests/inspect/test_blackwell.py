@@ -27,9 +27,14 @@ def few_shapes(monkeypatch):
     monkeypatch.setattr(blackwell_check, "SHAPES", {name: blackwell_check.SHAPES[name] for name in names})
 
 
-def checked(capsys, *arguments) -> tuple[int, list[str]]:
-    code = main(["blackwell-check", *arguments])
-    return code, capsys.readouterr().out.splitlines()
+def checked(capsys, folder, *arguments) -> tuple[bool, list[str], dict]:
+    """Whether all passed, which status and last line say, the lines before that, and the report."""
+    code = main(["blackwell-check", *arguments, "--json", str(folder / "report.json")])
+    *lines, last = capsys.readouterr().out.splitlines()
+    report = json.loads((folder / "report.json").read_text())
+    assert (code, last) in ((0, "BLACKWELL CHECK PASSED"), (1, "BLACKWELL CHECK FAILED"))
+    assert report["passed"] == (code == 0)
+    return code == 0, lines, report
 
 
 def run_module(_) -> subprocess.CompletedProcess:
@@ -46,24 +51,18 @@ def test_the_module_passes(early):
 
 
 def test_every_check_on_a_device(device, capsys, tmp_path, few_shapes):
-    report = tmp_path / "report.json"
-    code, lines = checked(capsys, "--backend", "exact", "--device", str(device), "--json", str(report))
-    assert (code, lines[-1]) == (0, "BLACKWELL CHECK PASSED"), lines
-    assert [line.partition(":")[0] for line in lines[:-1]] == GROUPS
-    found = json.loads(report.read_text())
-    assert found["passed"] and found["reason"] is None and found["backend"] == "exact"
+    passed, lines, found = checked(capsys, tmp_path, "--backend", "exact", "--device", str(device))
+    assert passed and [line.partition(":")[0] for line in lines] == GROUPS, lines
+    assert found["reason"] is None and found["backend"] == "exact"
     assert found["device"]["type"] == device.type and found["versions"]["torch"] == torch.__version__
     assert {each["check"] for each in found["checks"]} == set(GROUPS)
     assert all(each["passed"] and each["message"] is None for each in found["checks"])
 
 
 def test_without_the_hardware_it_fails_and_says_why(capsys, tmp_path):
-    report = tmp_path / "report.json"
-    code, lines = checked(capsys, "--device", "cpu", "--json", str(report))
-    assert code == 1 and lines[-1] == "BLACKWELL CHECK FAILED"
-    assert "needs FP4 tensor cores" in lines[0]
-    found = json.loads(report.read_text())
-    assert not found["passed"] and "needs FP4 tensor cores" in found["reason"] and found["checks"] == []
+    passed, lines, found = checked(capsys, tmp_path, "--device", "cpu")
+    assert not passed and found["checks"] == []
+    assert "needs FP4 tensor cores" in lines[0] and "needs FP4 tensor cores" in found["reason"]
 
 
 def one_wrong_element(monkeypatch):
@@ -105,22 +104,21 @@ def no_tolerance(monkeypatch):
 )
 def test_a_defect_is_found(monkeypatch, capsys, tmp_path, few_shapes, defect, groups):
     defect(monkeypatch)
-    report = tmp_path / "report.json"
-    code, lines = checked(capsys, "--backend", "exact", "--device", "cpu", "--json", str(report))
-    assert code == 1 and lines[-1] == "BLACKWELL CHECK FAILED"
-    failed = [each for each in json.loads(report.read_text())["checks"] if not each["passed"]]
+    passed, lines, report = checked(capsys, tmp_path, "--backend", "exact", "--device", "cpu")
+    failed = [each for each in report["checks"] if not each["passed"]]
+    assert not passed
     assert {each["check"] for each in failed} == groups
     for each in failed:
         assert f"  {each['case']}: {each['message']}" in lines
 
 
-def test_what_a_check_raises_is_reported(monkeypatch, capsys, few_shapes):
+def test_what_a_check_raises_is_reported(monkeypatch, capsys, tmp_path, few_shapes):
     def gemm(*_, **__):
         raise RuntimeError("cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED")
 
     monkeypatch.setattr(blackwell_check, "gemm", gemm)
-    code, lines = checked(capsys, "--backend", "exact", "--device", "cpu")
-    assert code == 1
+    passed, lines, _ = checked(capsys, tmp_path, "--backend", "exact", "--device", "cpu")
+    assert not passed
     assert any(line.endswith("RuntimeError: cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED") for line in lines)
 
 

@@ -68,27 +68,22 @@ def with_small_blocks(shape: tuple[int, ...]) -> torch.Tensor:
     return x
 
 
+@pytest.mark.parametrize(
+    ("shape", "block"), [((16, 16), 16), ((34, 50), 16), ((130, 66), 16), ((3, 50, 34), 16), ((34, 50), 1)]
+)
 @pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("shape", [(16, 16), (34, 50), (130, 66), (3, 50, 34)])
-def test_numbers_are_those_of_the_specification(device, shape, columnwise):
+def test_numbers_are_those_of_the_specification(device, columnwise, shape, block):
     x = with_small_blocks(shape)
     stack = x if len(shape) == 3 else x[None]
-    weight = zerofp4.quantize(x.to(device), rowwise=not columnwise, columnwise=columnwise)
-    model = Model(weight)
+    sides = {"rowwise": not columnwise, "columnwise": columnwise} if block == 16 else {}
+    model = Model(zerofp4.quantize(x.to(device), block=(block, 16), **sides))
     model.w0.record.attachments["high_precision_init_val"] = x
     records = quantization_error(model).records
     names = ["w0"] if len(shape) == 2 else [f"w0[{e}]" for e in range(3)]
     assert records == [
-        {"name": name} | expected(matrix, 16) for name, matrix in zip(names, stack, strict=True)
+        {"name": name} | expected(matrix, block) for name, matrix in zip(names, stack, strict=True)
     ]
     assert shape == (16, 16) or all(record["underflows"] for record in records)
-
-
-def test_blocks_of_one_row(device):
-    x = with_small_blocks((34, 50))
-    model = Model(zerofp4.quantize(x.to(device), block=(1, 16)))
-    model.w0.record.attachments["high_precision_init_val"] = x
-    assert quantization_error(model).records == [{"name": "w0"} | expected(x, 1)]
 
 
 def test_a_matrix_whose_numbers_are_known(device):
@@ -169,16 +164,17 @@ def test_a_long_table_has_the_worst():
 
 def test_wrong_arguments():
     model, other = converted((16, 32)), converted((32, 32))
-    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got dict"):
-        quantization_error({})
-    with pytest.raises(TypeError, match="optimizer must be a ZeroFP4Optimizer, got SGD"):
-        quantization_error(model, torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
-    with pytest.raises(TypeError, match="previous must be what quantization_error returned, got list"):
-        quantization_error(model, previous=[])
-    with pytest.raises(ValueError, match=r"previous has no codes of '0\.weight': make it with keep_codes"):
-        quantization_error(model, previous=quantization_error(model))
-    with pytest.raises(ValueError, match=r"packed codes \(32, 16\) of '0\.weight', which now has \(16, 16\)"):
-        quantization_error(model, previous=quantization_error(other, keep_codes=True))
+    sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    without, larger = quantization_error(model), quantization_error(other, keep_codes=True)
+    for error, message, arguments in (
+        (TypeError, r"model must be an nn\.Module, got dict", {"model": {}}),
+        (TypeError, "optimizer must be a ZeroFP4Optimizer, got SGD", {"optimizer": sgd}),
+        (TypeError, "previous must be what quantization_error returned, got list", {"previous": []}),
+        (ValueError, r"previous has no codes of '0\.weight': make it with keep_codes", {"previous": without}),
+        (ValueError, r"codes \(32, 16\) of '0\.weight', which now has \(16, 16\)", {"previous": larger}),
+    ):
+        with pytest.raises(error, match=message):
+            quantization_error(**{"model": model} | arguments)
 
 
 def test_a_picture(tmp_path):

@@ -137,7 +137,7 @@ Raises ValueError for none."""
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_explained_names_become_a_list():
-    from scripts.documentation.docstrings import with_list
+    from docs.hooks.docstrings import with_list
 
     assert with_list(DOCSTRING, {"weights", "scales"}) == (
         "- `weights`: one tensor or several.\n"

@@ -86,8 +86,12 @@ class StandIn:
 
     def end(self) -> tuple[int, str]:
         """Its status, and the last line it printed."""
-        output, _ = self.process.communicate(timeout=20)
-        return self.process.returncode, (output.splitlines() or [""])[-1]
+        self.output, _ = self.process.communicate(timeout=20)
+        return self.process.returncode, (self.output.splitlines() or [""])[-1]
+
+    def has_failed(self) -> bool:
+        code, last = self.end()
+        return code != 0 and last == f"{self.verdict} FAILED"
 
 
 @pytest.fixture(params=VERDICTS)
@@ -118,8 +122,7 @@ def test_the_last_line_and_the_status_are_those_of_the_command(stand_in, status)
 def test_a_killed_script_has_not_passed_and_ends_what_it_started(stand_in, name):
     child = stand_in.child()
     stand_in.process.send_signal(getattr(signal, name))
-    code, last = stand_in.end()
-    assert code != 0 and last == f"{stand_in.verdict} FAILED"
+    assert stand_in.has_failed()
     deadline = time.monotonic() + 5
     while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -145,15 +148,13 @@ def test_an_interrupted_script_has_not_passed_even_if_its_command_has(stand_in):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 def test_a_killed_command_has_not_passed(stand_in, name):
     os.kill(stand_in.child(), getattr(signal, name))
-    code, last = stand_in.end()
-    assert code != 0 and last == f"{stand_in.verdict} FAILED"
+    assert stand_in.has_failed()
 
 
 def test_an_interrupt_from_the_terminal_ends_both(stand_in):
     stand_in.child()
     os.killpg(stand_in.process.pid, signal.SIGINT)
-    code, last = stand_in.end()
-    assert code != 0 and last == f"{stand_in.verdict} FAILED"
+    assert stand_in.has_failed()
 
 
 def test_arguments_reach_pytest(tmp_path):
@@ -204,9 +205,8 @@ def test_another_torch_is_in_an_environment_that_is_gone_afterwards(tmp_path, is
         made.process.send_signal(signal.SIGTERM)
     else:
         made.end_child(0)
-    output, _ = made.process.communicate(timeout=20)
-    assert output.startswith("-- torch 2.11.0\n")
-    assert output.splitlines()[-1] == ("TESTS FAILED" if is_killed else "TESTS PASSED")
+    assert made.has_failed() == is_killed
+    assert made.output.startswith("-- torch 2.11.0\n")
     assert not (tmp_path / "thrown").exists()
 
 
@@ -220,11 +220,9 @@ echo "runs $*"
 """
     gpu = {"python": python, "nvidia-smi": "#!/bin/sh\n", "nproc": "#!/bin/sh\necho 16\n"}
     made = StandIn(tmp_path, "test.sh", more=gpu)
-    output, _ = made.process.communicate(timeout=20)
-    assert all(f"runs -m pytest --part {part}/4\n" in output for part in range(1, 5))
-    last = "TESTS PASSED" if failing == "none" else "TESTS FAILED"
-    assert output.splitlines()[-1] == last
-    assert ("failed: pytest --part 3/4" in output) == (failing != "none")
+    assert made.has_failed() == (failing != "none")
+    assert all(f"runs -m pytest --part {part}/4\n" in made.output for part in range(1, 5))
+    assert ("failed: pytest --part 3/4" in made.output) == (failing != "none")
 
 
 def test_sanitizers_that_find_something_end_the_run(tmp_path):
@@ -235,8 +233,7 @@ def test_sanitizers_that_find_something_end_the_run(tmp_path):
     assert arguments == ["-m", "pytest", "-k", "a word"]
     assert "libasan.so" in preload and "libubsan.so" in preload
     made.end_child(1)
-    code, last = made.end()
-    assert (code != 0, last) == (True, "TESTS FAILED")
+    assert made.has_failed()
 
 
 def test_help_says_what_there_is_and_runs_nothing():
@@ -272,15 +269,17 @@ def test_the_demo_takes_an_installed_package_that_can_be_imported(tmp_path, sour
 # What is installed, and what cannot be
 
 
-STUBS = "has_torch() { true; }; is_virtual() { true; }; is_installed() { true; }; fetch_megatron() { :; }"
+STUBS = """
+has_torch() { true; }; is_virtual() { true; }; is_installed() { true; }; fetch_megatron() { :; }
+requirements() { printf "%s\\n" no-such-tool==1 pip; }
+"""
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("ci", ["true", ""])
 def test_ci_fails_where_a_tool_cannot_be_installed(tmp_path, ci):
     (tmp_path / "zerofp4.py").write_text("__path__ = []")
-    command = f'. "{SCRIPTS}/setup_env.sh"; {STUBS}; requirements() {{ printf "%s\\n" no-such-tool==1 pip; }}; '
-    command += "set -euo pipefail; setup_environment test checkout"
+    command = f'. "{SCRIPTS}/setup_env.sh"; {STUBS}set -euo pipefail; setup_environment test checkout'
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PIP_NO_INDEX": "1", "CI": ci, "PATH": path, "PYTHONPATH": str(tmp_path)}
     command = ["bash", "-c", command]

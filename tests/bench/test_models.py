@@ -1,17 +1,20 @@
-"""python -m benchmarks large: its rows, and what is left out. Never how fast anything is."""
+"""python -m benchmarks large and small_batches: steps of language models. Never how fast anything is."""
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cases.bench import measured, without_places
+from cases.bench import check_ratio, measured, without_places
+from torch._dynamo.utils import counters
 
-from benchmarks import large
-from benchmarks.session import Clock
+from benchmarks import large, small_batches, states
+from benchmarks.rules import TARGETS
+from benchmarks.small_batches import LENGTH, MODES, SEQUENCES, WAYS
 
 transformers = pytest.importorskip("transformers")
 SHAPE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 3}
@@ -20,12 +23,11 @@ SHAPE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2,
 def run(folder: Path, monkeypatch, *more: str) -> dict:
     """The result of two layers."""
     transformers.LlamaConfig(vocab_size=64, **SHAPE).save_pretrained(folder / "model")
-    monkeypatch.setattr(Clock, "copy_gbps", lambda self: 10.0)
     arguments = ["--config", str(folder / "model"), "--layers", "2", "--tokens", "4", "--repeats", "1", *more]
     return measured(folder / "results", "large", *arguments)
 
 
-def test_rows(tmp_path: Path, monkeypatch, capsys):
+def test_rows_of_a_large_model(tmp_path: Path, monkeypatch, capsys):
     result = run(tmp_path, monkeypatch)
     rows = without_places(result["rows"])
     left_out = set(re.findall(r"(\w+) is left out", capsys.readouterr().out))
@@ -62,6 +64,42 @@ def test_the_ways_train_one_model():
         assert not torch.equal(embedding, before) and embedding.grad is None
 
 
-def test_one_rank():
-    with pytest.raises(ValueError, match="large measures one rank"):
-        large.large(SimpleNamespace(), SimpleNamespace(), SimpleNamespace(world_size=2))
+# Few tokens
+
+SMALL = argparse.Namespace(scale=64, layers=3)
+
+
+def test_rows_of_small_batches(tmp_path: Path, monkeypatch):
+    arguments = ["--scale", "64", "--layers", "1", "--repeats", "1", "--modes", "eager"]
+    rows = measured(tmp_path, "small_batches", *arguments)["rows"]
+    for name in (f"eager/{sequences}x32" for sequences in SEQUENCES):
+        for way in ("weights", "layers"):
+            check_ratio(rows, f"{name}/{way}_over_bf16", f"{name}/{way}", f"{name}/bf16")
+
+
+def test_targets_are_those_of_rows():
+    shapes = [f"{mode}/{n}x{LENGTH}" for mode in MODES for n in SEQUENCES]
+    names = {f"{shape}/{way}_over_bf16" for shape in shapes for way in WAYS}
+    targets = [name for name in TARGETS if name.startswith(tuple(f"{mode}/" for mode in MODES))]
+    assert targets and names.issuperset(targets)
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("way", WAYS)
+def test_all_decoder_layers_are_one_graph(way, monkeypatch):
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, **more: compile_layer(layer, backend="aot_eager", **more)
+    )
+    counters.clear()
+    step = small_batches.make_step(torch.device("cpu"), SMALL, way, "compiled", (1, 32))
+    for _ in range(2):
+        step()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("run", [large.large, states.states])
+def test_they_are_of_one_rank(run):
+    with pytest.raises(ValueError, match=f"{run.__name__} measures one rank"):
+        run(SimpleNamespace(), SimpleNamespace(), SimpleNamespace(world_size=2))
