@@ -2,11 +2,12 @@
 
 import argparse
 import collections
+import contextlib
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -49,27 +50,24 @@ def checkpoint(session: Session, options: argparse.Namespace, world: World) -> N
     sizes = {name: bytes_here(state) for name, state in states.items()}
     for name, size in sizes.items():
         timer.count(f"{name}_state", "megabytes", size / 1e6, "the state on rank 0")
-    folder = shared_folder(options.storage, sum(sizes.values()), world)
     found = collections.defaultdict(list)
-    try:
+    with shared_folder(options.storage, sum(sizes.values()), world) as folder:
         for number in range(1 + options.repeats):
             for name, state in states.items():
                 for part, figures in save_and_load(state, folder / name, world).items():
                     words = f"round {number} of {options.repeats}: {name} {part} {figures[0]:,.0f} ms"
                     session.say(f"    {words}")
                     found[name, part] += [figures] if number else []
-    finally:
-        if world.rank == 0:
-            shutil.rmtree(folder)
     medians = {key: report(timer, *key, rounds, sizes[key[0]]) for key, rounds in found.items()}
     for part in ("save", "load"):
         ratio = medians["zerofp4", part] / medians["dtensors", part]
         timer.count(f"{part}_over_dtensors", "ratio", ratio, f"{part} of ours over that of DTensors")
 
 
-def shared_folder(storage: str, size: int, world: World) -> Path:
-    """A new folder, the same on every rank. size: bytes that a rank writes there. Raises OSError, on every
-    rank, where there is less space.
+@contextlib.contextmanager
+def shared_folder(storage: str, size: int, world: World) -> Iterator[Path]:
+    """A temporary folder, the same on every rank. size: bytes that a rank writes there. Raises OSError, on
+    every rank, where there is less space.
     """
     found: list = [None, None]
     if world.rank == 0:
@@ -84,7 +82,11 @@ def shared_folder(storage: str, size: int, world: World) -> Path:
     dist.broadcast_object_list(found, src=0)
     if found[1] is not None:
         raise OSError(f"{found[1]}: set another TMPDIR, or a larger --scale")
-    return Path(found[0])
+    try:
+        yield Path(found[0])
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(found[0])
 
 
 # The states

@@ -1,7 +1,6 @@
 """An export for serving engines, of a model with the shape of Llama-3-8B: its time and its memory."""
 
 import argparse
-import shutil
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ def export(session: Session, options: argparse.Namespace, world: World) -> None:
     model, timer = make_model(options.scale, world.device), Timer(session, world, options.repeats)
     size = sum(served.nbytes for served in zerofp4.serving.weights(model).served)
     timer.count("size", "megabytes", size / MEGABYTES, "tensors of the export")
-    folder, found, tenths = shared_folder(options.storage, size, world), [], set()
+    found, tenths = [], set()
 
     def show(done: int, total: int) -> None:
         if done * 10 // total not in tenths:
@@ -34,15 +33,11 @@ def export(session: Session, options: argparse.Namespace, world: World) -> None:
             session.say(f"    {done / MEGABYTES:,.0f} of {total / MEGABYTES:,.0f} MB")
 
     save = zerofp4.serving.save_pretrained
-    try:
+    with shared_folder(options.storage, size, world) as folder:
         for number in range(options.repeats):
             tenths.clear()
-            run = once(lambda: save(model, folder / "served", progress=show), world)
-            session.say(f"    export {number + 1} of {options.repeats}: {run[0]:,.0f} ms")
-            found.append(run)
-    finally:
-        if world.rank == 0:
-            shutil.rmtree(folder)
+            found.append(once(lambda: save(model, folder / "served", progress=show), world))
+            session.say(f"    export {number + 1} of {options.repeats}: {found[-1][0]:,.0f} ms")
     milliseconds, *memory = zip(*found, strict=True)
     median = torch.tensor(milliseconds, dtype=torch.float64).median().item()
     timer.count("save", "milliseconds", median, "save_pretrained, on rank 0")

@@ -12,7 +12,7 @@ from benchmarks import peers
 from benchmarks.ranks import Timer
 from benchmarks.session import Session
 from examples.training import train
-from examples.training.data import Text
+from examples.training.data import Batches, Text
 from zerofp4.launch import World
 from zerofp4.optim import ZeroFP4Optimizer
 from zerofp4.reference import CompactMoments, decode_moments
@@ -82,7 +82,7 @@ def count_errors(timer: Timer, options: argparse.Namespace, text: Text) -> None:
     preset, steps = options.error_preset, options.error_steps
     own = [run_options(state, preset, steps) for state in OPTIMIZERS]
     (model, full), (_, compact) = (train.build("nvfp4", o, timer.world) for o in own)
-    batches = train.draw_batches(text.train, own[0], timer.world)
+    batches = Batches(text.train, own[0], timer.world)
     schedule = torch.optim.lr_scheduler.LambdaLR(full, train.warmup_cosine(steps))
     others: dict[str, ZeroFP4Optimizer | Flash] = {"error": compact}
     try:
@@ -92,7 +92,7 @@ def count_errors(timer: Timer, options: argparse.Namespace, text: Text) -> None:
     optimizers = (full, *others.values())
     found: dict[str, dict[int, Errors]] = {name: {} for name in others}
     for step in range(1, steps + 1):
-        model.loss(*batches.next(timer.device)).backward()
+        model.loss(*batches.next()).backward()
         for other in others.values():
             for group, twin in zip(full.param_groups, other.param_groups, strict=True):
                 twin["lr"] = group["lr"]

@@ -73,12 +73,6 @@ def say(*what):
         print(f"{time.perf_counter() - started:6.1f} s ", *what, flush=True)
 
 
-def read_config():
-    if options.model is not None:
-        return transformers.AutoConfig.from_pretrained(options.model)
-    return transformers.LlamaConfig(**PRESETS[options.preset][0], vocab_size=256, num_key_value_heads=4)
-
-
 def make_model():
     """In bfloat16, the same on every rank, and whether it has trained weights."""
     torch.manual_seed(0)
@@ -101,14 +95,6 @@ def read_text():
     else:
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return tokens.split([len(tokens) - len(tokens) // 20, len(tokens) // 20])
-
-
-def check_sizes():
-    longest = min(len(held_out) - 1, getattr(config, "max_position_embeddings", len(held_out)))
-    if options.sequence_length > longest:
-        parser.error(f"argument --sequence-length: text and model have at most {longest} tokens")
-    if int(max(text.max(), held_out.max())) >= config.vocab_size:
-        parser.error(f"argument --model: the text has tokens beyond its vocabulary of {config.vocab_size}")
 
 
 def windows(data, starts):
@@ -159,11 +145,12 @@ def quantize(model):
     """Make its weights NVFP4, where those that engines fuse share an amax. Returns their optimizer."""
     choice = {"block": (1, 16) if options.block == "1x16" else (16, 16)}
     choice["four_over_six"] = zerofp4.FourOverSix() if options.four_over_six else None
+    choice["amax_groups"] = zerofp4.serving.amax_groups(model)
     if not options.fsdp:
-        say(zerofp4.convert_model(model, amax_groups=zerofp4.serving.amax_groups(model), **choice))
+        say(zerofp4.convert_model(model, **choice))
         return zero_optimizer(model, options.lr, zerofp4.serving.amax_groups(model))
     model.float()  # FP32 masters
-    say(fsdp2.prepare(model, amax_groups=zerofp4.serving.amax_groups(model), **choice))
+    say(fsdp2.prepare(model, **choice))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
     for module in [*layers, model]:
@@ -176,8 +163,15 @@ def quantize(model):
 started = time.perf_counter()
 parser, options = read_options()
 text, held_out = read_text()
-config = read_config()
-check_sizes()
+if options.model is not None:
+    config = transformers.AutoConfig.from_pretrained(options.model)
+else:
+    config = transformers.LlamaConfig(**PRESETS[options.preset][0], vocab_size=256, num_key_value_heads=4)
+longest = min(len(held_out) - 1, getattr(config, "max_position_embeddings", len(held_out)))
+if options.sequence_length > longest:
+    parser.error(f"argument --sequence-length: text and model have at most {longest} tokens")
+if int(max(text.max(), held_out.max())) >= config.vocab_size:
+    parser.error(f"argument --model: the text has tokens beyond its vocabulary of {config.vocab_size}")
 world = zerofp4.launch.init_process_group()
 model, is_trained = make_model()
 numel = sum(p.numel() for p in model.parameters())

@@ -1,11 +1,14 @@
 """The text to learn: Python's standard library, byte by byte, and random windows of it."""
 
+import argparse
 import hashlib
 import os
 import sysconfig
 from pathlib import Path
 
 import torch
+
+from zerofp4.launch import World
 
 VOCABULARY = 256  # a token is a byte
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -52,22 +55,15 @@ class Batches:
     part. So the global batch depends on the seed and on its size, not on the number of ranks.
     """
 
-    def __init__(
-        self, data: torch.Tensor, batch_size: int, sequence_length: int, rank: int, world_size: int, seed: int
-    ):
-        self.data = data
-        self.batch_size = batch_size
-        self.window = torch.arange(sequence_length + 1)
-        self.rank = rank
-        self.world_size = world_size
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(self, data: torch.Tensor, options: argparse.Namespace, world: World):
+        self.data, self.world, self.batch_size = data, world, options.batch_size
+        self.window = torch.arange(options.sequence_length + 1)
+        self.generator = torch.Generator().manual_seed(options.seed)
 
-    def next(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and the tokens that follow them: two int64 tensors [batch_size, sequence_length]."""
-        offsets = torch.randint(
-            self.data.numel() - self.window.numel() + 1,
-            (self.world_size, self.batch_size, 1),
-            generator=self.generator,
-        )[self.rank]
-        windows = self.data[offsets + self.window].long().to(device)
+        starts = self.data.numel() - self.window.numel() + 1
+        size = (self.world.world_size, self.batch_size, 1)
+        offsets = torch.randint(starts, size, generator=self.generator)[self.world.rank]
+        windows = self.data[offsets + self.window].long().to(self.world.device)
         return windows[:, :-1], windows[:, 1:]

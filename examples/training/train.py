@@ -102,26 +102,21 @@ def build(kind: str, options: argparse.Namespace, world: World) -> tuple[GPT, Ze
     return model, ZeroFP4Optimizer(groups, optimizer_class, communication=communication, **defaults)
 
 
-def draw_batches(data: torch.Tensor, options: argparse.Namespace, world: World) -> Batches:
-    size, length = options.batch_size, options.sequence_length
-    return Batches(data, size, length, world.rank, world.world_size, options.seed)
-
-
 @torch.no_grad()
 def validate(model: GPT, text: Text, options: argparse.Namespace, world: World) -> float:
     """The mean loss on the same held-out windows at every call."""
-    batches = draw_batches(text.validation, options, world)
-    losses = [model.loss(*batches.next(world.device)).item() for _ in range(VALIDATION_BATCHES)]
+    batches = Batches(text.validation, options, world)
+    losses = [model.loss(*batches.next()).item() for _ in range(VALIDATION_BATCHES)]
     return mean_over_ranks([sum(losses) / len(losses)], world.device)[0]
 
 
 def accumulate_gradients(
-    model: GPT, optimizer: ZeroFP4Optimizer, batches: Batches, options: argparse.Namespace, world: World
+    model: GPT, optimizer: ZeroFP4Optimizer, batches: Batches, options: argparse.Namespace
 ) -> float:
     """Forward and backward passes of all micro-batches; returns the loss on this rank."""
     loss = 0.0
     for index in range(options.micro_batches):
-        micro_loss = model.loss(*batches.next(world.device)) / options.micro_batches
+        micro_loss = model.loss(*batches.next()) / options.micro_batches
         waits = options.overlap and index + 1 < options.micro_batches
         with optimizer.no_sync() if waits else contextlib.nullcontext():
             micro_loss.backward()
@@ -133,7 +128,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
     """Train one model, verify it and return what the summary says about it. Collective."""
     model, optimizer = build(kind, options, world)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(options.steps))
-    batches = draw_batches(text.train, options, world)
+    batches = Batches(text.train, options, world)
     tokens = options.batch_size * options.sequence_length * options.micro_batches * world.world_size
     names = ("preset", "optimizer", "lr", "sequence_length", "micro_batches", "clip", "seed")
     identity = {name: getattr(options, name) for name in names} | {"weights": kind, "text": text.digest}
@@ -158,7 +153,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
     with profiler or contextlib.nullcontext():
         for step in recorder.remaining():
             step_start = time.perf_counter()
-            loss = accumulate_gradients(model, optimizer, batches, options, world)
+            loss = accumulate_gradients(model, optimizer, batches, options)
             norm = None  # backward passes that update leave no gradients
             if options.overlap != "update":
                 norm = float(optimizer.clip_grad_norm_(options.clip or math.inf))

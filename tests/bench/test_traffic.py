@@ -8,7 +8,6 @@ import torch
 
 from benchmarks import session, step, traffic
 from benchmarks.ranks import Timer
-from benchmarks.rules import KINDS
 from benchmarks.traffic import Step, parts, phases, sent_of, step_of
 from benchmarks.workloads import weight_shapes
 
@@ -84,45 +83,35 @@ def test_what_describe_says():
 # Rows
 
 
-class Rows:
-    """As a session, of what is counted."""
-
-    def __init__(self):
-        self.rows, self.said = {}, []
-
-    def count(self, name, kind, value, rule):
-        assert kind in KINDS and name not in self.rows
-        self.rows[name] = SimpleNamespace(value=value, rule=rule)
-
-
-def a_timer(device: str = "cuda", prefix: str = "peer_") -> Timer:
-    timer = Timer.__new__(Timer)
-    timer.session, timer.prefix, timer.places = Rows(), prefix, f"2x{device}"
+def a_timer(device: str = "cuda") -> tuple[Timer, dict]:
+    """Of two ranks; and the rows that are counted, by name."""
+    timer, rows = Timer.__new__(Timer), {}
+    timer.session = SimpleNamespace(count=lambda name, kind, *row: rows.update({name: row}))
+    timer.prefix, timer.places = "peer_", f"2x{device}"
     timer.device, timer.world = torch.device(device), SimpleNamespace(world_size=2)
-    return timer
+    return timer, rows
 
 
 def test_rows_of_floors():
-    timer = a_timer()
+    timer, rows = a_timer()
     measured = {"step": 7.2, "step_clipped": 9.0, "reduce": 4.0, "update": 3.0, "publish": 1.0}
     speeds = {"memory": 28 * 1024e3, "link": 1024e3}
     traffic.count_floors(timer, two_ranks("peer"), speeds, measured)
-    rows = timer.session.rows
     scan, publish = 4096 / 28672, max((4.5 * 1024 + 48 + 3072) / 28672, 536 / 1024)
-    assert rows["peer_floor_adamw_reducing/2xcuda"].value == 2.0  # the link
-    assert "24n + 2Wn bytes" in rows["peer_floor_adamw_reducing/2xcuda"].rule
-    assert rows["peer_floor_adamw/2xcuda"].value == 1.0
-    assert rows["peer_floor_step/2xcuda"].value == pytest.approx(scan + 2.0 + publish)
-    over = rows["peer_step_over_floor/2xcuda"].value
-    assert over == pytest.approx(7.2 / (scan + 2.0 + publish))
-    assert rows["peer_reduce_over_floor/2xcuda"].value == 2.0
+    values = {name: value for name, (value, _) in rows.items()}
+    assert "24n + 2Wn bytes" in rows["peer_floor_adamw_reducing/2xcuda"][1]
+    assert values["peer_floor_adamw_reducing/2xcuda"] == 2.0  # the link
+    assert values["peer_floor_adamw/2xcuda"] == 1.0
+    assert values["peer_floor_step/2xcuda"] == pytest.approx(scan + 2.0 + publish)
+    assert values["peer_step_over_floor/2xcuda"] == pytest.approx(7.2 / (scan + 2.0 + publish))
+    assert values["peer_reduce_over_floor/2xcuda"] == 2.0
 
 
 def test_what_has_no_room_is_left_out(monkeypatch):
-    timer = a_timer("cpu")
+    timer, rows = a_timer("cpu")
     assert timer.has_room("step", 1e30)
     monkeypatch.setattr(timer, "has_room", lambda name, nbytes: nbytes < 1e4)
-    assert step.measure_bf16(timer, SHAPES) is None and not timer.session.rows
+    assert step.measure_bf16(timer, SHAPES) is None and not rows
 
 
 # What ranks send

@@ -211,59 +211,43 @@ def test_tables_are_of_rich_on_a_terminal_that_has_it(monkeypatch, where):
 # Wrong input
 
 
-def make_nothing(folder):
-    return folder / "none", "there is no such file or folder"
+def save(folder, numel=1):
+    dcp.save({"x": torch.ones(numel)}, checkpoint_id=folder, no_dist=True)
+    return folder / "__0_0.distcp"
 
 
-def make_an_empty_folder(folder):
-    return folder, "a folder without .metadata of torch.distributed.checkpoint and without *.safetensors"
-
-
-def make_a_folder_of_checkpoints(folder):
-    for step in (1, 2):
-        dcp.save({"x": torch.ones(1)}, checkpoint_id=folder / f"step-{step}", no_dist=True)
-    return folder, f"*.safetensors; {folder / 'step-2'} is a checkpoint"
-
-
-def make_a_folder_that_lost_a_file(folder):
-    dcp.save({"x": torch.ones(1)}, checkpoint_id=folder, no_dist=True)
-    (folder / "__0_0.distcp").unlink()
-    return folder, "cannot be read: FileNotFoundError: "
-
-
-def make_a_cut_file_of_a_folder(folder):
-    dcp.save({"x": torch.ones(1000)}, checkpoint_id=folder, no_dist=True)
-    part = folder / "__0_0.distcp"
+def cut(folder):
+    part = save(folder, 1000)
     part.write_bytes(part.read_bytes()[:2000])
-    return folder, "cannot be read: "
 
 
-def make_text(folder):
-    (folder / "notes").write_text("no checkpoint")
-    return folder / "notes", "damaged, no file of torch.save, or one with objects"
+WITH_OBJECTS = {"model": torch.ones(1), "x": collections.UserDict()}
+WRONG = {
+    "none": (".", lambda folder: None, "a folder without .metadata of torch.distributed.checkpoint and "),
+    "missing": ("nowhere", lambda folder: None, "there is no such file or folder"),
+    "several": (".", lambda folder: [save(folder / f"step-{n}") for n in (1, 2)], "step-2 is a checkpoint"),
+    "lost": (".", lambda folder: save(folder).unlink(), "cannot be read: FileNotFoundError: "),
+    "cut": (".", cut, "cannot be read: "),
+    "text": ("x", lambda folder: (folder / "x").write_text("no"), "damaged, no file of torch.save, or "),
+    "objects": ("x", lambda folder: torch.save(WITH_OBJECTS, folder / "x"), "objects other than tensors and "),
+    "numbers": ("x", lambda folder: torch.save({"lr": 0.1}, folder / "x"), "a checkpoint without tensors"),
+    "bytes": (
+        "x.safetensors",
+        lambda folder: (folder / "x.safetensors").write_bytes(b"\xff" * 100),
+        "cannot be read: SafetensorError: ",
+    ),
+}
+"""What is inspected, what makes it in a folder, and what is said of it."""
 
 
-def make_objects(folder):
-    torch.save({"model": torch.ones(1), "x": collections.UserDict()}, folder / "x.pt")
-    return folder / "x.pt", "objects other than tensors and plain values, which are not loaded"
-
-
-def make_no_tensors(folder):
-    torch.save({"lr": 0.1}, folder / "x.pt")
-    return folder / "x.pt", "a checkpoint without tensors"
-
-
-def make_a_damaged_safetensors(folder):
-    pytest.importorskip("safetensors")
-    (folder / "x.safetensors").write_bytes(b"\xff" * 100)
-    return folder / "x.safetensors", "cannot be read: SafetensorError: "
-
-
-@pytest.mark.parametrize("make", [make for name, make in list(globals().items()) if name.startswith("make_")])
-def test_what_cannot_be_inspected_gives_one_line(tmp_path, capsys, make):
-    path, message = make(tmp_path)
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_inspected_gives_one_line(tmp_path, capsys, what):
+    place, make, message = WRONG[what]
+    if place == "x.safetensors":
+        pytest.importorskip("safetensors")
+    make(tmp_path)
     capsys.readouterr()
-    assert main(["inspect", str(path)]) == 2
+    assert main(["inspect", str(tmp_path / place)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"zerofp4 inspect: {tmp_path}") and err.count("\n") == 1
     assert message in err

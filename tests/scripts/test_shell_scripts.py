@@ -157,14 +157,6 @@ def test_an_interrupt_from_the_terminal_ends_both(stand_in):
     assert stand_in.has_failed()
 
 
-def test_arguments_reach_pytest(tmp_path):
-    made = StandIn(tmp_path, "test.sh", "--quick", "-k", "a word")
-    made.child()
-    assert (tmp_path / "arguments").read_text().splitlines() == ["-m", "pytest", "--quick", "-k", "a word"]
-    made.end_child(0)
-    assert made.end() == (0, "TESTS PASSED")
-
-
 @pytest.mark.parametrize(
     ("ci", "gpu", "lane", "build"),
     [
@@ -177,6 +169,7 @@ def test_arguments_reach_pytest(tmp_path):
 def test_only_ci_without_a_gpu_compiles_gpu_code_to_see_that_it_compiles(
     tmp_path, monkeypatch, ci, gpu, lane, build
 ):
+    """All other arguments go to pytest."""
     monkeypatch.setenv("CI", ci)
     for name in ("ZEROFP4_CUDA_OPTIMIZE", "ZEROFP4_CUDA_ARCHS"):
         monkeypatch.delenv(name, raising=False)
@@ -185,8 +178,9 @@ def test_only_ci_without_a_gpu_compiles_gpu_code_to_see_that_it_compiles(
     (programs / "nvidia-smi").write_text(f"#!/bin/sh\nexit {0 if gpu else 1}\n")
     (programs / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    made = StandIn(tmp_path, "test.sh", lane)
+    made = StandIn(tmp_path, "test.sh", lane, "-k", "a word")
     made.child()
+    assert (tmp_path / "arguments").read_text().splitlines() == ["-m", "pytest", lane, "-k", "a word"]
     assert (tmp_path / "build").read_text() == f"{build}\n"
     made.end_child(0)
     assert made.end() == (0, "TESTS PASSED")

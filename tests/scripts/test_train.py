@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -217,13 +218,15 @@ def test_text_holds_out_whole_files(tmp_path):
 
 
 def test_ranks_share_the_batch_that_one_rank_would_have():
-    data = torch.arange(200, dtype=torch.uint8)
-    cpu = torch.device("cpu")
-    alone = Batches(data, 4, 8, rank=0, world_size=1, seed=3)
-    ranks = [Batches(data, 2, 8, rank=rank, world_size=2, seed=3) for rank in (0, 1)]
+    def batches(size: int, rank: int, ranks: int) -> Batches:
+        options = SimpleNamespace(batch_size=size, sequence_length=8, seed=3)
+        world = SimpleNamespace(rank=rank, world_size=ranks, device=torch.device("cpu"))
+        return Batches(torch.arange(200, dtype=torch.uint8), options, world)
+
+    alone, ranks = batches(4, 0, 1), [batches(2, rank, 2) for rank in (0, 1)]
     for _ in range(3):
-        inputs, targets = alone.next(cpu)
-        parts = [batches.next(cpu) for batches in ranks]
+        inputs, targets = alone.next()
+        parts = [own.next() for own in ranks]
         assert torch.equal(inputs, torch.cat([part[0] for part in parts]))
         assert torch.equal(targets, torch.cat([part[1] for part in parts]))
         assert torch.equal(targets, inputs + 1)
