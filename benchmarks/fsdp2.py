@@ -199,8 +199,10 @@ def measure(
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if way == "_float8":
-                precompute_float8_scales(model)
+            if way == "_float8":  # of all weights at once, as torchao has it done after each step
+                from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+                precompute_float8_dynamic_scale_for_fsdp(model)
 
     rule = f"forward, backward and optimizer, {how}, one of {STEPS} that follow each other"
     with timer.peak(f"{name}/peak", f"model and optimizer included, {how}", before) as peak:
@@ -244,13 +246,6 @@ def shard(
     if way == "":
         integration.attach(model, optimizer)
     return optimizer
-
-
-def precompute_float8_scales(model: Decoder) -> None:
-    """Of all weights at once, as torchao has it done after each step."""
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-    precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def count_resident(timer: Timer, mesh: DeviceMesh, shape: Shape) -> None:

@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from benchmarks import rules
 from benchmarks.session import Session
@@ -199,13 +198,6 @@ def flash_adamw(parameters: Iterable, **options: object) -> torch.optim.Optimize
     from flashoptim import FlashAdamW
 
     return FlashAdamW(parameters, **options)
-
-
-def release_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Have FlashAdamW update each parameter in the backward pass; its step() and zero_grad() do nothing."""
-    from flashoptim import enable_gradient_release
-
-    enable_gradient_release(model, optimizer)
 
 
 def zero_redundancy(parameters: Iterable, **options: object) -> torch.optim.Optimizer:

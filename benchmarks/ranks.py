@@ -60,7 +60,7 @@ class Timer:
         """Milliseconds of each, where one follows the other in every repeat: so all meet the clocks that
         products leave a GPU which they warm up.
 
-        before: what is done before each turn, not timed. of_host: those until a call returns.
+        before: what is done before each turn, not timed. of_host: until a call returns, from an idle device.
         """
         times = []
         for _ in range(WARM_UP + self.repeats):
@@ -68,10 +68,6 @@ class Timer:
                 before()
             times.append([self._once(run, from_idle, of_host) for run in runs])
         return [self._longest(list(own)) for own in zip(*times[WARM_UP:], strict=True)]
-
-    def host_ms(self, name: str, run: Run, rule: str) -> None:
-        """A row of the milliseconds until a call returns, where the device has nothing to do before."""
-        self.ms(name, run, f"until the host is done, {rule}", of_host=True)
 
     def spans(self, run: Run, **parts: Iterable[str]) -> dict[str, float]:
         """Milliseconds of parts of a call, each of one or several phases of zerofp4.distributed.PHASES, under

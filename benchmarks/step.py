@@ -115,7 +115,8 @@ class Ours:
         beside = "the same where gradients are clipped"
         with torch.no_grad(), timer.peak("memory_clipped", beside, shared=shared) as peak:
             found["step_clipped"] = timer.ms("step_clipped", clipped, "clip_grad_norm_ and step()")
-            timer.host_ms("host_step", optimizer.step, "of step(), which waits for votes of ranks")
+            rule = "until the host is done, of step(), which waits for votes of ranks"
+            timer.ms("host_step", optimizer.step, rule, of_host=True)
             begin = "reduced FP32 gradients" if self.several else "gradients as autograd made them"
             rule = f"step() behind clip_grad_norm_: from {begin} to weights on every rank, its vote included"
             found["update"] = timer.ms("update", optimizer.step, rule, before=clip)
@@ -157,7 +158,8 @@ class Ours:
         with torch.cuda.graph(graph):
             optimizer.step()
         self.timer.ms("graph_step", graph.replay, "step() replayed from a CUDA graph")
-        self.timer.host_ms("host_graph_step", graph.replay, "of such a replay")
+        rule = "until the host is done, of such a replay"
+        self.timer.ms("host_graph_step", graph.replay, rule, of_host=True)
 
     def measure_publication(self) -> dict[str, float]:
         """From masters to weights on every rank: what is behind the update of an optimizer that updates all

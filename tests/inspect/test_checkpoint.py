@@ -229,7 +229,7 @@ WRONG = {
     "lost": (".", lambda folder: save(folder).unlink(), "cannot be read: FileNotFoundError: "),
     "cut": (".", cut, "cannot be read: "),
     "text": ("x", lambda folder: (folder / "x").write_text("no"), "damaged, no file of torch.save, or "),
-    "objects": ("x", lambda folder: torch.save(WITH_OBJECTS, folder / "x"), "objects other than tensors and "),
+    "objects": ("x", lambda folder: torch.save(WITH_OBJECTS, folder / "x"), "objects other than tensors and"),
     "numbers": ("x", lambda folder: torch.save({"lr": 0.1}, folder / "x"), "a checkpoint without tensors"),
     "bytes": (
         "x.safetensors",
