@@ -1,15 +1,18 @@
-"""What docs/ shows is what is in the repository, and the site builds.
+"""What README.md and docs/ show is what is in the repository, and the site builds.
 
 test_docs_snippets.py runs the blocks of Python, test_docs_commands.py parses the commands, and
 test_docs_figures.py compares figures.
 """
 
 import importlib.util
+import inspect
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +20,10 @@ from cases.docs import PAGES, ROOT, blocks
 from early import waits_for
 
 import zerofp4
-from benchmarks import output, pages
+from benchmarks import output, pages, pictures
 
 DOCS = ROOT / "docs"
+API = (DOCS / "api.md").read_text()
 ROOMS = ("launch", "nn", "optim", "serving", "__version__")
 """Of the package's names those whose own names are on the page, or are none of an API."""
 
@@ -70,7 +74,7 @@ def test_the_page_about_performance_is_short():
 
 
 def test_the_api_page_has_every_public_name():
-    listed = set(re.findall(r"^::: zerofp4\.(\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
+    listed = set(re.findall(r"^::: zerofp4\.(\S+)$", API, re.MULTILINE))
     public = {name for name in zerofp4.__all__ if name not in ROOMS}
     # There mkdocstrings would show the folder of that name, of which the package's attribute is the function.
     public = {"gemm.gemm" if name == "gemm" else name for name in public}
@@ -79,6 +83,115 @@ def test_the_api_page_has_every_public_name():
         public |= {f"{room}.{name}" for name in names if name not in zerofp4.__all__}
     public |= {f"launch.{name}" for name in ("World", "init_process_group", "destroy_process_group")}
     assert public <= listed, f"not on docs/api.md: {sorted(public - listed)}"
+
+
+# The table of all options has each parameter of each public function and method, once
+
+NOT_CALLED_BY_USERS = {
+    "zerofp4.GroupedNVFP4",
+    "zerofp4.MXFP8Tensor",
+    "zerofp4.NVFP4Tensor",
+    "zerofp4.inspect.QuantizationReport",
+    "zerofp4.integrations.fsdp2.Attachment",
+    "zerofp4.launch.World",
+    "zerofp4.nn.ConversionReport",
+    "zerofp4.nn.Conv1D",
+    "zerofp4.nn.Experts",
+    "zerofp4.nn.FilterFn",
+    "zerofp4.serving.FUSED",
+    "zerofp4.serving.Part",
+    "zerofp4.serving.Served",
+    "zerofp4.serving.ServedWeights",
+    "zerofp4.tensors.quantized_tensor.QuantizedTensor",
+    "zerofp4.testing.VerificationError",
+}
+"""What functions return or raise, and a type of functions: their methods count, their constructors do not."""
+
+IN_ROOM = re.compile(r"zerofp4\.(nn\.|optim\.|serving\.|gemm\.|launch\.|inspect\.|testing\.|integrations\.)?")
+SHADOWED = re.compile(r"\b(\w+)\.\1\b")
+"""A function in a module of its own name."""
+
+
+def public_callables() -> Iterator[tuple[str, inspect.Signature]]:
+    """In the order of the page: the name that the table uses, and the signature."""
+    for path, options in re.findall(r"^::: (\S+)\n((?: .+\n)*)", API, re.MULTILINE):
+        found, name = pkgutil.resolve_name(path), SHADOWED.sub(r"\1", IN_ROOM.sub("", path))
+        assert not inspect.ismodule(found), f"{path} is a module, whose function of that name is meant"
+        if path not in NOT_CALLED_BY_USERS:
+            yield name, inspect.signature(found)
+        members = re.search(r"members: (.*)", options)
+        for method in public_methods(found):
+            if members is None or method in re.findall(r"\w+", members[1]):
+                yield f"{name}.{method}", inspect.signature(getattr(found, method))
+
+
+def public_methods(found: object) -> list[str]:
+    """Of a class, those that it and its bases in this package define."""
+    bases = [base for base in getattr(found, "__mro__", ()) if base.__module__.startswith("zerofp4")]
+    methods = {name: value for base in reversed(bases) for name, value in vars(base).items()}
+    return [name for name, value in methods.items() if inspect.isfunction(value) and name[0] != "_"]
+
+
+def test_the_table_has_each_option_of_each_public_callable_once():
+    taken: dict[str, list[str]] = {}
+    for name, signature in public_callables():
+        for option in signature.parameters:
+            if option != "self":
+                taken.setdefault(option, []).append(f"`{name}`")
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", API.split("## All options")[1], re.MULTILINE)
+    options = [option for option, _, _ in rows]
+    assert options == sorted(taken, key=str.lower)
+    for option, _, callables in rows:
+        assert callables == ", ".join(taken[option]), f"docs/api.md: who takes {option}"
+
+
+# README.md is short, and what it says is so
+
+README = (ROOT / "README.md").read_text()
+MOST_LINES = 120
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= MOST_LINES
+
+
+def test_the_picture_of_memory_and_the_bytes_beside_it():
+    assert f"]({pictures.MEMORY.relative_to(ROOT)})" in README and pictures.MEMORY.exists()
+    pytest.importorskip("transformers")
+    said = " ".join(README.replace("(docs/optimizer.md#compact-state)", "").split())
+    alone, shared = (
+        [f"{sum(pictures.kept(way, ranks).values()):.1f}" for way in pictures.NAMES]
+        for ranks in pictures.RANKS
+    )
+    plain, full, compact, early = alone
+    assert f"{full} bytes a parameter on one GPU in place of {plain}." in said
+    assert f"They take {compact} with [compact state]" in said
+    assert f"[compact state], and {early} if backward passes also update." in said
+    plain, full, compact, _ = shared
+    assert f"8 GPUs it is {full}, or {compact} with compact state, in place of {plain}." in said
+
+
+def test_the_bars_of_one_gpu_end_at_the_peak_of_the_run():
+    pytest.importorskip("transformers")
+    run, bars = pages.runs()[0], pictures.bars(1)
+    early = list(bars.values())[-1]
+    assert sum(early.values()) == pytest.approx(run.peak / run.parameters)
+    assert set(early) == set(pictures.COLORS) and min(early.values()) > 0
+    flash = [sum(parts.values()) - pages.beyond(run) for name, parts in bars.items() if "its paper" in name]
+    assert flash == pytest.approx(list(pages.FLASH.values()))
+
+
+def test_both_commands_end_as_it_says():
+    for script, word in (("demo.sh", "DEMO"), ("test.sh", "TESTS")):
+        text = (ROOT / "scripts" / script).read_text()
+        assert f"\nverdict {word}\n" in text and text.endswith("passed\n"), script
+        for end in (f"{word} PASSED", f"{word} FAILED"):
+            assert end in README, f"{end} is not in README.md"
+    verdict = (ROOT / "scripts" / "verdict.sh").read_text()
+    assert '"$VERDICT PASSED"' in verdict and '"$VERDICT FAILED"' in verdict
+
+
+# The site
 
 
 def why_not() -> str | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
 import runpy
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -38,8 +40,9 @@ class Parsed(Exception):
     """Raised where a parser has taken its arguments: all that follows is the work itself."""
 
 
-def parse(module: str, arguments: list[str]) -> None:
-    """Give arguments to the parser of a program of ours. Raises SystemExit(2) for those it does not take."""
+@contextlib.contextmanager
+def parsing_alone() -> Iterator[None]:
+    """Where a program of ours is given arguments. It raises SystemExit(2) for those it does not take."""
     original = argparse.ArgumentParser.parse_args
 
     def parse_args(self, *given):
@@ -47,7 +50,7 @@ def parse(module: str, arguments: list[str]) -> None:
         raise Parsed
 
     with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args), pytest.raises(Parsed):
-        importlib.import_module(module).parse_options(arguments)
+        yield
 
 
 def check_python(module: str, arguments: list[str]) -> None:
@@ -56,24 +59,15 @@ def check_python(module: str, arguments: list[str]) -> None:
         with pytest.raises(SystemExit, match="0"):
             importlib.import_module(module).parse_options(arguments)
     elif arguments:
-        parse(module, arguments)
+        with parsing_alone():
+            importlib.import_module(module).parse_options(arguments)
     else:
         assert hasattr(importlib.import_module(module), "parse_options")
 
 
 def check_example(script: Path, arguments: list[str]) -> None:
     """Its files are the reader's."""
-
-    def parse_args(self):
-        original(self)
-        raise Parsed
-
-    original = argparse.ArgumentParser.parse_args
-    with (
-        mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args),
-        mock.patch.object(sys, "argv", [str(script), *arguments]),
-        pytest.raises(Parsed),
-    ):
+    with mock.patch.object(sys, "argv", [str(script), *arguments]), parsing_alone():
         runpy.run_path(str(script))
 
 
