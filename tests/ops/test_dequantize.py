@@ -200,41 +200,6 @@ def test_compiles_without_a_break(device):
         assert_bytes_equal(a, b, "compiled")
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"data": torch.zeros(32, 24)}, TypeError, "data must be a torch.uint8 tensor"),
-        (
-            {"data": torch.zeros(24, dtype=torch.uint8)},
-            ValueError,
-            r"data must be a matrix, got shape \(24,\)",
-        ),
-        ({"data": torch.zeros(24, 32, dtype=torch.uint8).t()}, ValueError, "data must be contiguous"),
-        ({"scale": torch.zeros(2, 4, dtype=torch.uint8)}, ValueError, r"scale must have shape \(2, 3\)"),
-        ({"amax": torch.zeros(2)}, ValueError, r"amax must have shape \(1,\), got \(2,\)"),
-        ({"block_rows": 4}, ValueError, "block_rows must be 1 or 16, got 4"),
-        ({"dtype": torch.int32}, ValueError, "dtype must be one of"),
-        ({"layout": "padded"}, ValueError, "layout must be one of .* got 'padded'"),
-        ({"layout": "swizzled"}, ValueError, r"scale must have shape \(128, 4\)"),
-        ({"e4m3_max": 128}, ValueError, r"e4m3_max must be one of \(448, 256\), got 128"),
-        ({"columnwise": True, "data": torch.zeros(33, 24)}, TypeError, "data must be a torch.uint8"),
-    ],
-)
-def test_refuses(change, error, message):
-    arguments = {
-        "data": torch.zeros(32, 24, dtype=torch.uint8),
-        "scale": torch.zeros(2, 3, dtype=torch.uint8),
-        "amax": torch.ones(1),
-        "block_rows": 16,
-        "dtype": torch.bfloat16,
-        "layout": "compact",
-        "e4m3_max": 448,
-        "columnwise": False,
-    }
-    with pytest.raises(error, match=message):
-        ZEROFP4.dequantize(*(arguments | change).values())
-
-
 @pytest.mark.parametrize("rows", [34, 48])  # 48: a stack of whole tiles is one matrix
 @pytest.mark.parametrize("in_a_row", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 40])  # 40: more than travel in a kernel's arguments

@@ -6,7 +6,7 @@ from cases.grouped import assert_storage, values
 from helpers import assert_bytes_equal
 
 import zerofp4
-from zerofp4.format import SCALE_DTYPE, SCALE_LAYOUTS
+from zerofp4.format import SCALE_LAYOUTS
 from zerofp4.ops import grouped_shapes
 from zerofp4.storage import BUFFERS
 
@@ -29,25 +29,10 @@ def test_opcheck(device, hadamard):
     torch.library.opcheck(torch.ops.zerofp4.quantize_grouped.default, arguments)
 
 
-@pytest.mark.parametrize(
-    ("index", "value", "error", "message"),
-    [
-        (0, torch.zeros(48, 64).t(), ValueError, "x must be contiguous"),
-        (1, torch.zeros(3), ValueError, "m_splits must be a vector of int32 or int64"),
-        (6, torch.zeros(2, dtype=torch.int64), ValueError, r"rng_state must have shape \(3, 2\), got \(2,\)"),
-        (7, None, ValueError, "rowwise_data and at least one buffer of its scales"),
-        (7, torch.zeros(64, 24, dtype=torch.uint8), ValueError, r"rowwise_data must have shape \(112, 24\)"),
-        (11, torch.zeros(2688, dtype=SCALE_DTYPE), TypeError, "columnwise_data must be a torch.uint8"),
-        (12, torch.zeros(4, dtype=torch.uint8), ValueError, r"columnwise_scale must have shape \(336,\)"),
-        (17, torch.zeros(3, 3, dtype=torch.int64), ValueError, r"offsets must have shape \(3, 4\)"),
-        (18, torch.zeros(1), TypeError, "error must be a torch.int32 tensor"),
-    ],
-)
-def test_operator_refuses(index, value, error, message):
-    arguments = list(operator_arguments(torch.device("cpu"), True))
-    arguments[index] = value
-    with pytest.raises(error, match=message):
-        torch.ops.zerofp4.quantize_grouped(*arguments)
+def test_splits_of_another_dtype_are_refused():
+    x, _, *others = operator_arguments(torch.device("cpu"), True)
+    with pytest.raises(ValueError, match="m_splits must be a vector of int32 or int64"):
+        torch.ops.zerofp4.quantize_grouped(x, torch.zeros(3), *others)
 
 
 @pytest.mark.heavy

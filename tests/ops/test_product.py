@@ -73,46 +73,6 @@ def test_strides_that_are_neither(device):
     assert_bytes_equal(ZEROFP4.scaled_product(a, b, None, None, F32), expected, "every second column")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"a": torch.zeros(4)}, r"matrices with as many columns, got shapes \(4,\) and \(6, 8\)"),
-        ({"a": torch.zeros(4, 7)}, r"with as many columns, got shapes \(4, 7\) and \(6, 8\)"),
-        (
-            {"a": torch.zeros(4, 8, dtype=BF16)},
-            "of one dtype of .* got torch.bfloat16 on cpu and torch.float",
-        ),
-        ({"alpha": torch.zeros(2)}, r"alpha must have shape \(1,\), got \(2,\)"),
-        ({"bias": torch.zeros(5)}, r"bias must have shape \(6,\) on cpu, got \(5,\) on cpu"),
-        ({"bias": torch.zeros(6, dtype=torch.int8)}, "bias must be of one of .* got torch.int8"),
-        ({"out_dtype": torch.float64}, "out_dtype must be one of .* got torch.float64"),
-    ],
-)
-def test_a_product_refuses(change, message):
-    arguments = {
-        "a": torch.zeros(4, 8),
-        "b": torch.zeros(6, 8),
-        "alpha": None,
-        "bias": None,
-        "out_dtype": F32,
-    }
-    with pytest.raises((ValueError, TypeError), match=message):
-        ZEROFP4.scaled_product(*(arguments | change).values())
-
-
-def test_values_refuse_other_lists():
-    data, scale, amax, block_rows, e4m3_max = copies(torch.device("cpu"))
-    with pytest.raises(ValueError, match="data must have the two operands of a product, got 1"):
-        ZEROFP4.product_values(data[:1], scale[:1], amax[:1], block_rows[:1], e4m3_max[:1], BF16)
-    with pytest.raises(ValueError, match=r"amax\[1\] must have shape \(1,\), got \(2,\)"):
-        ZEROFP4.product_values(data, scale, [amax[0], torch.zeros(2)], block_rows, e4m3_max, BF16)
-    empty = [data[0], data[1][:0]], [scale[0], scale[1][:0]]
-    with pytest.raises(ValueError, match=r"data\[1\] must be a matrix with elements, got shape \(0, 32\)"):
-        ZEROFP4.product_values(*empty, amax, block_rows, e4m3_max, BF16)
-    with pytest.raises(ValueError, match=r"out must have shape \(4, 6\), got \(4, 5\)"):
-        ZEROFP4.add_scaled_product(torch.zeros(4, 8), torch.zeros(6, 8), None, None, torch.zeros(4, 5))
-
-
 @pytest.mark.heavy
 def test_compiles_to_the_same_bytes(device):
     """A compiled graph calls what is called without it: another product would have another order of sums."""

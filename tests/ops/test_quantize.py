@@ -242,37 +242,3 @@ def operator_calls(device) -> list:
 @pytest.mark.parametrize("index", range(8))
 def test_opcheck(device, index):
     torch.library.opcheck(ZEROFP4.quantize.default, operator_calls(device)[index])
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"x": torch.zeros(4, 5)}, ValueError, "last dimension must be even, got 5"),
-        ({"x": torch.zeros(4, 6, dtype=torch.int32)}, ValueError, "x must be a matrix of one of"),
-        ({"x": torch.zeros(6, 4).t()}, ValueError, "x must be contiguous"),
-        ({"block_rows": 4}, ValueError, "block_rows must be 1 or 16, got 4"),
-        ({"amax": torch.zeros(2)}, ValueError, r"amax must have shape \(1,\)"),
-        ({"given_amax": torch.zeros(2)}, ValueError, r"amax must have shape \(1,\)"),
-        ({"rowwise_data": torch.zeros(4, 6, dtype=torch.uint8)}, ValueError, "rowwise_data must have shape"),
-        ({"rowwise_data": torch.zeros(4, 3)}, TypeError, "rowwise_data must be a torch.uint8 tensor"),
-        ({"rowwise_scale": None}, ValueError, "at least one buffer of its scales must be given together"),
-        ({"rowwise_data": None}, ValueError, "at least one buffer of its scales must be given together"),
-        ({"rowwise_data": None, "rowwise_scale": None}, ValueError, "both None"),
-        ({"columnwise_amax": torch.zeros(1)}, ValueError, "a second amax belongs to a rowwise copy with"),
-        ({"rng_state": torch.zeros(2)}, TypeError, "rng_state must be a torch.int64 tensor"),
-        ({"rng_state": torch.zeros(1, dtype=torch.int64)}, ValueError, r"rng_state must have shape \(2,\)"),
-        ({"e4m3_max": 100}, ValueError, "e4m3_max must be 448 or 256, got 100"),
-        ({"e4m3_max": 256, "error": "max"}, ValueError, "error must be 'mae' or 'mse', got 'max'"),
-        ({"skip": torch.zeros(2)}, ValueError, r"skip must have shape \(1,\)"),
-        ({"hadamard": True}, ValueError, "hadamard=True needs blocks of 1x16, got 16x16"),
-        ({"hadamard": True, "block_rows": 1}, ValueError, "transforms the columnwise copy, but none"),
-    ],
-)
-def test_the_operator_refuses(change, error, message):
-    x = torch.zeros(4, 6)
-    arguments = {"x": x, "block_rows": 16, "given_amax": None, "given_columnwise_amax": None}
-    arguments |= {"hadamard": False, "random_signs": True, "rng_state": None, "e4m3_max": 0, "error": "mae"}
-    arguments |= {"skip": None, **dict.fromkeys(BUFFERS)}
-    arguments |= dict(make_record(x, MODES["2d"], columnwise=False, scale_layouts=["compact"]).buffers())
-    with pytest.raises(error, match=message):
-        ZEROFP4.quantize(*(arguments | change).values())

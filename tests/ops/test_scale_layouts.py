@@ -188,19 +188,3 @@ def test_compiles_without_a_break(device):
     compiled = torch.compile(use, fullgraph=True, backend="aot_eager")
     for actual, expected in zip(compiled(*tensors), use(*tensors), strict=True):
         assert_bytes_equal(actual, expected, "compiled")
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"scale": torch.zeros(2, 4)}, TypeError, "scale must be a torch.uint8 tensor"),
-        ({"scale": torch.zeros(2, 4, dtype=torch.uint8)}, ValueError, r"scale must have shape \(2, 3\)"),
-        ({"block_rows": 2}, ValueError, "block_rows must be 1 or 16, got 2"),
-        ({"layout": "compact"}, ValueError, "layout must be one of"),
-    ],
-)
-def test_refuses(change, error, message):
-    arguments = {"scale": torch.zeros(2, 3, dtype=torch.uint8), "rows": 32, "cols": 48, "block_rows": 16}
-    arguments |= {"layout": "swizzled"}
-    with pytest.raises(error, match=message):
-        ZEROFP4.pad_scale(*(arguments | change).values())

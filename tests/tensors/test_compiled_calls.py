@@ -71,47 +71,16 @@ def plain_arguments() -> dict:
     }
 
 
-def shrunk(data: torch.Tensor) -> torch.Tensor:
-    data = data.clone()
-    data.untyped_storage().resize_(8)
-    return data
-
-
-WRONG = {
-    "a layout": ("layout", lambda layout: "other"),
-    "block_rows": ("block_rows", lambda block_rows: 8),
-    "e4m3_max": ("e4m3_max", lambda e4m3_max: 300),
-    "a dtype": ("dtype", lambda dtype: torch.float64),
-    "data of another dtype": ("data", lambda data: data.view(torch.int8)),
-    "data out of order": ("data", lambda data: data.t()),
-    "data that were freed": ("data", shrunk),
-    "a scale of another shape": ("scale", lambda scale: scale[:, :-1].contiguous()),
-    "a scale of another dtype": ("scale", lambda scale: scale.float()),
-    "two amaxes": ("amax", lambda amax: amax.repeat(2)),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_said_by_python(name):
+@pytest.mark.parametrize("name", ["data", "scale", "amax"])
+def test_memory_that_is_gone_is_refused(name):
     arguments = plain_arguments()
-    argument, change = WRONG[name]
-    arguments[argument] = change(arguments[argument])
-    with pytest.raises((TypeError, ValueError, RuntimeError)) as expected:
-        _dequantize(*arguments.values())
-    with pytest.raises(expected.type) as found:
+    arguments[name] = arguments[name].clone()
+    arguments[name].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=f"{name} needs .* of its storage, which has 0: it was freed"):
         torch.ops.zerofp4.dequantize(*arguments.values())
-    assert str(expected.value) in str(found.value)
 
 
 def test_a_stack_goes_on_to_python(device):
     t = zerofp4.quantize(values(3, 48, 80, device=device))
     arguments = (t.rowwise_data, t.rowwise_scale, t.amax, 16, torch.bfloat16)
     assert_bytes_equal(torch.ops.zerofp4.dequantize(*arguments), t.dequantize(), "values")
-
-
-def test_none_in_place_of_a_tensor():
-    """torch lets it pass: C++ must not read it."""
-    arguments = plain_arguments()
-    arguments["scale"] = None
-    with pytest.raises(AttributeError, match="NoneType"):
-        torch.ops.zerofp4.dequantize(*arguments.values())

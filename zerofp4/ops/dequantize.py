@@ -8,16 +8,7 @@ import zerofp4._autograd as _autograd
 import zerofp4._C as _C
 from zerofp4.format import E2M1_MAX, E4M3_MAX, SCALE_LAYOUTS
 from zerofp4.ops.device import DTYPE_CODES, Filled, is_capturing, run_list, target_of
-from zerofp4.ops.schemas import (
-    E4M3_MAXIMA,
-    backend,
-    grouped_rows,
-    is_plain_call,
-    new_mxfp8_values,
-    new_values,
-    values_shape,
-    without_backend,
-)
+from zerofp4.ops.schemas import backend, grouped_rows, is_plain_call, values_shape, without_backend
 from zerofp4.storage import Side, address_of
 
 Copy = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, bool]
@@ -121,7 +112,7 @@ def _addresses(data, scale, amax, out) -> tuple[int, ...]:
 def _dequantize(
     data, scale, amax, block_rows, dtype, layout="compact", e4m3_max=448, columnwise=False
 ) -> torch.Tensor:
-    out = new_values(data, scale, amax, block_rows, dtype, layout, e4m3_max, columnwise)
+    out = data.new_empty(values_shape(data, columnwise), dtype=dtype)
     _write([(data, scale, amax, block_rows, e4m3_max, columnwise)], [out], SCALE_LAYOUTS.index(layout))
     return out
 
@@ -157,7 +148,7 @@ def mxfp8_values_of_many(
 @backend("dequantize_mxfp8")
 def _dequantize_mxfp8(data, scale, columnwise, layout, dtype) -> torch.Tensor:
     """[M, K] values in dtype of one copy; its scales may be compact or swizzled."""
-    out = new_mxfp8_values(data, scale, columnwise, layout, dtype)
+    out = data.new_empty(data.shape, dtype=dtype)
     if out.numel():
         options = (columnwise, SCALE_LAYOUTS.index(layout), DTYPE_CODES[dtype])
         inputs = (address_of("data", data), address_of("scale", scale), *data.shape)
@@ -176,7 +167,7 @@ def grouped_values(
     shape: tuple[int, int],
     columnwise: bool,
     other_amax: torch.Tensor | None = None,
-    other_e4m3_max: int = E4M3_MAXIMA[0],
+    other_e4m3_max: int = int(E4M3_MAX),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, ends) of one side of a grouped storage [tokens, K] with K a multiple of 8, whose buffers were
     checked: bfloat16 [tokens, K], the rows of all groups without the padding between them; columnwise [K, R]

@@ -10,7 +10,7 @@ import torch
 import zerofp4._C as _C
 from zerofp4.ops.dequantize import neutral_amax
 from zerofp4.ops.device import DTYPE_CODES, check_cuda, target_of
-from zerofp4.ops.schemas import backend, check_product, check_sum, is_plain_call, new_factors
+from zerofp4.ops.schemas import backend, is_plain_call, new_factors
 from zerofp4.storage import address_of
 
 Copy = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
@@ -20,11 +20,19 @@ Copy = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
 
 
 def product_values(a: Copy, b: Copy, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The operator, on copies of records, which have checked their buffers."""
+    """Of two copies of records, data uint8 [M, K/2] and compact scales of them as they are stored: their
+    values [M, K] without the global scale, and alpha, float32 [1], the product of both global scales. One
+    launch.
+    """
     if not is_plain_call(a[0]):
         return torch.ops.zerofp4.product_values(*map(list, zip(a, b, strict=True)), dtype)
     outputs = [data.new_empty((data.shape[0], 2 * data.shape[1]), dtype=dtype) for data, *_ in (a, b)]
     return _write_factors([a, b], (*outputs, a[0].new_empty(1, dtype=torch.float32)))
+
+
+@backend("product_values")
+def _product_values(*arguments) -> tuple[torch.Tensor, ...]:
+    return _write_factors(list(zip(*arguments[:-1], strict=True)), new_factors(*arguments))
 
 
 def _write_factors(copies: Sequence[Copy], results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -38,15 +46,6 @@ def _write_factors(copies: Sequence[Copy], results: tuple[torch.Tensor, ...]) ->
     return results
 
 
-@backend("product_values")
-def _product_values(*arguments) -> tuple[torch.Tensor, ...]:
-    """Of two copies, data uint8 [M, K/2] and compact scales of them as they are stored: their values [M, K]
-    without the global scale, and alpha, float32 [1], the product of both global scales. One launch.
-    """
-    results = new_factors(*arguments)
-    return _write_factors(list(zip(*arguments[:-1], strict=True)), results)
-
-
 # Products
 
 
@@ -58,28 +57,16 @@ def scaled_product(
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The operator, on what a caller has checked. With out [M, N], contiguous and of out_dtype, the result is
-    written there, past tracing, which has no memory to write to.
+    """round(alpha * (a b^T) + bias) of a [M, K] and b [N, K]: float32 sums, one rounding to out_dtype. With
+    out [M, N], contiguous and of out_dtype, the result is written there, past tracing, which has no memory
+    to write to.
     """
-    if out is not None or is_plain_call(a):
-        return _run(a, b, alpha, bias, out_dtype, out)
-    return torch.ops.zerofp4.scaled_product(a, b, alpha, bias, out_dtype)
+    if out is None and not is_plain_call(a):
+        return torch.ops.zerofp4.scaled_product(a, b, alpha, bias, out_dtype)
+    return _run(a, b, alpha, bias, out_dtype, out)
 
 
-def add_scaled_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    alpha: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """The operator, on what a caller has checked."""
-    if is_plain_call(a):
-        _add(a, b, alpha, bias, out)
-    else:
-        torch.ops.zerofp4.add_scaled_product(a, b, alpha, bias, out)
-
-
+@backend("scaled_product")
 def _run(a, b, alpha, bias, out_dtype, out=None) -> torch.Tensor:
     if _by_cublaslt(a, b):
         # The epilogue takes a bias of the output's dtype only, and rounds to the operands' dtype or none.
@@ -102,6 +89,19 @@ def _rounded(result: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None)
     return out if result is out else out.copy_(result)
 
 
+def add_scaled_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Add that, unrounded, to out, float32 [M, N]."""
+    add = _add if is_plain_call(a) else torch.ops.zerofp4.add_scaled_product
+    add(a, b, alpha, bias, out)
+
+
+@backend("add_scaled_product")
 def _add(a, b, alpha, bias, out) -> None:
     if _by_cublaslt(a, b):
         own_bias = _of_dtype(bias, torch.float32)
@@ -142,20 +142,6 @@ def _by_torch(a, b, alpha, bias) -> torch.Tensor:
     if alpha is not None:
         out.mul_(alpha)
     return out if bias is None else out.add_(bias)
-
-
-@backend("scaled_product")
-def _scaled_product(a, b, alpha, bias, out_dtype) -> torch.Tensor:
-    """round(alpha * (a b^T) + bias) of a [M, K] and b [N, K]: float32 sums, one rounding to out_dtype."""
-    check_product(a, b, alpha, bias, out_dtype)
-    return _run(a, b, alpha, bias, out_dtype)
-
-
-@backend("add_scaled_product")
-def _add_scaled_product(a, b, alpha, bias, out) -> None:
-    """Adds that, unrounded, to out, float32 [M, N]."""
-    check_sum(a, b, alpha, bias, out)
-    _add(a, b, alpha, bias, out)
 
 
 # cuBLASLt, the copy of it that torch has loaded: its epilogue reads alpha on the device

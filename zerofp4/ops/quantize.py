@@ -6,6 +6,8 @@ with an amax and a state of random numbers of its own: in one launch, but one af
 rounding or four over six.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 import zerofp4._C as _C
@@ -13,17 +15,14 @@ from zerofp4.format import BLOCK, SCALE_LAYOUTS, FourOverSix
 from zerofp4.ops.device import DTYPE_CODES, scale_addresses, target_of
 from zerofp4.ops.schemas import (
     backend,
-    check_given_amaxes,
-    check_input,
-    check_mxfp8,
+    check_amaxes,
+    check_groups,
     check_skip,
     count_of,
     is_plain_call,
     new_rounded,
-    sides_to_group,
-    sides_to_quantize,
 )
-from zerofp4.storage import BUFFERS, NVFP4Storage, Side, Sides, address_of
+from zerofp4.storage import BUFFERS, NVFP4Storage, Side, Sides, address_of, sides_of
 
 
 def own_amaxes(hadamard: bool, sides: Sides) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -92,8 +91,16 @@ class Quantization:
         self._native.run(target_of(x.device), address_of("x", x), buffers, *given, experts)
 
 
+def _sides_of(buffers: Sequence[torch.Tensor | None]) -> Sides:
+    """The BUFFERS that an operator takes, as sides."""
+    present = {name: buffer for name, buffer in zip(BUFFERS, buffers, strict=True) if buffer is not None}
+    return Sides(**sides_of(present))
+
+
 def _run(x, sides, block_rows, amax, columnwise_amax, hadamard, signs, state, e4m3_max, error, skip) -> None:
-    """Quantize x [M, K] or [E, N, K]; the arguments have been checked."""
+    """Quantize x [M, K] or [E, N, K] into sides of a record."""
+    check_skip(skip, x.device)
+    check_amaxes(x.device, count_of(x), amax, columnwise_amax, hadamard, sides.rowwise is not None)
     if x.numel():
         options = (block_rows, hadamard, signs, e4m3_max, error)
         whole = Quantization(x.dtype, *x.shape[-2:], *options, stacked=x.dim() == 3)
@@ -107,7 +114,7 @@ def _run(x, sides, block_rows, amax, columnwise_amax, hadamard, signs, state, e4
 
 @backend("quantize")
 def _quantize(x, *arguments) -> None:
-    _run(x, sides_to_quantize(x, *arguments), *arguments[:9])
+    _run(x, _sides_of(arguments[9:]), *arguments[:9])
 
 
 @backend("quantize_dequantize")
@@ -148,9 +155,9 @@ def _quantize_grouped(
     [3, groups + 1], where groups begin in the rows of x, of the data and of the padded scales. error: int32
     [1], 1 where a split is negative or their sum is not the number of rows; then the storage is all zeros.
     """
-    given = (given_amax, given_columnwise_amax)
-    sides = sides_to_group(x, splits, *given, hadamard, random_signs, rng_state, *outputs)
-    *_, offsets, error = outputs
+    *buffers, offsets, error = outputs
+    sides, given = _sides_of(buffers), (given_amax, given_columnwise_amax)
+    check_groups(x, splits, *given, hadamard, sides.rowwise is not None)
     sizes = address_of("m_splits", splits), splits.dtype == torch.int64, splits.shape[0]
     rows = _C.GroupSplits(*sizes, x.shape[0])
     target = target_of(x.device)
@@ -188,7 +195,7 @@ def _quantize_mxfp8(x, skip, *buffers) -> None:
 
     skip: float32 [1], nothing is written where it is not 0.
     """
-    check_mxfp8(x, skip, *buffers)
+    check_skip(skip, x.device)
     addresses = [address_of("out", buffer) for buffer in buffers]
     if x.numel() and any(addresses):
         matrix = (address_of("x", x), DTYPE_CODES[x.dtype], *x.shape)
@@ -253,9 +260,5 @@ def quantize_into(
     if not is_plain_call(x):
         buffers = dict(record.buffers())
         torch.ops.zerofp4.quantize(matrix, *options, *[buffers.get(name) for name in BUFFERS])
-        return
-    # The record's own buffers were checked when it was made.
-    check_input(matrix, record.block[0], rng_state, *options[-3:-1])
-    check_skip(skip, x.device)
-    check_given_amaxes(x.device, count_of(matrix), amax, columnwise_amax, record.hadamard, record)
-    _run(matrix, record, *options)
+    else:
+        _run(matrix, record, *options)

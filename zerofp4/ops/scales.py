@@ -90,7 +90,6 @@ def _allocate(like: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[tor
 
 
 def _change_scale(scale, rows, cols, block_rows, layout, *, pad: bool) -> torch.Tensor:
-    check_memory("scale", scale)
     out = new_scale(scale, rows, cols, block_rows, layout, pad=pad)
     _change_layouts([scale], [out], [(rows, cols, block_rows)], layout, pad)
     return out
