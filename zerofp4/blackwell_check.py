@@ -12,14 +12,15 @@ import dataclasses
 import itertools
 import platform
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from zerofp4 import nn, ops, reference
-from zerofp4.format import BLOCK, SCALE_LAYOUTS, FourOverSix
+from zerofp4.format import BLOCK, SCALE_LAYOUTS, WEIGHT_DTYPES, FourOverSix
 from zerofp4.gemm import Operand, chosen_backend, gemm
-from zerofp4.storage import SIDES, Scheme
+from zerofp4.storage import SIDES
 from zerofp4.tensors import quantize, quantize_mxfp8
 from zerofp4.testing import first_difference
 from zerofp4.version import VERSION
@@ -43,10 +44,6 @@ LAYER_TOLERANCE = 2e-2  # of bfloat16 results that are quantized again on the wa
 
 class Wrong(Exception):
     """What a check found."""
-
-
-Check = tuple[str, str, Callable[[], None]]
-"""Its group, its case, and what raises Wrong."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +71,8 @@ def expect_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float,
 # Operands
 
 FORMATS: dict[str, Callable[..., Any]] = {
-    "1x16": lambda x, **options: quantize(x, block=(1, BLOCK), **options),
-    "16x16": lambda x, **options: quantize(x, **options),
+    "1x16": partial(quantize, block=(1, BLOCK)),
+    "16x16": quantize,
     "mxfp8": lambda x, amax=None, **options: quantize_mxfp8(x, **options),
 }
 
@@ -106,144 +103,117 @@ def product_of(a: Operand, b: Operand) -> torch.Tensor:
     return reference.gemm(specified(a), specified(b), alpha)
 
 
+def randoms(rows: int, cols: int, device: torch.device, seed: int) -> torch.Tensor:
+    """float32 values that are the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, cols, dtype=torch.float32, device="cpu", generator=generator).to(device)
+
+
 # Checks
 
 
-def one_hot_products(setting: Setting) -> Iterator[Check]:
+def one_hot_products(setting: Setting, shape: tuple[int, int, int], side: str, format: str) -> None:
     """Each element of a pattern, taken out by a one-hot operand, as the left and as the right one."""
-    for (name, (rows, _, size)), side, format in itertools.product(SHAPES.items(), SIDES, FORMATS):
-
-        def check(rows=rows, size=size, side=side, format=format) -> None:
-            # Alpha is 4 * 0.5.
-            amaxes = NEUTRAL_AMAX * torch.tensor([[4], [0.5]], dtype=torch.float32, device=setting.device)
-            hot, dense = reference.one_hot(size), reference.pattern(rows, size)
-            a, b = (
-                operand(each.to(setting.device), side, format, amax=amax)
-                for each, amax in zip((hot, dense), amaxes, strict=True)
-            )
-            expected = hot @ dense.t()
-            for out_dtype in (torch.float32, torch.bfloat16):
-                for left, right, known in ((a, b, expected), (b, a, expected.t().contiguous())):
-                    found = setting.gemm(left, right, out_dtype=out_dtype)
-                    # A sum of zeros has either sign.
-                    expect_equal(found + 0.0, known.to(out_dtype) + 0.0, f"{out_dtype}")
-
-        yield "one-hot products", f"{name}, {side}, {format}", check
+    rows, _, size = shape
+    # Alpha is 4 * 0.5.
+    amaxes = NEUTRAL_AMAX * torch.tensor([[4], [0.5]], dtype=torch.float32, device=setting.device)
+    hot, dense = reference.one_hot(size), reference.pattern(rows, size)
+    a, b = (
+        operand(each.to(setting.device), side, format, amax=amax)
+        for each, amax in zip((hot, dense), amaxes, strict=True)
+    )
+    expected = hot @ dense.t()
+    for out_dtype in (torch.float32, torch.bfloat16):
+        for left, right, known in ((a, b, expected), (b, a, expected.t().contiguous())):
+            found = setting.gemm(left, right, out_dtype=out_dtype)
+            # A sum of zeros has either sign.
+            expect_equal(found + 0.0, known.to(out_dtype) + 0.0, f"{out_dtype}")
 
 
-def random_products(setting: Setting) -> Iterator[Check]:
+def random_products(setting: Setting, shape: tuple[int, int, int], sides: str, format: str) -> None:
     """Against float64, and with backend native against the exact one."""
-    for (name, (m, n, k)), sides, format in itertools.product(SHAPES.items(), both_sides(), FORMATS):
-
-        def check(m=m, n=n, k=k, sides=sides, format=format) -> None:
-            a, b = (
-                operand(randoms(rows, k, setting.device, seed), side, format)
-                for seed, (rows, side) in enumerate(zip((m, n), sides, strict=True))
-            )
-            found = setting.gemm(a, b, out_dtype=torch.float32)
-            expect_close(found, product_of(a, b), TOLERANCE, "against float64")
-            exact = gemm(a, b, out_dtype=torch.float32, backend="exact")
-            expect_close(found, exact, TOLERANCE, "against the exact backend")
-
-        yield "random products", f"{name}, {' x '.join(sides)}, {format}", check
+    m, n, k = shape
+    a, b = (
+        operand(randoms(rows, k, setting.device, seed), side, format)
+        for seed, (rows, side) in enumerate(zip((m, n), sides.split(" x "), strict=True))
+    )
+    found = setting.gemm(a, b, out_dtype=torch.float32)
+    expect_close(found, product_of(a, b), TOLERANCE, "against float64")
+    exact = gemm(a, b, out_dtype=torch.float32, backend="exact")
+    expect_close(found, exact, TOLERANCE, "against the exact backend")
 
 
-def epilogues(setting: Setting) -> Iterator[Check]:
+def epilogues(setting: Setting, shape: tuple[int, int, int]) -> None:
     """Bias, accumulation, and operands of the Hadamard transform and of four over six."""
-    for name, (m, n, k) in SHAPES.items():
-
-        def check(m=m, n=n, k=k) -> None:
-            device = setting.device
-            options = {"hadamard": True, "four_over_six": FourOverSix()}
-            a, b = (
-                operand(randoms(rows, k, device, seed), "columnwise", "1x16", **options)
-                for seed, rows in enumerate((m, n))
-            )
-            bias, into = randoms(1, n, device, 3)[0], randoms(m, n, device, 4)
-            expected = product_of(a, b) + bias.double().cpu()
-            found = setting.gemm(a, b, out_dtype=torch.float32, bias=bias)
-            expect_close(found, expected, TOLERANCE, "bias")
-            expected = expected + into.double().cpu()
-            setting.gemm(a, b, bias=bias, accumulate_into=into)
-            expect_close(into, expected, TOLERANCE, "accumulation")
-
-        yield "bias and accumulation", name, check
+    (m, n, k), device = shape, setting.device
+    options = {"hadamard": True, "four_over_six": FourOverSix()}
+    a, b = (
+        operand(randoms(rows, k, device, seed), "columnwise", "1x16", **options)
+        for seed, rows in enumerate((m, n))
+    )
+    bias, into = randoms(1, n, device, 3)[0], randoms(m, n, device, 4)
+    expected = product_of(a, b) + bias.double().cpu()
+    found = setting.gemm(a, b, out_dtype=torch.float32, bias=bias)
+    expect_close(found, expected, TOLERANCE, "bias")
+    expected = expected + into.double().cpu()
+    setting.gemm(a, b, bias=bias, accumulate_into=into)
+    expect_close(into, expected, TOLERANCE, "accumulation")
 
 
+def quantized_bytes(setting: Setting, shape: tuple[int, int, int], format: str, dtype: torch.dtype) -> None:
+    """Every buffer that quantize writes here, against the CPU's."""
+    rows, _, cols = shape
+    x = randoms(rows, cols, torch.device("cpu"), 5).to(dtype)
+    records = []
+    for device in (setting.device, x.device):
+        options = {"columnwise": True, **QUANTIZED.get(format, {})}
+        if format == "stochastic":
+            options["generator"] = torch.Generator().manual_seed(7)
+        if format == "mxfp8":
+            records.append(quantize_mxfp8(x.to(device), **options).record)
+        else:
+            records.append(quantize(x.to(device), scale_layouts=SCALE_LAYOUTS, **options).record)
+    for (buffer, here), (_, there) in zip(*(r.buffers() for r in records), strict=True):
+        expect_equal(here, there, buffer)
+
+
+def layers(setting: Setting, shape: tuple[int, int, int], recipe: str) -> None:
+    """Output and gradients of a linear layer, against those by the exact backend."""
+    tokens, n, k = shape
+    torch.manual_seed(0)
+    layer = nn.Linear(k, n, device=setting.device, dtype=torch.bfloat16)
+    results = []
+    for backend in (setting.backend, "exact"):
+        layer.zero_grad()
+        x = randoms(tokens, k, setting.device, 7).bfloat16().requires_grad_()
+        with nn.autocast(RECIPES[recipe](backend=backend)):
+            y = layer(x)
+        torch.manual_seed(1)  # of the stochastic rounding of gradients
+        y.backward(randoms(tokens, n, setting.device, 8).bfloat16())
+        results.append((y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
+    names = ("output", "gradient of x", "gradient of the weight", "gradient of the bias")
+    for what, *pair in zip(names, *results, strict=True):
+        expect_close(*pair, LAYER_TOLERANCE, what)
+
+
+# Of the products of a layer: of the output, of the input's gradient, of the weight's.
+PAIRS_OF_SIDES = ("rowwise x rowwise", "rowwise x columnwise", "columnwise x columnwise")
 QUANTIZED: dict[str, dict[str, Any]] = {
     "1x16": {"block": (1, BLOCK)},
     "16x16": {},
     "Hadamard": {"block": (1, BLOCK), "hadamard": True},
     "four over six": {"four_over_six": FourOverSix()},
-    "stochastic": {"block": (1, BLOCK)},
+    "stochastic": {"block": (1, BLOCK), "stochastic_rounding": True},
 }
-
-
-def quantized_bytes(setting: Setting) -> Iterator[Check]:
-    """Every buffer that quantize writes here, against the CPU's."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    for (name, (m, _, k)), format, dtype in itertools.product(SHAPES.items(), QUANTIZED, dtypes):
-
-        def check(m=m, k=k, format=format, dtype=dtype) -> None:
-            x = randoms(m, k, torch.device("cpu"), 5).to(dtype)
-            state = torch.tensor([7, 11], dtype=torch.int64, device="cpu") if format == "stochastic" else None
-            records = []
-            for device in (setting.device, x.device):
-                options = {"columnwise": True, "scale_layouts": SCALE_LAYOUTS, **QUANTIZED[format]}
-                record = Scheme.checked(**options).allocate((m, k), dtype, device)
-                ops.quantize_into(x.to(device), record, rng_state=None if state is None else state.to(device))
-                records.append(record)
-            for (buffer, here), (_, there) in zip(*(r.buffers() for r in records), strict=True):
-                expect_equal(here, there, buffer)
-
-        yield "quantized bytes", f"{name}, {format}, {dtype}", check
-    for name, (m, _, k) in SHAPES.items():
-
-        def check(m=m, k=k) -> None:
-            x = randoms(m, k, torch.device("cpu"), 6)
-            pair = [quantize_mxfp8(x.to(device), columnwise=True) for device in (setting.device, x.device)]
-            for (buffer, here), (_, there) in zip(*(t.record.buffers() for t in pair), strict=True):
-                expect_equal(here, there, buffer)
-
-        yield "quantized bytes", f"{name}, mxfp8", check
-
-
-def layers(setting: Setting) -> Iterator[Check]:
-    """Output and gradients of a linear layer, against those by the exact backend."""
-    recipes = {"nvfp4": nn.NVFP4Recipe, "mxfp8": nn.MXFP8Recipe}
-    for (name, (tokens, n, k)), recipe in itertools.product(SHAPES.items(), recipes):
-
-        def check(tokens=tokens, n=n, k=k, recipe=recipe) -> None:
-            torch.manual_seed(0)
-            layer = nn.Linear(k, n, device=setting.device, dtype=torch.bfloat16)
-            results = []
-            for backend in (setting.backend, "exact"):
-                layer.zero_grad()
-                x = randoms(tokens, k, setting.device, 7).bfloat16().requires_grad_()
-                with nn.autocast(recipes[recipe](backend=backend)):
-                    y = layer(x)
-                torch.manual_seed(1)  # of the stochastic rounding of gradients
-                y.backward(randoms(tokens, n, setting.device, 8).bfloat16())
-                results.append((y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
-            names = ("output", "gradient of x", "gradient of the weight", "gradient of the bias")
-            for what, *pair in zip(names, *results, strict=True):
-                expect_close(*pair, LAYER_TOLERANCE, what)
-
-        yield "layers", f"{name}, {recipe}", check
-
-
-CHECKS = (one_hot_products, random_products, epilogues, quantized_bytes, layers)
-
-
-def both_sides() -> list[tuple[str, str]]:
-    """Those of the products of a layer: of the output, of the input's gradient, of the weight's."""
-    return [("rowwise", "rowwise"), ("rowwise", "columnwise"), ("columnwise", "columnwise")]
-
-
-def randoms(rows: int, cols: int, device: torch.device, seed: int) -> torch.Tensor:
-    """float32 values that are the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, cols, dtype=torch.float32, device="cpu", generator=generator).to(device)
+RECIPES = {"nvfp4": nn.NVFP4Recipe, "mxfp8": nn.MXFP8Recipe}
+CHECKS: dict[str, tuple[Callable[..., None], list]] = {
+    "one-hot products": (one_hot_products, [SIDES, FORMATS]),
+    "random products": (random_products, [PAIRS_OF_SIDES, FORMATS]),
+    "bias and accumulation": (epilogues, []),
+    "quantized bytes": (quantized_bytes, [[*QUANTIZED, "mxfp8"], WEIGHT_DTYPES]),
+    "layers": (layers, [RECIPES]),
+}
+"""By group, what raises Wrong, and what it is called with: each shape with each combination of these."""
 
 
 def check(setting: Setting) -> dict[str, Any]:
@@ -252,9 +222,9 @@ def check(setting: Setting) -> dict[str, Any]:
     if reason is not None:
         print(reason)
     for group in CHECKS if reason is None else ():
-        own = [{"check": check, "case": case, **_run(run)} for check, case, run in group(setting)]
+        own = list(_run(setting, group))
         failed = [each for each in own if not each["passed"]]
-        print(f"{own[0]['check']}: {len(own) - len(failed)} of {len(own)} passed", flush=True)
+        print(f"{group}: {len(own) - len(failed)} of {len(own)} passed", flush=True)
         for each in failed:
             print(f"  {each['case']}: {each['message']}", flush=True)
         results += own
@@ -273,13 +243,16 @@ def check(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _run(check: Callable[[], None]) -> dict[str, Any]:
-    message = None
-    try:
-        check()
-    except Exception as error:  # whatever it is, the other checks are still worth running
-        message = str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
-    return {"passed": message is None, "message": message}
+def _run(setting: Setting, group: str) -> Iterator[dict[str, Any]]:
+    check, axes = CHECKS[group]
+    for name, *others in itertools.product(SHAPES, *axes):
+        message = None
+        try:
+            check(setting, SHAPES[name], *others)
+        except Exception as error:  # whatever it is, the other checks are still worth running
+            message = str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
+        case = ", ".join(map(str, (name, *others)))
+        yield {"check": group, "case": case, "passed": message is None, "message": message}
 
 
 def _why_not(setting: Setting) -> str | None:
