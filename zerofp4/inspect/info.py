@@ -70,29 +70,25 @@ def collect() -> dict[str, Any]:
     try:
         build = build_info()
     except Exception as error:  # whatever it is, the other facts are still worth showing
-        build = None
+        build = {"cpu": {"compiled": [], "running": None}, "cuda": {"devices": []}}
         problems.append(f"{type(error).__name__}: {error}")
+    cuda = {name: fact for name, fact in build["cuda"].items() if name != "devices"}
+    slow = [str(dtype).removeprefix("torch.") for dtype in SLOW_ON_CPU]
+    # Cores that this process may use.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpu = {"machine": platform.machine(), "cores": cores, "threads": torch.get_num_threads()}
     return {
         "zerofp4": {"version": VERSION, "path": str(Path(__file__).parents[1])},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "platform": platform.platform(),
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
-        "cpu": _cpu(build),
-        "cuda": None if build is None else {k: v for k, v in build["cuda"].items() if k != "devices"},
-        "gpus": [] if build is None else _gpus(build["cuda"], problems),
+        "cpu": {**cpu, **build["cpu"], "multiplied_in_float32": slow},
+        "cuda": cuda or None,
+        "gpus": _gpus(build["cuda"], problems),
         "distributed": _distributed(),
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
         "problems": problems,
     }
-
-
-def _cpu(build: dict[str, Any] | None) -> dict[str, Any]:
-    isas = {"compiled": [], "running": None} if build is None else build["cpu"]
-    slow = [str(dtype).removeprefix("torch.") for dtype in SLOW_ON_CPU]
-    # Cores that this process may use.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    facts = {"machine": platform.machine(), "cores": cores, "threads": torch.get_num_threads()}
-    return {**facts, **isas, "multiplied_in_float32": slow}
 
 
 def _gpus(cuda: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
@@ -112,21 +108,18 @@ def _gpus(cuda: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
 def _distributed() -> dict[str, Any]:
     available = dist.is_available()
     nccl = available and dist.is_nccl_available()
+    try:
+        mpi4py = importlib.metadata.version("mpi4py")
+    except importlib.metadata.PackageNotFoundError:
+        mpi4py = None
     return {
         "available": available,
         "gloo": available and dist.is_gloo_available(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
-        "mpi4py": _version_of("mpi4py"),
-        "mpi": None if _version_of("mpi4py") is None else mpi_library(),
+        "mpi4py": mpi4py,
+        "mpi": mpi4py and mpi_library(),
         "mpirun": shutil.which("mpirun"),
     }
-
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def mpi_library() -> str | None:
@@ -142,7 +135,7 @@ def mpi_library() -> str | None:
 
 def lines(facts: dict[str, Any]) -> list[str]:
     """The facts for a person, a line each."""
-    cpu, cuda, torch_build = facts["cpu"], facts["cuda"], facts["torch"]
+    cpu, cuda, torch_build, groups = (facts[name] for name in ("cpu", "cuda", "torch", "distributed"))
     slow = " and ".join(cpu["multiplied_in_float32"])
     shown = [
         ("zerofp4", f"{facts['zerofp4']['version']}, in {facts['zerofp4']['path']}"),
@@ -154,18 +147,29 @@ def lines(facts: dict[str, Any]) -> list[str]:
         ("CPU products", f"of {slow} in float32, for want of instructions" if slow else "in each dtype"),
         ("CUDA kernels", _shown_cuda(cuda)),
         ("exact products", "unknown" if cuda is None else f"on a GPU by {cuda['products']}"),
-        *((f"GPU {gpu['index']}", _shown_gpu(gpu)) for gpu in facts["gpus"]),
-        *([] if facts["gpus"] else [("GPUs", "none that torch sees")]),
-        *_shown_distributed(facts["distributed"]),
     ]
+    for gpu in facts["gpus"]:
+        capability, can = ".".join(map(str, gpu["capability"])), "cannot be used"
+        if gpu["usable"]:
+            can = f"runs {gpu['code']}"
+        shown.append((f"GPU {gpu['index']}", f"{gpu['name']}, compute capability {capability}: {can}"))
+    if not facts["gpus"]:
+        shown.append(("GPUs", "none that torch sees"))
+    if groups["available"]:
+        shown += [("gloo", "yes" if groups["gloo"] else "no"), ("NCCL", groups["nccl"] or "no")]
+        mpi = f"mpi4py {groups['mpi4py']}, {groups['mpi'] or 'which finds no MPI library'}"
+        mpi = mpi if groups["mpi4py"] else "no mpi4py"
+        shown.append(("MPI", f"{mpi}; {groups['mpirun'] or 'no mpirun on the PATH'}"))
+    else:
+        shown.append(("process groups", "none: this torch was built without torch.distributed"))
     width = max(map(len, [*(name for name, _ in shown), *ENVIRONMENT]))
     text = [f"{name:{width}}  {value}" for name, value in shown]
     text += ["", "environment:"]
     for name, what in ENVIRONMENT.items():
         value = facts["environment"][name]
         text.append(f"{name:{width}}  {'not set' if value is None else repr(value)} ({what})")
-    text += ["", *(f"problem: {problem}" for problem in facts["problems"])]
-    return text if facts["problems"] else [*text, "no problem found"]
+    problems = [f"problem: {problem}" for problem in facts["problems"]]
+    return [*text, "", *(problems or ["no problem found"])]
 
 
 def _shown_cuda(cuda: dict[str, Any] | None) -> str:
@@ -174,22 +178,3 @@ def _shown_cuda(cuda: dict[str, Any] | None) -> str:
     if not cuda["compiled"]:
         return "not compiled in"
     return f"for {', '.join(cuda['architectures'])}, compiled by CUDA {cuda['version']}"
-
-
-def _shown_gpu(gpu: dict[str, Any]) -> str:
-    major, minor = gpu["capability"]
-    can = f"runs {gpu['code']}" if gpu["usable"] else "cannot be used"
-    return f"{gpu['name']}, compute capability {major}.{minor}: {can}"
-
-
-def _shown_distributed(found: dict[str, Any]) -> list[tuple[str, str]]:
-    if not found["available"]:
-        return [("process groups", "none: this torch was built without torch.distributed")]
-    mpi = "no mpi4py" if found["mpi4py"] is None else f"mpi4py {found['mpi4py']}"
-    if found["mpi4py"] is not None:
-        mpi += f", {found['mpi'] or 'which finds no MPI library'}"
-    return [
-        ("gloo", "yes" if found["gloo"] else "no"),
-        ("NCCL", found["nccl"] or "no"),
-        ("MPI", f"{mpi}; {'no mpirun on the PATH' if found['mpirun'] is None else found['mpirun']}"),
-    ]
