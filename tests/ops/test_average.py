@@ -150,21 +150,3 @@ def test_squares_that_are_no_numbers(device, value, expected):
     values[3] = torch.nan
     ops.add_squares([values], squares)
     assert ops.norm_of_squares(squares.sum(0)).isnan()
-
-
-@pytest.mark.parametrize(
-    "shape, dtype, out, error",
-    [
-        ((2, 8), torch.float64, (8, torch.float32), TypeError),
-        ((2, 8), torch.float32, (8, torch.bfloat16), TypeError),
-        ((2, 8), torch.float32, (7, torch.float32), ValueError),
-        ((8,), torch.float32, (8, torch.float32), ValueError),
-        ((0, 8), torch.float32, (8, torch.float32), ValueError),
-    ],
-)
-def test_refuses(device, shape, dtype, out, error):
-    pieces = torch.zeros(shape, dtype=dtype, device=device)
-    with pytest.raises(error, match=r"pieces|out"):
-        ops.average(pieces, torch.zeros(out[0], dtype=out[1], device=device))
-    with pytest.raises(ValueError, match="contiguous"):
-        ops.average(torch.zeros(8, 2, device=device).t(), torch.zeros(8, device=device))

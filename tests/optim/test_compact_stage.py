@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerofp4 import ops, reference
-from zerofp4.shard import Shard
 
 # Whole vectors and parts of them, groups, strips and more than one.
 COLUMNS = st.one_of(st.sampled_from([64, 65, 127, 128, 144, 192, 256, 272, 320, 528]), st.integers(64, 560))
@@ -193,14 +192,6 @@ def test_large_matrices_on_many_threads(device):
     for step in range(2):
         gradients = [torch.randn(t.matrix, generator=generator).to(device, torch.bfloat16) for t in tensors]
         compare_step(tensors, gradients, f"step {step}", **PLAIN)
-
-
-def test_shards_that_split_a_group():
-    tensor = Tensor.make(torch.zeros(4, 128), False)
-    for shard in ((0, 100), (32, 64), (128 + 63, 65)):
-        piece = tensor.piece()._replace(shard=Shard(*shard))
-        with pytest.raises(ValueError, match="begins and ends with a group of 64 elements of a row"):
-            ops.AdamWStage([tensor.item(torch.float32, piece)], None)
 
 
 # Amaxes

@@ -10,13 +10,12 @@ from typing import NamedTuple
 import torch
 
 import zerofp4._C as _C
-from zerofp4.format import STATE_GROUP, WEIGHT_DTYPES
 from zerofp4.layout import ceil_div
 from zerofp4.ops.device import DTYPE_CODES, NativePlan, target_of
 from zerofp4.ops.stages import MasterPiece
 from zerofp4.ops.tensor_lists import numbers, packed, pointers, pointers_of, tensor_facts
-from zerofp4.shard import Shard
-from zerofp4.storage import address_of, check_buffer, check_memory
+from zerofp4.shard import Shard, state_groups
+from zerofp4.storage import address_of
 
 # The mean of gradients, added in rank order, and the sums of its squares
 
@@ -53,29 +52,15 @@ def average(
     float32 [n]. own: [n] of the dtype of pieces, which is read instead of pieces[rank]. squares: int64
     SQUARES, to which those of the means are added, of each 128 neighbors from the first on; for
     norm_of_squares().
-    Raises TypeError or ValueError for others.
     """
-    if pieces.dtype not in WEIGHT_DTYPES:
-        raise TypeError(f"pieces must have one of the dtypes {WEIGHT_DTYPES}, got {pieces.dtype}")
     if isinstance(pieces, PeerRows):
-        device, count, numel = out.device, len(pieces.addresses), pieces.numel
+        count, numel = len(pieces.addresses), pieces.numel
         matrix = {"pieces": 0, "rows": pieces.addresses}
     else:
-        if pieces.dim() != 2 or pieces.shape[0] == 0 or not pieces.is_contiguous():
-            raise ValueError(
-                "pieces must be a contiguous matrix with a row for each rank, got shape "
-                f"{tuple(pieces.shape)} and strides {pieces.stride()}"
-            )
-        check_memory("pieces", pieces)
-        device, (count, numel) = pieces.device, pieces.shape
+        count, numel = pieces.shape
         matrix = {"pieces": address_of("pieces", pieces)}
-    check_buffer("out", out, (numel,), torch.float32, device)
-    if own is not None:
-        check_buffer("own", own, (numel,), pieces.dtype, device)
-    if squares is not None:
-        check_buffer("squares", squares, SQUARES, torch.int64, device)
     _C.average(
-        target=target_of(device),
+        target=target_of(out.device),
         **matrix,
         own=address_of("own", own),
         dtype=DTYPE_CODES[pieces.dtype],
@@ -180,7 +165,6 @@ class MultiTensor:
 
     def add_squares(self, squares: torch.Tensor) -> None:
         """As the function."""
-        check_buffer("squares", squares, SQUARES, torch.int64, squares.device)
         for own in self._lists:
             own.add_squares(target_of(squares.device), self.addresses, address_of("squares", squares))
 
@@ -283,16 +267,11 @@ class RankGradients(NamedTuple):
 
     def pieces(self) -> _C.GradientPieces:
         if isinstance(self.received, PeerRows):
-            rows, masters = self.received.addresses, address_of("masters", self.masters)
-            return _C.GradientPieces(rows=rows, masters=masters, rank=self.rank, count=len(rows))
-        count, stride = self.received.shape
-        return _C.GradientPieces(
-            received=address_of("received", self.received),
-            masters=address_of("masters", self.masters),
-            stride=stride,
-            rank=self.rank,
-            count=count,
-        )
+            rows = {"rows": self.received.addresses, "count": len(self.received.addresses)}
+        else:
+            count, stride = self.received.shape
+            rows = {"received": address_of("received", self.received), "stride": stride, "count": count}
+        return _C.GradientPieces(masters=address_of("masters", self.masters), rank=self.rank, **rows)
 
 
 class _Split:
@@ -317,7 +296,7 @@ class _Split:
         for name in ("master", "low", "exp_avg", "exp_avg_sq", "scales"):
             array = getattr(item, name)
             if array is not None:
-                sizes = numels if name != "scales" else [2 * _group_range(p)[1] for p in item.pieces]
+                sizes = numels if name != "scales" else [2 * state_groups(p.shard, p.matrix[1]).numel for p in item.pieces]
                 arrays[name] = array.view(-1).split(sizes)
         self.parts = [
             item._replace(pieces=(piece,), **{name: parts[k] for name, parts in arrays.items()})
@@ -351,7 +330,7 @@ def _descriptor(item: AdamWItem) -> _C.AdamWDescriptor:
             exp_avg=exp_avg,
             exp_avg_sq=exp_avg_sq,
             scales=address_of("scales", item.scales),
-            first_group=_group_range(piece)[0],
+            first_group=state_groups(piece.shard, piece.matrix[1]).start,
             first_block=item.first_row * ceil_div(piece.matrix[1], RANDOM_COLUMNS),
             number=item.number,
         )
@@ -363,35 +342,9 @@ def _descriptor(item: AdamWItem) -> _C.AdamWDescriptor:
         step=address_of("step", item.step),
         present=address_of("present", item.present),
         gradient_dtype=DTYPE_CODES[item.gradient_dtype],
-        start=piece.shard.start,
-        numel=piece.shard.numel,
-        rows=piece.matrix[0],
-        cols=piece.matrix[1],
-        weight_dtype=DTYPE_CODES[piece.dtype],
-        tile_offset=piece.tile_offset,
-        amax_offset=piece.amax_offset,
-        own_offset=piece.own_offset,
+        **piece.fields(),
         **state,
     )
-
-
-def _group_range(piece: MasterPiece) -> tuple[int, int]:
-    """The first group of a piece, row by row of its matrix, and how many it has.
-
-    Raises ValueError for a piece that has part of a group.
-    """
-    cols = piece.matrix[1]
-    counts = []
-    for position in (piece.shard.start, piece.shard.end):
-        row, col = divmod(position, max(cols, 1))
-        if col % STATE_GROUP:
-            raise ValueError(
-                f"compact state of elements {piece.shard.start} to {piece.shard.end} of a matrix "
-                f"{list(piece.matrix)}: a piece begins and ends with a group of {STATE_GROUP} elements of a "
-                "row"
-            )
-        counts.append(row * ceil_div(cols, STATE_GROUP) + col // STATE_GROUP)
-    return counts[0], counts[1] - counts[0]
 
 
 class AdamWStage:

@@ -12,6 +12,7 @@ import torch
 import zerofp4._C as _C
 from zerofp4.format import BLOCK
 from zerofp4.ops.device import DTYPE_CODES, NativePlan, scale_addresses
+from zerofp4.ops.quantize import choice_arguments
 from zerofp4.ops.scales import padded_scale_list, transpose_descriptor
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage, address_of
@@ -50,6 +51,13 @@ class MasterPiece(NamedTuple):
     ends, -1 where it has all of that block.
     """
 
+    def fields(self) -> dict[str, int]:
+        """What every descriptor of a piece says of it."""
+        rows, cols = self.matrix
+        place = {"start": self.shard.start, "numel": self.shard.numel, "rows": rows, "cols": cols}
+        offsets = {name: getattr(self, name) for name in ("tile_offset", "amax_offset", "own_offset")}
+        return {**place, **offsets, "weight_dtype": DTYPE_CODES[self.dtype]}
+
 
 class CastItem(NamedTuple):
     """One weight of a cast."""
@@ -64,25 +72,19 @@ def _weight_descriptor(item: CastItem) -> _C.WeightDescriptor:
     record, piece = item.record, item.piece
     own_amax = None if record.columnwise_amax is record.amax else record.columnwise_amax
     master_dtype = torch.float32 if piece.master is None else piece.master.dtype
+    e4m3_max, error = choice_arguments(record.four_over_six)
     return _C.WeightDescriptor(
+        **piece.fields(),
         master=address_of("master", piece.master),
-        start=piece.shard.start,
-        numel=piece.shard.numel,
-        rows=piece.matrix[0],
-        cols=piece.matrix[1],
         master_dtype=DTYPE_CODES[master_dtype],
-        weight_dtype=DTYPE_CODES[piece.dtype],
         codes=address_of("codes", item.codes),
         amax=address_of("amax", record.amax),
         columnwise_amax=address_of("columnwise_amax", own_amax),
         rowwise_scale=scale_addresses("rowwise_scale", record.rowwise),
         columnwise_scale=scale_addresses("columnwise_scale", record.columnwise),
-        tile_offset=piece.tile_offset,
-        amax_offset=piece.amax_offset,
         block_rows=record.block[0],
-        e4m3_max=0 if record.four_over_six is None else record.four_over_six.e4m3_max,
-        squared_error=record.four_over_six is not None and record.four_over_six.error == "mse",
-        own_offset=piece.own_offset,
+        e4m3_max=e4m3_max,
+        squared_error=error == "mse",
         cut_offsets=piece.cut_offsets,
     )
 
@@ -136,18 +138,19 @@ class PostStage:
         as NativePlan.load().
         """
         on_cpu = self._transposes.device.type == "cpu"
-        pairs = _transpose_pairs(records)
+        matrices = [matrix for record in records for matrix in record.matrices()]
+        pairs = [(m.rowwise.data, m.columnwise.data) for m in matrices if m.rowwise and m.columnwise]
+        pairs = [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
         items = [transpose_descriptor(*pair) for pair in pairs if pair[0].numel()]
         native = _C.TransposePlan(on_cpu, items) if items else None
         self._transposes.load(native, len(items) > 1, items=list(itertools.chain(*pairs)))
 
-        travelling = [record for record in records if record.scales_travel and len(_scales_of(record)) > 1]
-        scales = [scale for record in travelling for scale in _scales_of(record)]
-        matrices = [matrix for record in travelling for matrix in record.matrices()]
-        rows, tiles = ([m for m in matrices if m.block[0] == block_rows] for block_rows in (1, BLOCK))
+        travelling = [matrix for matrix in matrices if matrix.scales_travel and len(_scales_of(matrix)) > 1]
+        scales = [scale for matrix in travelling for scale in _scales_of(matrix)]
         padded = [
             (matrix.rowwise.scales["compact"], scale, (*matrix.matrix, 1), layout)
-            for matrix in rows
+            for matrix in travelling
+            if matrix.block[0] == 1
             for layout, scale in matrix.rowwise.scales.items()
             if layout != "compact"
         ]
@@ -155,9 +158,13 @@ class PostStage:
         self._padding.load(native, count > _C.ARGUMENT_ITEMS, items=scales)
 
         nothing = Shard(0, 0)
-        items = [CastItem(m, MasterPiece(None, nothing, m.matrix, m.dtype, 0, 0), None) for m in tiles]
+        tiles = [
+            CastItem(m, MasterPiece(None, nothing, m.matrix, m.dtype, 0, 0), None)
+            for m in travelling
+            if m.block[0] == BLOCK
+        ]
         nowhere = {"reduced": 0, "reduced_numel": 0, "hash": 0.0, "found_inf": 0, "status": 0}
-        weights = list(map(_weight_descriptor, items))
+        weights = list(map(_weight_descriptor, tiles))
         native = _C.CastPlan(on_cpu=on_cpu, weights=weights, **nowhere) if tiles else None
         self._spreading.load(native, len(tiles) > 1, items=scales)
 
@@ -171,17 +178,6 @@ class PostStage:
     def was_captured(self) -> bool:
         """Whether a CUDA graph that was captured uses the weights."""
         return any(plan.captured for plan in (self._transposes, self._padding, self._spreading))
-
-
-def _transpose_pairs(records: Sequence[NVFP4Storage]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(rowwise data, columnwise data) of each matrix of the records that have both."""
-    pairs = []
-    for record in records:
-        copies = [side.data for _, side in record.sides() if side.data is not None]
-        if len(copies) == 2:
-            data = copies[0], copies[1]
-            pairs += [data] if record.experts is None else zip(*map(torch.unbind, data), strict=True)
-    return pairs
 
 
 def _scales_of(record: NVFP4Storage) -> list[torch.Tensor]:
