@@ -182,7 +182,7 @@ class CastPlan:
         so that no rank writes; the others raise RuntimeError as soon as they hear of it: on the CPU in
         this call, on a GPU in check() or in a later step(), which then has done its own work.
         """
-        self.run(OwnError(self.find_moved(every=False))).raise_if_any()
+        self.run(OwnError(self.addresses.glance())).raise_if_any()
 
     def all_gather(self) -> None:
         """Give every rank the codes of all shards. Collective; only queues work on a GPU.
@@ -198,7 +198,8 @@ class CastPlan:
         if self._gather is None:
             self._gather = self._build_gather()
         capturing = self._sharded and is_capturing(self._device)
-        self._gather.queue(OwnError(self.find_moved(every=every or capturing)))
+        moved = self.find_moved() if every or capturing else self.addresses.glance()
+        self._gather.queue(OwnError(moved))
         if self._sharded and not capturing:
             self._status.queued()
 
@@ -283,10 +284,7 @@ class CastPlan:
         """
         if self._amaxes is Amaxes.NONE:
             raise RuntimeError("end_update() without begin_update() since the last step or refresh()")
-        self._amaxes = self._left()
-
-    def _left(self) -> Amaxes:
-        return Amaxes.CAPTURED if is_capturing(self._device) else Amaxes.LEFT
+        self._amaxes = Amaxes.CAPTURED if is_capturing(self._device) else Amaxes.LEFT
 
     def run(self, error: OwnError, borrowed: Iterable[torch.Tensor | None] = ()) -> OwnError:
         """A step of a rank whose error, if it has found one, is raised once it has joined the others.
@@ -306,7 +304,7 @@ class CastPlan:
         Raises as step() does, and then there is nothing to finish; returns what is now known to have gone
         wrong in an earlier step.
         """
-        late = self._take_part(OwnError(self.find_moved(every=False)), ())
+        late = self._take_part(OwnError(self.addresses.glance()), ())
         if self._sharded:
             self._pack()
             self._travelling = distributed.start_reduce_max(self.wire, self.group(), REDUCTION)
@@ -346,7 +344,9 @@ class CastPlan:
         if self._request.on_nonfinite == "raise" and capturing:
             raise RuntimeError("on_nonfinite='raise' waits for the step, which a CUDA graph cannot capture")
         if capturing:
-            self._hold(borrowed)
+            buffers = [buffer for record in self.records for _, buffer in record.buffers()]
+            tensors = self._request.shard_tensors().values()
+            self._stages.hold([*buffers, *tensors, self.found_inf, *borrowed])
         if self._amaxes is not (Amaxes.CAPTURED if capturing else Amaxes.LEFT):
             self._stages.run("begin_amax")
         self._amaxes = Amaxes.NONE
@@ -379,12 +379,6 @@ class CastPlan:
         """Whether a CUDA graph that was captured uses the plan."""
         return bool(self._stages.captured)
 
-    def _hold(self, borrowed: Iterable[torch.Tensor | None]) -> None:
-        """Keep alive what the graph that is being captured will use."""
-        buffers = [buffer for record in self.records for _, buffer in record.buffers()]
-        tensors = self._request.shard_tensors().values()
-        self._stages.hold([*buffers, *tensors, self.found_inf, *borrowed])
-
     def _reduce(self) -> None:
         if self._sharded:
             self._pack()
@@ -400,9 +394,7 @@ class CastPlan:
             self.reduced.copy_(self.wire)
 
     def abstain(self) -> None:
-        """In place of step(), of a rank that cannot take part and raises the reason itself: joins the
-        reduction, flagged, so that no rank writes. Collective.
-        """
+        """Join the reduction of a step, flagged, so that no rank writes. Collective."""
         self._settle()
         self._amaxes = Amaxes.NONE
         self._stages.run("begin", True)
@@ -462,14 +454,12 @@ class CastPlan:
         return self._scale_gather.staging
 
     def complete(self) -> None:
-        """CastPlan.post() of a caller that has looked at all addresses before the step, and saw nobody since
-        who could have moved anything.
-        """
+        """post() of a caller that has compared addresses before the step."""
         self.derive_columns()
         self.note_written()
 
     def derive_columns(self) -> None:
-        """The first half of complete(): what is queued, for which others need not wait here."""
+        """The half of complete() that is queued."""
         if self._scale_gather is not None:
             self._scale_gather.unpack()
         self._post.run()
@@ -495,11 +485,9 @@ class CastPlan:
         weights = dict(zip(self._names, request.weights, strict=True))
         return Addresses(weights, request.shard_tensors(), hold=hold)
 
-    def find_moved(self, *, every: bool = True) -> RuntimeError | None:
-        """An error for the first weight, master or buffer that has moved since the plan took its address;
-        without `every` as far as a step looks.
-        """
-        return self.addresses.find_moved() if every else self.addresses.glance()
+    def find_moved(self) -> RuntimeError | None:
+        """An error for the first weight, master or buffer that has moved since the plan took its address."""
+        return self.addresses.find_moved()
 
     # For a function that finds its plan: the same weights and shards at every call, tensors of each
     # call's own

@@ -287,6 +287,7 @@ class _Split:
         if len(item.pieces) < 2:
             return
         numels = [piece.shard.numel for piece in item.pieces]
+        groups = [2 * state_groups(p.shard, p.matrix[1]).numel if item.compact else 0 for p in item.pieces]
         self.begins = list(itertools.accumulate(numels[:-1], initial=0))
         steps: list[torch.Tensor | None] = [item.step] * len(numels)
         if item.step is not None:
@@ -296,8 +297,7 @@ class _Split:
         for name in ("master", "low", "exp_avg", "exp_avg_sq", "scales"):
             array = getattr(item, name)
             if array is not None:
-                sizes = numels if name != "scales" else [2 * state_groups(p.shard, p.matrix[1]).numel for p in item.pieces]
-                arrays[name] = array.view(-1).split(sizes)
+                arrays[name] = array.view(-1).split(groups if name == "scales" else numels)
         self.parts = [
             item._replace(pieces=(piece,), **{name: parts[k] for name, parts in arrays.items()})
             for k, piece in enumerate(item.pieces)
