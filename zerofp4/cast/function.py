@@ -51,24 +51,14 @@ def cast_master_weights_to_nvfp4(
     fingerprint = None if members is None else cache.fingerprint(tensors, *options)
     kept = cache.find()
     if kept is None or fingerprint is None or kept.fingerprint != fingerprint:
-        request, error = attempt(
-            check_request,
-            model_weights,
-            master_weights,
-            start_offsets,
-            fsdp_shard_model_weights,
-            amax_groups,
-            on_nonfinite,
-            found_inf,
-            manual_post_all_gather_processing,
-        )
+        shards = (master_weights, start_offsets, fsdp_shard_model_weights)
+        options = (amax_groups, on_nonfinite, found_inf, manual_post_all_gather_processing)
+        request, error = attempt(check_request, model_weights, *shards, *options)
         kept = _fitting(kept, request, error, cache, group)
         kept.plan.let_go()
         kept.fingerprint = fingerprint
-    cache.keep(kept)
+        cache.keep(kept)
     late = kept.plan.run(OwnError(), itertools.chain(master_weights, fsdp_shard_model_weights or ()))
-    if kept.plan.held_for_graphs:
-        cache.pin(kept)
     cache.advance_versions()
     late.raise_if_any()
 
@@ -104,6 +94,6 @@ def _fitting(
                 "start_offsets, lengths of master_weights, amax_groups or on_nonfinite are not those of the "
                 "last call with these weights, and another rank's are: they change on all ranks or on none"
             )
-        cache.drop()
+        cache.drop(captured=kept.plan.held_for_graphs)
     plan = CastPlan.of(request, error, group)
     return Kept(plan, plan.records, plan.group)

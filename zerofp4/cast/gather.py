@@ -42,10 +42,10 @@ def all_gather_nvfp4(
         parsed, error = attempt(_check_gather, model_weights, start_offsets, shard_numels)
         kept = _gather_checked(kept, parsed, error, cache, group)
         kept.fingerprint = fingerprint
+        cache.keep(kept)
     else:
         kept.plan.run()
     cache.advance_versions()
-    cache.keep(kept)
 
 
 def _gather_checked(
@@ -117,8 +117,6 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
             kept = Kept(PostStage(device), records, GroupReference(None))
         kept.plan.bind(records)
         kept.fingerprint = fingerprint
+        cache.keep(kept)
     kept.plan.run()
-    if kept.plan.was_captured:
-        cache.pin(kept)
     cache.advance_versions()
-    cache.keep(kept)

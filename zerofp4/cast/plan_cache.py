@@ -20,9 +20,6 @@ from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage, rebindings, weight_record
 from zerofp4.tensors import QuantizedTensor
 
-PLANS_PER_WEIGHT = 4
-"""Plans of a kind that a weight keeps; the one unused for longest goes first."""
-
 _RECORD, _CODES = attrgetter("record"), attrgetter("rowwise.place")
 
 
@@ -71,23 +68,13 @@ class PlanCache:
         return kept if kept is not None and kept.group.refers_to(self._group) else None
 
     def keep(self, kept: Kept) -> None:
-        """Make it the latest of the plans; those of groups that were destroyed go."""
-        self.drop()
-        for key in [key for key, other in self._plans.items() if not other.group.is_alive()]:
-            del self._plans[key]
         self._plans[self._key] = kept
-        while len(self._plans) > PLANS_PER_WEIGHT:
-            del self._plans[next(iter(self._plans))]
 
-    def drop(self) -> None:
-        self._plans.pop(self._key, None)
-
-    def pin(self, kept: Kept) -> None:
-        """Keep a plan that is captured in a CUDA graph, which uses its memory in every replay, for as long as
-        the first weight lives, whatever becomes of it among the plans that calls find.
-        """
-        for record in self.records[:1]:
-            record.attachments.setdefault("captured_plans", {})[id(kept)] = kept
+    def drop(self, *, captured: bool = False) -> None:
+        """Let no call find the plan again. A captured one lives on: each replay of the CUDA graph uses it."""
+        kept = self._plans.pop(self._key)
+        if captured:
+            self._plans[(id(kept),)] = kept
 
     def advance_versions(self) -> None:
         """As after any update in place, a backward pass through the old values of the weights fails."""

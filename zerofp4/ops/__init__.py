@@ -57,7 +57,6 @@ from zerofp4.ops.quantize import (
     choice_arguments,
     draw_rng_state,
     quantize_into,
-    rng_state_shape,
 )
 from zerofp4.ops.scales import change_scales, padded_scale
 from zerofp4.ops.schemas import backend, fake, grouped_shapes, is_plain_call

@@ -206,24 +206,15 @@ def _quantize_mxfp8(x, skip, *buffers) -> None:
 # What the layers above call
 
 
-def rng_state_shape(experts: int | None) -> tuple[int, ...]:
-    """A state, or one for each matrix of a stack."""
-    return (2,) if experts is None else (experts, 2)
-
-
 def draw_rng_state(
-    device: torch.device, generator: torch.Generator | None, shape: tuple[int, ...] = (2,)
+    device: torch.device, generator: torch.Generator | None, count: int | None = None
 ) -> torch.Tensor:
-    """int64 [2] on `device`, or so many: seed and offset from torch.randint, with the generator on its own
+    """int64 [2] on `device`, or [count, 2]: seed and offset from torch.randint, with the generator on its own
     device.
     """
-    drawn = torch.randint(
-        2**63 - 1,
-        shape,
-        dtype=torch.int64,
-        device=device if generator is None else generator.device,
-        generator=generator,
-    )
+    shape = (2,) if count is None else (count, 2)
+    drawn_on = device if generator is None else generator.device
+    drawn = torch.randint(2**63 - 1, shape, dtype=torch.int64, device=drawn_on, generator=generator)
     return drawn.to(device)
 
 

@@ -174,11 +174,6 @@ class PostStage:
         self._padding.run("run")
         self._spreading.run("spread_scales")
 
-    @property
-    def was_captured(self) -> bool:
-        """Whether a CUDA graph that was captured uses the weights."""
-        return any(plan.captured for plan in (self._transposes, self._padding, self._spreading))
-
 
 def _scales_of(record: NVFP4Storage) -> list[torch.Tensor]:
     """All buffers of scales."""

@@ -228,7 +228,7 @@ def quantize_grouped(
     options = (hadamard, random_signs)
     buffers = dict(groups.buffers())
     outputs = [buffers.get(name) for name in BUFFERS]
-    state = draw_rng_state(x.device, generator, (splits.shape[0], 2)) if stochastic_rounding else None
+    state = draw_rng_state(x.device, generator, splits.shape[0]) if stochastic_rounding else None
     inputs = (kernel_input(x), splits, *given, *options, state)
     torch.ops.zerofp4.quantize_grouped(*inputs, *outputs, offsets, error)
     return GroupedNVFP4(

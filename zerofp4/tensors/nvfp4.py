@@ -130,7 +130,7 @@ def quantize_dequantize(
     experts = stacked_matrices(x.shape, block[0])
     state = None
     if stochastic_rounding:
-        state = ops.draw_rng_state(x.device, generator, ops.rng_state_shape(experts))
+        state = ops.draw_rng_state(x.device, generator, experts)
     choice = ops.choice_arguments(scheme.four_over_six)
     options = (scheme.block[0], detached("amax", amax), state, *choice)
     shape = as_matrix(x.shape) if experts is None else x.shape

@@ -150,8 +150,7 @@ class Quantizer:
         x = kernel_input(x)
         rng_state = None
         if self._scheme.stochastic_rounding:
-            shape = ops.rng_state_shape(record.experts)
-            rng_state = ops.draw_rng_state(record.device, self._generator, shape)
+            rng_state = ops.draw_rng_state(record.device, self._generator, record.experts)
         quantization = None if layout is None else layout[1]
         if quantization is not None and amax is None and columnwise_amax is None and skip is None:
             quantization.run(x, record, rng_state=rng_state)
