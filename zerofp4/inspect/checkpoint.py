@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from zerofp4.inspect.table import print_table
-from zerofp4.storage import NVFP4Storage, Storage, record_of
+from zerofp4.storage import NVFP4Storage, record_of
 
 SUMMARY = "list the tensors of a checkpoint: format, shape, bytes, amax"
 DESCRIPTION = """\
@@ -86,9 +86,8 @@ class Contents:
         found: dict[str, dict[str, int]] = {}
         for row in self.rows.values():
             total = found.setdefault(row.kind, {"tensors": 0, "elements": 0, "bytes": 0})
-            total["tensors"] += 1
-            total["elements"] += row.elements
-            total["bytes"] += row.bytes
+            for key, more in zip(total, (1, row.elements, row.bytes), strict=True):
+                total[key] += more
         return found
 
     def add(self, keys: Keys, tensor: torch.Tensor, shape: Sequence[int], is_state: bool) -> None:
@@ -96,20 +95,16 @@ class Contents:
         keys end in the parameter's name and the entry's.
         """
         kind, size, amax = _measure(tensor)
-        elements, is_weight = tensor.numel(), not is_state and tensor.dtype in DTYPES
+        is_weight = not is_state and tensor.dtype in DTYPES
         if is_state:
             kind = _kind_of_state(keys[-1], shape, kind)
             if keys[-1] == "step":
                 steps = self._optimizer(keys[:-3])["steps_of_parameters"]
                 steps.extend(step for step in set(tensor.reshape(-1).tolist()) if step not in steps)
-        name = ".".join(map(str, keys))
-        row = self.rows.get(name)
-        if row is None:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            self.rows[name] = Row(name, kind, dtype, tuple(shape), elements, size, amax, is_weight)
-        else:
-            row.elements, row.bytes = row.elements + elements, row.bytes + size
-            row.amax = _larger(row.amax, amax)
+        name, dtype = ".".join(map(str, keys)), str(tensor.dtype).removeprefix("torch.")
+        row = self.rows.setdefault(name, Row(name, kind, dtype, tuple(shape), 0, 0, None, is_weight))
+        row.elements, row.bytes = row.elements + tensor.numel(), row.bytes + size
+        row.amax = _larger(row.amax, amax)
 
     def count_steps(self, keys: Keys, steps: int) -> None:
         """keys: of an optimizer."""
@@ -130,9 +125,8 @@ def _kind_of_state(entry: str, shape: Sequence[int], dtype: str) -> str:
 
 def _larger(one: float | None, other: float | None) -> float | None:
     """NaN if either is."""
-    if one is None or other is None:
-        return other if one is None else one
-    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+    given = [value for value in (one, other) if value is not None]
+    return max(given, key=lambda value: (math.isnan(value), value), default=None)
 
 
 def _measure(tensor: torch.Tensor) -> tuple[str, int, float | None]:
@@ -142,15 +136,11 @@ def _measure(tensor: torch.Tensor) -> tuple[str, int, float | None]:
         kind = DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
         return kind, tensor.numel() * tensor.itemsize, _amax(tensor)
     size = sum(buffer.nbytes for _, buffer in record.buffers())
-    if isinstance(record, NVFP4Storage):
-        amaxes = record.amax if record.amax is not None else record.columnwise_amax
-        return f"NVFP4 {record.block[0]}x{record.block[1]}, {_sides(record)}", size, amaxes.max().item()
-    return f"MXFP8, {_sides(record)}", size, _amax(tensor.dequantize(torch.float32))
-
-
-def _sides(record: Storage) -> str:
     names = {"rowwise": "rows", "columnwise": "columns"}
-    return " and ".join(names[side] for side, _ in record.sides())
+    sides = " and ".join(names[side] for side, _ in record.sides())
+    if isinstance(record, NVFP4Storage):
+        return f"NVFP4 {record.block[0]}x{record.block[1]}, {sides}", size, record.amax.max().item()
+    return f"MXFP8, {sides}", size, _amax(tensor.dequantize(torch.float32))
 
 
 def _amax(tensor: torch.Tensor) -> float | None:
@@ -158,8 +148,8 @@ def _amax(tensor: torch.Tensor) -> float | None:
         tensor = tensor.float()
     if not tensor.numel() or tensor.dtype not in DTYPES:
         return None
-    low, high = tensor.detach().aminmax()
-    return _larger(-low.item(), high.item())
+    low, high = tensor.detach().aminmax()  # both are NaN if any element is
+    return max(-low.item(), high.item())
 
 
 # Reading

@@ -108,20 +108,18 @@ def run(options: argparse.Namespace) -> int:
         parts = memory_kept(model, **way)
         total = sum(parts.values())
         each = [f"{size / 1e9:.1f}" for size in parts.values()]
-        row = [name, f"{total / count:.2f}", *each, f"{total / 1e9:.1f}"]
+        rows.append([name, f"{total / count:.2f}", *each, f"{total / 1e9:.1f}"])
         if larger is not None:
             left = card - total - beyond
             a_layer = sum(memory_kept(larger, **way).values()) - total
             a_layer += beyond * (elements(larger) / count - 1) if left > 0 else 0
-            row.append(f"{left / 1e9:.1f}" if left > 0 else "does not fit")
-            if not a_layer:  # the model does not read num_hidden_layers
-                row.append("-")
-                rows.append(row)
-                continue
-            more = math.floor(left / a_layer)
-            layers, size = model.config.num_hidden_layers + more, count + more * (elements(larger) - count)
-            row.append(f"{layers} layers, {size / 1e9:.1f}e9" if layers > 0 else "none")
-        rows.append(row)
+            largest = "-"
+            if a_layer:  # else the model does not read num_hidden_layers
+                more = math.floor(left / a_layer)
+                layers = model.config.num_hidden_layers + more
+                size = count + more * (elements(larger) - count)
+                largest = f"{layers} layers, {size / 1e9:.1f}e9" if layers > 0 else "none"
+            rows[-1] += [f"{left / 1e9:.1f}" if left > 0 else "does not fit", largest]
     what = f"with {options.activations:g} GB of" if beyond else "without"
     print(f"{count / 1e9:.2f}e9 parameters; GB on one GPU, {what} activations")
     print_table(rows, ["<", *[">"] * (len(rows[0]) - 1)], sys.stdout)
