@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 import zerofp4._C as _C
-from zerofp4.format import BLOCK, SCALE_LAYOUTS, FourOverSix
+from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.ops.device import DTYPE_CODES, scale_addresses, target_of
 from zerofp4.ops.schemas import (
     backend,
@@ -32,13 +32,10 @@ def own_amaxes(hadamard: bool, sides: Sides) -> tuple[torch.Tensor | None, torch
     return sides.rowwise and sides.rowwise.amax, sides.columnwise_amax
 
 
-_NONE = (0,) * (1 + len(SCALE_LAYOUTS))
-
-
 def _addresses(data: str, scale: str, side: Side | None) -> tuple[int, ...]:
     """Of the codes and of the scales by layout, which errors call so; 0 where there is no buffer."""
     if side is None:
-        return _NONE
+        return 0, 0, 0, 0
     scales = side.scales
     if len(scales) == 1 and "compact" in scales:  # the first layout: most sides have no other
         return address_of(data, side.data), address_of(scale, scales["compact"]), 0, 0
@@ -50,27 +47,19 @@ class Quantization:
     are addresses. stacked: of stacks of such matrices.
     """
 
-    def __init__(
-        self, dtype, rows, cols, block_rows, hadamard, random_signs, e4m3_max, error, *, stacked=False
-    ):
+    def __init__(self, dtype, matrix, block_rows, hadamard, random_signs, e4m3_max, error, stacked):
         self._hadamard, self._stacked = hadamard, stacked
-        self._native = _C.Quantization(
-            dtype=DTYPE_CODES[dtype],
-            rows=rows,
-            cols=cols,
-            block_rows=block_rows,
-            hadamard=hadamard,
-            random_signs=random_signs,
-            e4m3_max=e4m3_max,
-            squared_error=error == "mse",
-        )
+        options = {"block_rows": block_rows, "hadamard": hadamard, "random_signs": random_signs}
+        options |= {"e4m3_max": e4m3_max, "squared_error": error == "mse"}
+        rows, cols = matrix
+        self._native = _C.Quantization(dtype=DTYPE_CODES[dtype], rows=rows, cols=cols, **options)
 
     @classmethod
     def of(cls, record: NVFP4Storage) -> "Quantization":
         """That of matrices into buffers like the record's."""
+        options = (record.block[0], record.hadamard, record.random_signs)
         choice = choice_arguments(record.four_over_six)
-        options = (record.block[0], record.hadamard, record.random_signs, *choice)
-        return cls(record.dtype, *record.matrix, *options, stacked=record.experts is not None)
+        return cls(record.dtype, record.matrix, *options, *choice, record.experts is not None)
 
     def run(self, x, sides: Sides, amax=None, columnwise_amax=None, rng_state=None, skip=None) -> None:
         """Quantize x, which has elements; the arguments have been checked."""
@@ -81,14 +70,16 @@ class Quantization:
             address_of("amax", kept),
             address_of("columnwise_amax", columnwise_kept),
         )
-        given = (
-            address_of("amax", amax),
-            address_of("columnwise_amax", columnwise_amax),
-            address_of("rng_state", rng_state),
-            address_of("skip", skip),
-        )
+        given = address_of("amax", amax), address_of("columnwise_amax", columnwise_amax)
+        given += address_of("rng_state", rng_state), address_of("skip", skip)
         experts = x.shape[0] if self._stacked else 1
         self._native.run(target_of(x.device), address_of("x", x), buffers, *given, experts)
+
+
+def _matrix(x: torch.Tensor) -> dict[str, int]:
+    """x, or each of a stack of matrices, as the extension takes it."""
+    rows, cols = x.shape[-2:]
+    return {"input": address_of("x", x), "dtype": DTYPE_CODES[x.dtype], "rows": rows, "cols": cols}
 
 
 def _sides_of(buffers: Sequence[torch.Tensor | None]) -> Sides:
@@ -102,9 +93,8 @@ def _run(x, sides, block_rows, amax, columnwise_amax, hadamard, signs, state, e4
     check_skip(skip, x.device)
     check_amaxes(x.device, count_of(x), amax, columnwise_amax, hadamard, sides.rowwise is not None)
     if x.numel():
-        options = (block_rows, hadamard, signs, e4m3_max, error)
-        whole = Quantization(x.dtype, *x.shape[-2:], *options, stacked=x.dim() == 3)
-        whole.run(x, sides, amax, columnwise_amax, state, skip)
+        options = (block_rows, hadamard, signs, e4m3_max, error, x.dim() == 3)
+        Quantization(x.dtype, x.shape[-2:], *options).run(x, sides, amax, columnwise_amax, state, skip)
         return
     for own, given in zip(own_amaxes(hadamard, sides), (amax, columnwise_amax), strict=True):
         if own is not None:  # of no elements
@@ -123,12 +113,12 @@ def _quantize_dequantize(x, block_rows, given_amax, rng_state, e4m3_max, error) 
     if x.numel() == 0:
         return values
     target, amax, count = target_of(x.device), given_amax, count_of(x)
-    matrix = (address_of("x", x), DTYPE_CODES[x.dtype], *x.shape[-2:])
+    matrix = _matrix(x)
     if amax is None:
         amax = torch.empty(count, dtype=torch.float32, device=x.device)
-        _C.tensor_amax(target, *matrix, True, 0, address_of("amax", amax), 0, count)
+        _C.tensor_amax(target, *matrix.values(), True, 0, address_of("amax", amax), 0, count)
     arguments = _C.QuantizeArgs(
-        **dict(zip(("input", "dtype", "rows", "cols"), matrix, strict=True)),
+        **matrix,
         block_rows=block_rows,
         e4m3_max=e4m3_max,
         squared_error=error == "mse",
@@ -158,20 +148,19 @@ def _quantize_grouped(
     *buffers, offsets, error = outputs
     sides, given = _sides_of(buffers), (given_amax, given_columnwise_amax)
     check_groups(x, splits, *given, hadamard, sides.rowwise is not None)
-    sizes = address_of("m_splits", splits), splits.dtype == torch.int64, splits.shape[0]
-    rows = _C.GroupSplits(*sizes, x.shape[0])
-    target = target_of(x.device)
+    wide, target = splits.dtype == torch.int64, target_of(x.device)
+    rows = _C.GroupSplits(address_of("m_splits", splits), wide, splits.shape[0], x.shape[0])
     kept = tuple(zip(own_amaxes(hadamard, sides), given, strict=True))
-    matrix = (address_of("x", x), DTYPE_CODES[x.dtype], *x.shape)
+    matrix = _matrix(x)
     missing = [0 if value is not None else address_of("amax", buffer) for buffer, value in kept]
     if any(missing):
-        _C.grouped_amax(target, *matrix, random_signs, rows, *missing)
+        _C.grouped_amax(target, *matrix.values(), random_signs, rows, *missing)
     used, columnwise_used = (buffer if value is None else value for buffer, value in kept)
     stored = [0 if value is None else address_of("amax", buffer) for buffer, value in kept]
     rowwise = _addresses("rowwise_data", "rowwise_scale", sides.rowwise)
     columnwise = _addresses("columnwise_data", "columnwise_scale", sides.columnwise)
     whole = _C.QuantizeArgs(
-        **dict(zip(("input", "dtype", "rows", "cols"), matrix, strict=True)),
+        **matrix,
         block_rows=1,
         hadamard=hadamard,
         random_signs=random_signs,
@@ -198,9 +187,8 @@ def _quantize_mxfp8(x, skip, *buffers) -> None:
     check_skip(skip, x.device)
     addresses = [address_of("out", buffer) for buffer in buffers]
     if x.numel() and any(addresses):
-        matrix = (address_of("x", x), DTYPE_CODES[x.dtype], *x.shape)
         options = (address_of("skip", skip), addresses[:3], addresses[3:])
-        _C.quantize_mxfp8(target_of(x.device), *matrix, *options)
+        _C.quantize_mxfp8(target_of(x.device), *_matrix(x).values(), *options)
 
 
 # What the layers above call
@@ -237,16 +225,9 @@ def quantize_into(
     amax, columnwise_amax: float32 [1], [E] of a stack, to use in place of x's own. rng_state: int64 [2],
     [E, 2] of a stack, rounding is stochastic then. skip: float32 [1], nothing is written where it is not 0.
     """
-    options = (
-        record.block[0],
-        amax,
-        columnwise_amax,
-        record.hadamard,
-        record.random_signs,
-        rng_state,
-        *choice_arguments(record.four_over_six),
-        skip,
-    )
+    given, transform = (amax, columnwise_amax), (record.hadamard, record.random_signs)
+    choice = choice_arguments(record.four_over_six)
+    options = (record.block[0], *given, *transform, rng_state, *choice, skip)
     matrix = x if record.block[0] == BLOCK else x.reshape(record.matrix)
     if not is_plain_call(x):
         buffers = dict(record.buffers())
