@@ -1,5 +1,6 @@
 """CastPlan: casting sharded master weights to NVFP4, step after step."""
 
+import dataclasses
 import enum
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +13,7 @@ from zerofp4 import distributed
 from zerofp4.cast.reduced_vector import ReducedVector
 from zerofp4.cast.request import CastRequest, check_refresh, check_request, matrix_name
 from zerofp4.cast.scales import gathered_buffers, gathered_shards, travelling_scales, travelling_shards
-from zerofp4.cast.signature import Signature, check_agreement, plan_hash, signature_of
+from zerofp4.cast.signature import Signature, check_agreement, describe, plan_hash
 from zerofp4.cast.status import PEER_MESSAGE, StepStatus
 from zerofp4.distributed import GroupReference, OwnError, PackedGather, Pending, attempt
 from zerofp4.ops import (
@@ -110,7 +111,10 @@ class CastPlan:
         number = 0
         if group is not None:
             _built[group] = number = _built.get(group, 0) + 1
-        signature = request and tuple(signature_of(request, number))
+        signature = None
+        if request is not None:
+            asked = request.amax_groups, request.on_nonfinite, number
+            signature = (describe(request.records), *asked, request.shards, request.shard_codes is None)
         gathered = distributed.exchange(signature, error, group, "building a CastPlan")
         signatures = [Signature(*signature) for signature in gathered]
         check_agreement(signatures)
@@ -234,17 +238,13 @@ class CastPlan:
         Raises TypeError or ValueError for what the plan could not have been built with, or when a weight has
         another shape, dtype or device than it was built for, or a master another length.
         """
-        before = self._request.masters
+        request = dataclasses.replace(self._request)
         if master_weights is not None:
-            owned = zip(master_weights, self._request.shards, strict=True)
-            self._request.masters = [master if shard.numel else None for master, shard in owned]
-        try:
-            check_refresh(self._request, self._names)
-        except Exception:
-            self._request.masters = before
-            raise
+            owned = zip(master_weights, request.shards, strict=True)
+            request.masters = [master if shard.numel else None for master, shard in owned]
+        check_refresh(request, self._names)
         self._amaxes = Amaxes.NONE
-        self._take_addresses()
+        self.adopt(request)
 
     # The stages of a step, for whoever queues other work between them: the engine, FSDP2, FusedAdamW. First
     # amaxes that an optimizer leaves.

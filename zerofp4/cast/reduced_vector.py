@@ -74,17 +74,26 @@ class ReducedVector:
         items = []
         for i, (record, words) in enumerate(zip(request.records, self._words, strict=True)):
             shard, master, codes = request.shards[i], request.masters[i], request.codes(i)
-            if record.experts is not None:
-                items += _expert_items(record, shard, master, codes, words)
-                continue
-            piece = _piece(record, master, shard, words[0])
-            if record.block[0] == 1:
-                first, last = (
-                    -1 if block is None else words[0].first + 1 + self.cut[i].index(block)
-                    for block in cut_blocks(shard, record.matrix[1])
-                )
-                piece = piece._replace(cut_offsets=(first, last))
-            items.append(CastItem(record, piece, codes))
+            rows, cols = record.matrix
+            for e, matrix in enumerate(record.matrices()):
+                own = intersect(e * rows * cols, rows * cols, shard.start, shard.end)
+                own_master = own_codes = None
+                if own.numel:
+                    begin = e * rows * cols + own.start
+                    if master is not None:
+                        own_master = master[begin - shard.start :][: own.numel]
+                    # The matrices of a stack have even sizes: no byte of codes belongs to two of them.
+                    first_byte, last_byte = byte_range(Shard(begin, own.numel))
+                    before = byte_range(shard)[0]
+                    own_codes = codes[first_byte - before : last_byte - before]
+                piece = _piece(matrix, own_master, own, words[e])
+                if record.block[0] == 1:
+                    first, last = (
+                        -1 if block is None else words[0].first + 1 + self.cut[i].index(block)
+                        for block in cut_blocks(shard, cols)
+                    )
+                    piece = piece._replace(cut_offsets=(first, last))
+                items.append(CastItem(matrix, piece, own_codes))
         return items
 
     def has_nonfinite(self) -> bool:
@@ -117,30 +126,3 @@ def _piece(record: NVFP4Storage, master: torch.Tensor | None, shard: Shard, word
     """Of one matrix, without the blocks that boundaries cut."""
     own, tiles = (words.first, -1) if record.scales_travel else (-1, words.first)
     return MasterPiece(master, shard, record.matrix, record.dtype, tiles, words.group, own)
-
-
-def _expert_items(
-    record: NVFP4Storage,
-    shard: Shard,
-    master: torch.Tensor | None,
-    codes: torch.Tensor | None,
-    words: Sequence[_Words],
-) -> list[CastItem]:
-    """An item for each matrix of a stack, with what the shard has of it. The matrices have even sizes: no
-    byte of codes belongs to two of them.
-    """
-    rows, cols = record.matrix
-    items = []
-    for e, matrix in enumerate(record.matrices()):
-        first = e * rows * cols
-        own = intersect(first, rows * cols, shard.start, shard.end)
-        own_master = own_codes = None
-        if own.numel:
-            begin = first + own.start
-            if master is not None:
-                own_master = master[begin - shard.start :][: own.numel]
-            first_byte, last_byte = byte_range(Shard(begin, own.numel))
-            behind = byte_range(shard)[0]
-            own_codes = codes[first_byte - behind : last_byte - behind]
-        items.append(CastItem(matrix, _piece(matrix, own_master, own, words[e]), own_codes))
-    return items

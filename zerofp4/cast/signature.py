@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zerofp4.cast.request import CastRequest, weight_name
+from zerofp4.cast.request import weight_name
 from zerofp4.distributed import first_difference
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage
@@ -39,17 +39,6 @@ def describe(records: Sequence[NVFP4Storage]) -> list[Description]:
         Description(weight_name(i, r), tuple(r.shape), str(r.dtype), r.block, str(r.four_over_six))
         for i, r in enumerate(records)
     ]
-
-
-def signature_of(request: CastRequest, number: int) -> Signature:
-    return Signature(
-        describe(request.records),
-        request.amax_groups,
-        request.on_nonfinite,
-        number,
-        request.shards,
-        request.shard_codes is None,
-    )
 
 
 def plan_hash(signatures: Sequence[Signature]) -> int:

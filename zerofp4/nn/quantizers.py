@@ -54,8 +54,7 @@ class Quantizers:
     def _scheme(self) -> object | None:
         if not (self.is_nvfp4 and self._is_exact and self.quantized_backward):
             return None
-        options = ("hadamard", "random_signs", "stochastic_rounding", "four_over_six", "weight_block")
-        return ops.layer_scheme(self.device, **{name: getattr(self.recipe, name) for name in options})
+        return ops.layer_scheme(self.device, self.recipe)
 
     def __call__(self, role: str, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         """x, of a role, with these copies."""

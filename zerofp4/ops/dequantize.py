@@ -186,21 +186,15 @@ def grouped_values(
     values = data.new_empty((cols, padded) if columnwise else shape, dtype=torch.bfloat16)
     ends = data.new_empty(count, dtype=torch.int32)
     amax = None if other_amax is None else side.amax
+    groups = {"offsets": offsets, "data_offsets": data_offsets, "error": error}
     _C.grouped_values(
         target_of(data.device),
         address_of("data", data),
         address_of("scale", side.scales["compact"]),
         (address_of("amax", amax), address_of("other_amax", other_amax)),
         other_e4m3_max,
-        address_of("offsets", offsets),
-        address_of("data_offsets", data_offsets),
-        address_of("error", error),
-        values.data_ptr(),
-        ends.data_ptr(),
-        tokens,
-        cols,
-        padded,
-        count,
-        columnwise,
+        *map(address_of, groups, groups.values()),
+        *(values.data_ptr(), ends.data_ptr()),
+        *(tokens, cols, padded, count, columnwise),
     )
     return values, ends

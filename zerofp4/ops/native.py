@@ -3,12 +3,13 @@ torch.compile reads, and what the build has.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 import zerofp4._autograd as _autograd
 import zerofp4._C as _C
-from zerofp4.format import BLOCK, SCALE_LAYOUTS, FourOverSix
+from zerofp4.format import BLOCK, SCALE_LAYOUTS
 from zerofp4.ops.dequantize import neutral_amax
 from zerofp4.ops.device import (
     DTYPE_CODES,
@@ -58,21 +59,13 @@ def configure_layer(quantizers_of: Callable, cached_rows: Callable, gradient_pla
     _autograd.configure_layer(_C.layer_functions, neutral_amax, *python, *called)
 
 
-def layer_scheme(
-    device: torch.device,
-    *,
-    hadamard: bool,
-    random_signs: bool,
-    stochastic_rounding: bool,
-    four_over_six: FourOverSix | None,
-    weight_block: tuple[int, int],
-) -> object:
-    """How layers of an NVFP4 recipe quantize on a device, for C++. The options are those of the recipe."""
-    e4m3_max, error = choice_arguments(four_over_six)
+def layer_scheme(device: torch.device, recipe: Any) -> object:
+    """How layers of an NVFP4Recipe quantize on a device, for C++."""
+    e4m3_max, error = choice_arguments(recipe.four_over_six)
     by_cublaslt = device.type == "cuda" and why_no_cublaslt() is None
-    has_tiles = weight_block == (BLOCK, BLOCK)
-    options = hadamard, random_signs, stochastic_rounding, e4m3_max, error == "mse", has_tiles
-    return _autograd.scheme(*options, by_cublaslt)
+    has_tiles = recipe.weight_block == (BLOCK, BLOCK)
+    options = recipe.hadamard, recipe.random_signs, recipe.stochastic_rounding
+    return _autograd.scheme(*options, e4m3_max, error == "mse", has_tiles, by_cublaslt)
 
 
 # What torch.compile asks a quantized tensor in each call of compiled code, without a frame of Python: guards

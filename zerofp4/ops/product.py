@@ -199,15 +199,8 @@ def multiply(
         return False
     # Given back when it goes out of scope, in the order of the stream.
     workspace = torch.empty(product.workspace, dtype=torch.uint8, device=out.device)
-    product.run(
-        target_of(out.device),
-        address_of("a", a),
-        address_of("b", b),
-        address_of("alpha", alpha),
-        address_of("bias", bias),
-        address_of("out", out),
-        workspace.data_ptr(),
-    )
+    addresses = map(address_of, ("a", "b", "alpha", "bias", "out"), (a, b, alpha, bias, out))
+    product.run(target_of(out.device), *addresses, workspace.data_ptr())
     return True
 
 

@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from zerofp4.format import STATE_GROUP
 from zerofp4.reference.adamw import adamw_moments, adamw_scalars, root
-from zerofp4.reference.stochastic import LOW, philox
+from zerofp4.reference.stochastic import LOW, philox_bytes
 
 CODES, ROOT_CODES = 127, 255
 """The largest code of a first moment, and of the square root of a second moment."""
@@ -76,9 +76,8 @@ def master_bytes(rows: int, cols: int, number: int, step: int, first_row: int = 
     blocks = -(-cols // RANDOM_COLUMNS)
     block = torch.arange(rows * blocks, dtype=torch.int64) + first_row * blocks
     zero = torch.zeros((), dtype=torch.int64)
-    words = torch.stack(philox((block & LOW, block >> 32, zero + step, zero + number), (zero, zero)), dim=-1)
-    bytes_ = words.unsqueeze(-1) >> torch.tensor([0, 8, 16, 24], dtype=torch.int64) & 0xFF
-    return bytes_.view(rows, blocks * RANDOM_COLUMNS)[:, :cols].to(torch.uint8)
+    drawn = philox_bytes((block & LOW, block >> 32, zero + step, zero + number), (zero, zero))
+    return drawn.view(rows, blocks * RANDOM_COLUMNS)[:, :cols]
 
 
 def round_master(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:

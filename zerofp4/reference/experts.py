@@ -18,15 +18,11 @@ def quantize_experts(
 
     amax: float32 [E], taken from x when not given. rng_state: int64 [E, 2].
     """
+    nothing = [None] * len(x)
+    given = nothing if amax is None else amax.split(1), nothing if rng_state is None else rng_state
     made = [
-        quantize(
-            matrix,
-            BLOCK,
-            None if amax is None else amax[e : e + 1],
-            rng_state=None if rng_state is None else rng_state[e],
-            four_over_six=four_over_six,
-        )
-        for e, matrix in enumerate(x)
+        quantize(matrix, BLOCK, own, rng_state=state, four_over_six=four_over_six)
+        for matrix, own, state in zip(x, *given, strict=True)
     ]
     *codes, amaxes, columnwise_amaxes = zip(*made, strict=True)
     stacked = [None if parts[0] is None else torch.stack(parts) for parts in codes]

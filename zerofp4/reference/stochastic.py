@@ -35,18 +35,23 @@ def philox(counter: Sequence[torch.Tensor], key: Sequence[torch.Tensor]) -> tupl
     return c0, c1, c2, c3
 
 
+def philox_bytes(counter: Sequence[torch.Tensor], key: Sequence[torch.Tensor]) -> torch.Tensor:
+    """uint8: the 16 bytes of each block, little endian, one block after another."""
+    words = torch.stack(philox(counter, key), dim=-1)
+    shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int64, device=words.device)
+    return (words.unsqueeze(-1) >> shifts & 0xFF).to(torch.uint8).flatten()
+
+
 def random_bytes(rng_state: torch.Tensor, shape: Sequence[int], stream: int) -> torch.Tensor:
     """uint8 of `shape` on the device of rng_state, int64 [2] = (seed, offset), the low 32 bits of the offset.
 
-    The 16 bytes of a Philox block, little endian, go to 16 neighbours in row-major order.
+    The bytes of a Philox block go to 16 neighbours in row-major order.
     """
     numel = torch.Size(shape).numel()
     seed, offset = rng_state.unbind()
     group = torch.arange(-(-numel // 16), dtype=torch.int64, device=rng_state.device)
     counter = (group & LOW, group >> 32, offset & LOW, torch.full_like(offset, stream))
-    words = torch.stack(philox(counter, (seed & LOW, seed >> 32 & LOW)), dim=-1)
-    shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int64, device=words.device)
-    return (words.unsqueeze(-1) >> shifts & 0xFF).to(torch.uint8).flatten()[:numel].view(torch.Size(shape))
+    return philox_bytes(counter, (seed & LOW, seed >> 32 & LOW))[:numel].view(torch.Size(shape))
 
 
 def float_to_e2m1_stochastic(y: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
