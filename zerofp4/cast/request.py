@@ -169,9 +169,7 @@ def check_shard(what: str, name: str, record: NVFP4Storage, start: int | None, n
 def check_master(i: int, record: NVFP4Storage, master: torch.Tensor | None, start: int | None) -> Shard:
     what, name = f"master_weights[{i}]", weight_name(i, record)
     if (master is None) != (start is None):
-        given, missing = (
-            ("start_offsets", "master_weights") if master is None else ("master_weights", "start_offsets")
-        )
+        missing, given = ("master_weights", "start_offsets")[:: 1 if master is None else -1]
         raise ValueError(
             f"{missing}[{i}] is None, but {given}[{i}] is not; a rank that owns nothing passes None for both"
         )
@@ -180,10 +178,8 @@ def check_master(i: int, record: NVFP4Storage, master: torch.Tensor | None, star
     if isinstance(master, torch.Tensor):
         check_plain(what, master)
     if not isinstance(master, torch.Tensor) or master.dtype not in MASTER_DTYPES:
-        raise TypeError(
-            f"{what} must be a float32 or bfloat16 tensor, "
-            f"got {getattr(master, 'dtype', type(master).__name__)}"
-        )
+        found = getattr(master, "dtype", type(master).__name__)
+        raise TypeError(f"{what} must be a float32 or bfloat16 tensor, got {found}")
     if master.dim() != 1:
         raise ValueError(f"{what} must be one-dimensional, got shape {tuple(master.shape)}")
     if not master.is_contiguous():
@@ -286,21 +282,14 @@ def check_request(
         for i, (record, master, start) in enumerate(zip(records, master_weights, start_offsets, strict=True))
     ]
     if fsdp_shard_model_weights is not None:
-        for i, (record, shard, codes) in enumerate(
-            zip(records, shards, fsdp_shard_model_weights, strict=True)
-        ):
-            check_shard_codes(i, record, shard, codes)
+        for i, arguments in enumerate(zip(records, shards, fsdp_shard_model_weights, strict=True)):
+            check_shard_codes(i, *arguments)
     check_found_inf(found_inf, records)
-    return CastRequest(
-        list(model_weights),
-        records,
-        [master if shard.numel else None for master, shard in zip(master_weights, shards, strict=True)],
-        shards,
-        None if fsdp_shard_model_weights is None else list(fsdp_shard_model_weights),
-        number_groups(records, amax_groups),
-        on_nonfinite,
-        found_inf,
-    )
+    masters = [master if shard.numel else None for master, shard in zip(master_weights, shards, strict=True)]
+    codes = None if fsdp_shard_model_weights is None else list(fsdp_shard_model_weights)
+    groups = number_groups(records, amax_groups)
+    lists = list(model_weights), records, masters, shards, codes, groups
+    return CastRequest(*lists, on_nonfinite, found_inf)
 
 
 def check_refresh(request: CastRequest, names: Sequence[str]) -> None:

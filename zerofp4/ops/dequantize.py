@@ -127,20 +127,16 @@ _autograd.implement(without_backend("dequantize"), _C.dequantize_function)
 def mxfp8_values_of_many(
     copies: Sequence[tuple[torch.Tensor, torch.Tensor, bool]], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """[M, K] values of each (data, compact scale, columnwise) of a record, in one launch. The records have
-    checked their buffers.
-    """
+    """[M, K] values of each (data, compact scale, columnwise) of a record, in one launch."""
     if copies and not is_plain_call(copies[0][0]):
         return [torch.ops.zerofp4.dequantize_mxfp8(*copy, "compact", dtype) for copy in copies]
-    outputs = [data.new_empty(data.shape, dtype=dtype) for data, *_ in copies]
-    words: list[int] = []
+    outputs, words = [data.new_empty(data.shape, dtype=dtype) for data, *_ in copies], []
     for (data, scale, columnwise), out in zip(copies, outputs, strict=True):
         if out.numel():
             words += address_of("data", data), address_of("scale", scale), out.data_ptr()
             words += *data.shape, columnwise, _COMPACT
     if words:
-        on_cpu, code = outputs[0].is_cpu, DTYPE_CODES[dtype]
-        device = outputs[0].device
+        on_cpu, device, code = outputs[0].is_cpu, outputs[0].device, DTYPE_CODES[dtype]
         run_list(lambda part: _C.Mxfp8DequantizeList(on_cpu, part, code), words, _MXFP8_FIELDS, device)
     return outputs
 
@@ -160,14 +156,7 @@ def _dequantize_mxfp8(data, scale, columnwise, layout, dtype) -> torch.Tensor:
 
 
 def grouped_values(
-    side: Side,
-    offsets: torch.Tensor,
-    data_offsets: torch.Tensor,
-    error: torch.Tensor,
-    shape: tuple[int, int],
-    columnwise: bool,
-    other_amax: torch.Tensor | None = None,
-    other_e4m3_max: int = int(E4M3_MAX),
+    side: Side, offsets, data_offsets, error, shape, columnwise, other_amax=None, other_e4m3_max=int(E4M3_MAX)
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, ends) of one side of a grouped storage [tokens, K] with K a multiple of 8, whose buffers were
     checked: bfloat16 [tokens, K], the rows of all groups without the padding between them; columnwise [K, R]

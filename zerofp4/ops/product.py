@@ -49,17 +49,11 @@ def _write_factors(copies: Sequence[Copy], results: tuple[torch.Tensor, ...]) ->
 # Products
 
 
-def scaled_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    alpha: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """round(alpha * (a b^T) + bias) of a [M, K] and b [N, K]: float32 sums, one rounding to out_dtype. With
-    out [M, N], contiguous and of out_dtype, the result is written there, past tracing, which has no memory
-    to write to.
+def scaled_product(a, b, alpha, bias, out_dtype: torch.dtype, out=None) -> torch.Tensor:
+    """round(alpha * (a b^T) + bias) of a [M, K] and b [N, K]: float32 sums, one rounding to out_dtype.
+
+    alpha: float32 [1], bias: [N], or None. out: [M, N], contiguous and of out_dtype, to write to, past
+    tracing, which has no memory to write to.
     """
     if out is None and not is_plain_call(a):
         return torch.ops.zerofp4.scaled_product(a, b, alpha, bias, out_dtype)
@@ -89,13 +83,7 @@ def _rounded(result: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None)
     return out if result is out else out.copy_(result)
 
 
-def add_scaled_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    alpha: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
+def add_scaled_product(a, b, alpha, bias, out: torch.Tensor) -> None:
     """Add that, unrounded, to out, float32 [M, N]."""
     add = _add if is_plain_call(a) else torch.ops.zerofp4.add_scaled_product
     add(a, b, alpha, bias, out)
@@ -176,14 +164,7 @@ def products_by() -> str:
     return f"cuBLASLt {major}.{rest // 100}.{rest % 100}"
 
 
-def multiply(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    alpha: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    accumulate: bool,
-) -> bool:
+def multiply(a, b, alpha, bias, out: torch.Tensor, accumulate: bool) -> bool:
     """alpha a b^T + bias into out, rounded once, or added to it; on the current stream, without waiting.
 
     a [M, K], b [N, K] of one of INPUT_DTYPES, row-major or the transposes of what is; out [M, N] contiguous,
@@ -193,8 +174,8 @@ def multiply(
     transposed = (not a.is_contiguous(), not b.is_contiguous())
     alignments = (_alignment(a), _alignment(b), 0 if bias is None else _alignment(bias), _alignment(out))
     codes = (DTYPE_CODES[a.dtype], DTYPE_CODES[out.dtype])
-    index = out.device.index
-    product = _product(index, *out.shape, a.shape[1], *codes, *transposed, accumulate, alignments)
+    problem = (*out.shape, a.shape[1], *codes, *transposed, accumulate, alignments)
+    product = _product(out.device.index, *problem)
     if product is None:
         return False
     # Given back when it goes out of scope, in the order of the stream.
