@@ -43,10 +43,8 @@ class FourOverSix:
     only 256 leaves room for 1.5 times that scale.
     error: "mae", the sum of absolute errors, or "mse", that of squares.
 
-    quantize, Quantizer, quantize_dequantize, NVFP4Recipe, empty, convert_model and casts of sharded masters
-    take every combination. The choice needs a whole block: a cast raises ValueError where a shard has a part
-    of one, and ZeroFP4Optimizer cuts between blocks. quantize_grouped raises ValueError: quantize each group
-    by itself.
+    The choice needs a whole block: a cast raises ValueError for a shard with a part of one, and
+    ZeroFP4Optimizer cuts between blocks. quantize_grouped raises ValueError: quantize each group by itself.
 
     Raises ValueError for any other value.
     """

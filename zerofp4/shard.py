@@ -186,9 +186,8 @@ def _boxes(
     row = math.prod(shape[1:])
     top, bottom = -(-first // row), last // row  # whole rows
     if top > bottom:  # a range inside one row
-        yield from _boxes(
-            shape[1:], first - bottom * row, last - bottom * row, (*outer, bottom), base + bottom * row
-        )
+        skipped = bottom * row
+        yield from _boxes(shape[1:], first - skipped, last - skipped, (*outer, bottom), base + skipped)
         return
     if first < top * row:
         at = top - 1

@@ -42,12 +42,10 @@ def first_difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None
 
     Bytes are compared, not values: -0.0 differs from 0.0, and a NaN equals itself.
 
-    Args:
-        actual, expected: plain tensors of any dtype, on any device.
+    actual, expected: plain tensors of any dtype, on any device.
 
-    Returns:
-        None when dtype, shape and every byte agree, else a phrase that counts the elements that differ and
-        names the first, its coordinates, both bytes and, unless it is a plain byte, both values.
+    Returns None if dtype, shape and every byte agree. Else a phrase that counts the elements that differ and
+    names the first, its coordinates, both bytes and, unless it is a plain byte, both values.
     """
     if actual.dtype != expected.dtype:
         return f"dtype {actual.dtype}, expected {expected.dtype}"
@@ -71,12 +69,7 @@ def first_difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None
 def assert_bytes_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     """Assert that two tensors have the same dtype, shape and bytes.
 
-    Args:
-        actual, expected: as in first_difference().
-        what: what they are, for the message.
-
-    Raises:
-        AssertionError: they differ; the message is `what` and what first_difference() says.
+    what: what they are. Raises AssertionError with it and with what first_difference() says.
     """
     difference = first_difference(actual, expected)
     assert difference is None, f"{what}: {difference}"
@@ -100,13 +93,8 @@ def _show(tensor: torch.Tensor, raw: torch.Tensor, index: int) -> str:
 
 
 def weight_buffers(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Every buffer of a weight by name.
-
-    Args:
-        weight: an NVFP4Tensor, or any other tensor.
-
-    Returns:
-        Codes, scales in every layout that it keeps, and amaxes of an NVFP4Tensor; else {"data": the weight}.
+    """Every buffer of a weight by name: of an NVFP4Tensor codes, scales in every layout that it keeps, and
+    amaxes; of any other tensor {"data": the weight}.
     """
     if isinstance(weight, NVFP4Tensor):
         return dict(weight.record.buffers())
@@ -124,25 +112,19 @@ def verify_model(
     verify_weights() of the parameters of `optimizer`, by their names in `model`, and its gathered masters.
     For checks: the whole masters are in memory meanwhile.
 
-    Args:
-        model: the live model.
-        optimizer: a ZeroFP4Optimizer, or any optimizer with `param_groups` and `gathered_masters()`.
-        process_group: the ranks that hold the same weights; the default group where None.
+    model: the live model.
+    optimizer: a ZeroFP4Optimizer, or any optimizer with `param_groups` and `gathered_masters()`.
+    process_group: the ranks that hold the same weights; the default group if None.
 
-    Returns:
-        {"nvfp4_weights": how many were checked, "other_weights": the same of all others}.
-
-    Raises:
-        VerificationError: as verify_weights() does.
-        ValueError: the optimizer has a parameter that `model` does not name.
+    Returns and raises as verify_weights(); ValueError for an optimizer with a parameter that `model` does not
+    name.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [parameter for options in optimizer.param_groups for parameter in options["params"]]
     for i, parameter in enumerate(parameters):
         if id(parameter) not in names:
-            raise ValueError(
-                f"optimizer: its parameter {i}, {tuple(parameter.shape)}, is none of the model's"
-            )
+            shape = tuple(parameter.shape)
+            raise ValueError(f"optimizer: its parameter {i}, {shape}, is none of the model's")
     weights = {names[id(parameter)]: parameter for parameter in parameters}
     return verify_weights(weights, optimizer.gathered_masters(), process_group=process_group)
 
@@ -160,19 +142,15 @@ def verify_weights(
     to the weight's dtype; any other weight that rounded master itself. Collective where there is a process
     group.
 
-    Args:
-        weights: the weights by name, the same on every rank.
-        masters: for each the whole FP32 master, of its shape or flat; None for a weight that is only compared
-            over the ranks.
-        amax_groups: lists of NVFP4 weights among `weights` that share one amax.
-        process_group: the ranks that hold the same weights; the default group where None.
+    weights: the weights by name, the same on every rank.
+    masters: for each the whole FP32 master, of its shape or flat; None for a weight that is only compared
+        over the ranks.
+    amax_groups: lists of NVFP4 weights among `weights` that share one amax.
+    process_group: the ranks that hold the same weights; the default group if None.
 
-    Returns:
-        {"nvfp4_weights": how many there were, "other_weights": the same of all others}.
-
-    Raises:
-        VerificationError: a byte is wrong on any rank; every rank raises the same. The message names the
-            rank, the weight, the buffer, the element, and both bytes.
+    Returns {"nvfp4_weights": how many there were, "other_weights": the same of all others}. Raises
+    VerificationError, the same on every rank, if a byte is wrong on any. The message names the rank, the
+    weight, the buffer, the element, and both bytes.
     """
     found = _differences_from_masters(weights, masters, amax_groups or [])
     group = resolve_group(process_group)
@@ -228,10 +206,8 @@ def _expected_buffers(
         return {"data": rounded}
     if weight.record.experts is None:
         return _matrix_buffers(rounded.view(as_matrix(weight.shape)), weight, amax)
-    amaxes = _amaxes(weight, rounded) if amax is None else amax
-    each = [
-        _matrix_buffers(matrix, weight, own) for matrix, own in zip(rounded, amaxes.split(1), strict=True)
-    ]
+    amaxes = (_amaxes(weight, rounded) if amax is None else amax).split(1)
+    each = [_matrix_buffers(matrix, weight, own) for matrix, own in zip(rounded, amaxes, strict=True)]
     join = {1: torch.cat, 2: torch.stack}
     return {
         name: None if buffer is None else join[buffer.dim()]([of[name] for of in each])

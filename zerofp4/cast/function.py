@@ -29,11 +29,10 @@ def cast_master_weights_to_nvfp4(
     """Cast sharded masters into NVFP4 weights: one step of the CastPlan that belongs to these arguments.
 
     See CastPlan for the arguments; masters are 1D, float32 or bfloat16. The plan is built, collectively, when
-    no earlier call had these weights, shards and options; it is kept with the first weight. Masters and
-    buffers may have moved since: then this rank takes their addresses, without a collective (but not while a
-    CUDA graph is captured: RuntimeError). A call with the same tensors in the same places as the last one is
-    not checked again, only compared with it. The masters are not kept, except of a call that is captured in a
-    CUDA graph: what the graph uses in every replay lives as long as the first weight.
+    no earlier call had these weights, shards and options; it is kept with the first weight. If masters or
+    buffers have moved since, this rank takes their addresses, without a collective (RuntimeError while a CUDA
+    graph is captured). A call with the same tensors in the same places as the last one is only compared with
+    it. Masters are kept only of a call that a CUDA graph captures: as long as the first weight.
 
     Afterwards call all_gather_nvfp4 (or gather the shard buffers), then post_all_gather_processing. An
     argument that is invalid on one rank only raises there, and on the other ranks in the same way as CastPlan

@@ -174,17 +174,15 @@ class CastPlan:
         call it. The weights are complete, and their autograd versions advance, in post().
 
         On a GPU it takes the host the same time for any number of weights, only queues work on the current
-        stream, allocates nothing and can be captured in a CUDA graph, which then does in each replay what the
-        captured step did, with or without its own amaxes.
+        stream and allocates nothing. A CUDA graph can capture it, with or without its own amaxes.
 
         Storage that has moved is noticed before anything is read or written: on the CPU all of it, on a GPU
-        weights that were rebound. A `.data` assigned to a master is noticed there in check() and post(),
-        and in a step that is being captured; until then a step uses the storage that the plan knows and
-        keeps alive.
+        weights that were rebound. A `.data` assigned to a master is noticed there in check() and post(), and
+        in a step that is being captured; until then a step uses the old storage, which the plan keeps alive.
 
-        Where this rank cannot take part (storage moved: RuntimeError) it still joins the reduction, flagged,
-        so that no rank writes; the others raise RuntimeError as soon as they hear of it: on the CPU in
-        this call, on a GPU in check() or in a later step(), which then has done its own work.
+        If this rank cannot take part (storage moved: RuntimeError) it still joins the reduction, flagged, so
+        that no rank writes. The others raise RuntimeError as soon as they hear of it: on the CPU in this
+        call, on a GPU in check() or in a later step(), which then has done its own work.
         """
         self.run(OwnError(self.addresses.glance())).raise_if_any()
 
@@ -276,11 +274,11 @@ class CastPlan:
 
     def end_update(self) -> None:
         """Mark the amaxes in `reduced` as valid for the next step(), which then does not compute them.
-        begin_update(), refresh() and a step in which this rank cannot take part invalidate them.
+        begin_update(), refresh() and a step in which this rank cannot take part invalidate them, and so does
+        capturing only one of update and step in a CUDA graph.
 
-        Masters must not be written between here and step(), whose codes would not belong to its scales. Of an
-        update and a step only one of which is captured in a CUDA graph the step computes amaxes itself.
-        Raises RuntimeError without a begin_update() since the last step.
+        Masters must not be written between here and step(): codes would not belong to their scales. Raises
+        RuntimeError without a begin_update() since the last step.
         """
         if self._amaxes is Amaxes.NONE:
             raise RuntimeError("end_update() without begin_update() since the last step or refresh()")
@@ -289,8 +287,7 @@ class CastPlan:
     def run(self, error: OwnError, borrowed: Iterable[torch.Tensor | None] = ()) -> OwnError:
         """A step of a rank whose error, if it has found one, is raised once it has joined the others.
 
-        borrowed: what the step uses and the plan does not hold. Returns what is now known to have gone
-        wrong in an earlier step.
+        borrowed: what the step uses and the plan does not hold. Returns what went wrong in an earlier step.
         """
         late = self._take_part(error, borrowed)
         self._reduce()
@@ -298,11 +295,10 @@ class CastPlan:
         return late
 
     def start_step(self) -> RuntimeError | None:
-        """The first half of step(): its reduction is on its way, and other work may be queued beside it.
-        finish_step() is the other half. Every rank must begin its collectives in the same order.
+        """The first half of step(), up to its reduction, beside which other work may be queued; finish_step()
+        is the other half. Every rank must begin its collectives in the same order.
 
-        Raises as step() does, and then there is nothing to finish; returns what is now known to have gone
-        wrong in an earlier step.
+        Raises as step(), and then there is nothing to finish. Returns what went wrong in an earlier step.
         """
         late = self._take_part(OwnError(self.addresses.glance()), ())
         if self._sharded:
@@ -313,16 +309,14 @@ class CastPlan:
     def finish_step(self, halfway: tuple[int, int, Callable[[], object]] | None = None) -> None:
         """What is queued after it on the current stream finds the scales and this rank's codes.
 
-        halfway: the position of a weight, one of its rows (a stack [E, N, K] has E * N) or their number, and
-        what to call where the codes of the weights before it are queued, and of its rows before that one.
+        halfway: a weight's position, one of its rows (of the E * N of a stack) or their number, and what to
+        call once the codes before that row are queued.
         """
         self._settle()
         self._write(halfway)
 
     def _settle(self) -> None:
-        """Wait for a reduction that was begun: where a step was left between its halves, too, nothing may be
-        written where one may still arrive.
-        """
+        """Wait for a reduction that was begun, also of a step that was left between its halves."""
         travelling, self._travelling = self._travelling, None
         if travelling is not None:
             distributed.in_phase("amaxes", travelling.wait)()

@@ -1,9 +1,6 @@
 """Plans that functions find by themselves: kept with the first weight, by the process group and the records
-of all weights.
-
-A call's fingerprint is all else that the checks of its arguments and a plan's addresses depend on. A call
-with the fingerprint of one that was checked needs no check. Taking a fingerprint costs a fraction of the
-checks: a few attributes of each tensor, in loops that run in C.
+of all weights. A call whose fingerprint equals that of a checked call is not checked again: a fingerprint is
+all else that the checks and a plan's addresses depend on, and is taken in loops that run in C.
 """
 
 import dataclasses
@@ -38,19 +35,16 @@ class Kept:
 
 
 class PlanCache:
-    """The plans of one kind that are kept with the first weight of a call; they live as long as it does.
-
-    records: of the weights, None for what is no weight; none for anything but a list.
-    """
+    """The plans of one kind that are kept with the first weight of a call; they live as long as it does."""
 
     def __init__(self, kind: str, model_weights: Any, group: dist.ProcessGroup | None):
         self._weights = weights = model_weights if isinstance(model_weights, list | tuple) else ()
         self._only_ours = all(issubclass(each, QuantizedTensor) for each in set(map(type, weights)))
-        self.records = list(map(_RECORD if self._only_ours else weight_record, weights))
+        self._records = list(map(_RECORD if self._only_ours else weight_record, weights))
         self._plans: dict[tuple, Kept] = {}
-        if self.records and self.records[0] is not None:
-            self._plans = self.records[0].attachments.setdefault(kind, {})
-        self._group, self._key = group, (id(group), *map(id, self.records))
+        if self._records and self._records[0] is not None:  # else it is no weight
+            self._plans = self._records[0].attachments.setdefault(kind, {})
+        self._group, self._key = group, (id(group), *map(id, self._records))
 
     def fingerprint(self, tensors: Sequence[Sequence[torch.Tensor | None]], *others: Any) -> list | None:
         """Of a call with lists of tensors, and with others that their repr tells apart. None where it must be
@@ -59,7 +53,7 @@ class PlanCache:
         return attempt(self._fingerprint, tensors, others)[0]
 
     def _fingerprint(self, tensors, others) -> list:
-        codes = map(_CODES, self.records)  # which may be exchanged behind a record (.data assigned)
+        codes = map(_CODES, self._records)  # which may be exchanged behind a record (.data assigned)
         facts = [tensor_facts(list(each)) for each in (codes, *tensors)]
         return [rebindings(), facts, repr([list(each) if type(each) is tuple else each for each in others])]
 

@@ -169,7 +169,9 @@ def check_shard(what: str, name: str, record: NVFP4Storage, start: int | None, n
 def check_master(i: int, record: NVFP4Storage, master: torch.Tensor | None, start: int | None) -> Shard:
     what, name = f"master_weights[{i}]", weight_name(i, record)
     if (master is None) != (start is None):
-        missing, given = ("master_weights", "start_offsets")[:: 1 if master is None else -1]
+        missing, given = "master_weights", "start_offsets"
+        if start is None:
+            missing, given = given, missing
         raise ValueError(
             f"{missing}[{i}] is None, but {given}[{i}] is not; a rank that owns nothing passes None for both"
         )

@@ -2,9 +2,8 @@
 zerofp4._autograd.
 
 schemas.py declares every operator; quantize.py, dequantize.py, scales.py and product.py are their backends.
-device.py says where a call runs and what a plan keeps there, tensor_lists.py what a step asks of hundreds of
-tensors, and whether storage has moved. stages.py has the stages of plans, optimizer.py the launches of an
-optimizer step, native.py what the extensions offer besides. Other rooms see the names that are imported here.
+device.py: where calls run, what plans keep. tensor_lists.py: questions about hundreds of tensors.
+stages.py: stages of casts. optimizer.py: launches of an optimizer step. native.py: the rest.
 """
 
 # ruff: noqa: F401

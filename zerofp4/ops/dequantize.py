@@ -158,17 +158,15 @@ def _dequantize_mxfp8(data, scale, columnwise, layout, dtype) -> torch.Tensor:
 def grouped_values(
     side: Side, offsets, data_offsets, error, shape, columnwise, other_amax=None, other_e4m3_max=int(E4M3_MAX)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, ends) of one side of a grouped storage [tokens, K] with K a multiple of 8, whose buffers were
-    checked: bfloat16 [tokens, K], the rows of all groups without the padding between them; columnwise [K, R]
-    of R padded rows, each group's columns from data_offsets[g] on, zeros after the last. ends: int32
-    [groups], where groups end in that.
+    """(values, ends) of one side of a grouped storage [tokens, K], K a multiple of 8. values: bfloat16
+    [tokens, K], the rows of all groups without the padding between them; columnwise [K, R] of R padded rows,
+    each group's columns from data_offsets[g] on, zeros after the last. ends: int32 [groups], of the groups in
+    values. Products of groups are not traced, so this is no operator.
 
     other_amax: float32 [groups], of what each group will be multiplied with, whose global scale is
     other_amax * (1 / (6 * other_e4m3_max)). Then values are `element * ((scale * (other * amax)) *
     (1/2688))`, rounded. Without it they are element times scale, exactly.
-
-    If the splits were not valid (error is 1), all values are NaN, and ends such that products are. This is no
-    operator: products of groups are not traced.
+    If the splits were not valid (error is 1), all values are NaN, and ends such that products are.
     """
     count, (tokens, cols), data = offsets.shape[0] - 1, shape, side.data
     padded = grouped_rows(tokens, count)[0]

@@ -39,13 +39,7 @@ class PeerRows(NamedTuple):
     dtype: torch.dtype
 
 
-def average(
-    pieces: torch.Tensor | PeerRows,
-    out: torch.Tensor,
-    own: torch.Tensor | None = None,
-    rank: int = 0,
-    squares: torch.Tensor | None = None,
-) -> None:
+def average(pieces: torch.Tensor | PeerRows, out, own=None, rank: int = 0, squares=None) -> None:
     """out = ((pieces[0] + pieces[1]) + ...) / len(pieces), in float32 whatever the pieces are.
 
     pieces: float32, bfloat16 or float16 [ranks, n], contiguous, or rows of that in the memory of ranks. out:
@@ -88,26 +82,17 @@ def norm_of_squares(words: torch.Tensor) -> torch.Tensor:
 
 
 class Barrier:
-    """A place in the queue of a GPU behind which all ranks have come to it; run() queues one, and no host
-    waits.
+    """Makes the streams of all ranks wait for one another; no host waits.
 
-    flags: by rank, where its uint32 [ranks] flags are, zeros at first, in memory that all ranks can write.
-    status: int32 [1], pinned, which becomes 1 + the number of a rank that did not come within the time: to
-    this rank, or to one that this rank meets. From then on nothing is waited for, and `failed` is not 0.
-    failed: float32 [] on the device.
+    flags: by rank, where its uint32 [ranks] flags are, zeros at first, in memory that all ranks can write,
+    and that the caller keeps alive.
+    status: int32 [1], pinned: 1 + the number of a rank that did not come in time, to this rank or to one that
+    this rank meets. From then on nothing is waited for, and `failed`, float32 [] on the device, is not 0.
 
-    Of barriers with the same flags every rank must run as many, one after the other. Holds addresses: whoever
-    built it keeps the flags alive. A CUDA graph may hold any number of them.
+    Every rank must run barriers with the same flags equally often, one after another, also in CUDA graphs.
     """
 
-    def __init__(
-        self,
-        flags: Sequence[int],
-        rank: int,
-        status: torch.Tensor,
-        failed: torch.Tensor,
-        timeout_s: float,
-    ):
+    def __init__(self, flags: Sequence[int], rank: int, status, failed, timeout_s: float):
         self._device = failed.device
         self._passed = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._held = status, failed
@@ -129,13 +114,11 @@ class Barrier:
 
 
 class MultiTensor:
-    """Launches over contiguous tensors of one of format.WEIGHT_DTYPES each, which may move in between.
+    """Launches over contiguous tensors of format.WEIGHT_DTYPES, which may move in between.
 
-    tensors: None for those that there are not.
-    words: of each tensor, above 0, for find_nonfinite().
-
-    addresses: where they lie now, as of pointers() and TensorFacts. Whoever has made sure that lengths and
-        dtypes are the same sets it before each launch.
+    tensors: None for a missing one. words: of each tensor, above 0, for find_nonfinite().
+    addresses: of the tensors now, as of pointers() and TensorFacts. The caller sets it before each launch,
+        once lengths and dtypes are known to be the same.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor | None], words: Sequence[int] | None = None):
@@ -186,8 +169,7 @@ def find_nonfinite(
     """Raise found[0], int32, to the largest word of a tensor that holds a NaN or Inf, in one pass over them.
     Waits for nothing.
 
-    tensors: contiguous, of one of format.WEIGHT_DTYPES, on the device of `found`, whatever their dtypes.
-    words: of each tensor, above 0.
+    tensors: contiguous, of format.WEIGHT_DTYPES, on the device of `found`. words: of each, above 0.
     when: int64 [2] on the device: nothing is looked at where both are 0.
     """
     launches = MultiTensor(tensors, words)
@@ -196,10 +178,8 @@ def find_nonfinite(
 
 
 def add_squares(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
-    """Add to `squares` what ops.average() adds for means that are these values, those of each tensor by
-    themselves.
-
-    tensors: contiguous, of one of format.WEIGHT_DTYPES, on the device of `squares`, whatever their dtypes.
+    """Add to `squares` what average() adds for means that are the values of each tensor: contiguous, of
+    format.WEIGHT_DTYPES, on the device of `squares`.
     """
     launches = MultiTensor(tensors)
     launches.addresses = pointers_of("tensors", tensors)
@@ -354,11 +334,8 @@ class AdamWStage:
     reduced: the vector that the amaxes of items with a piece go to, cleared since the last update: words of
     tiles with owned elements are written, words of amax groups and of weights whose scales travel raised.
 
-    Masters, moments and gradients that do not lie at a vector's alignment (4 columns) are accessed element by
-    element on a GPU.
-
-    Nothing synchronizes with a GPU. Holds addresses: whoever built it keeps the items' tensors alive. A CUDA
-    graph that has captured its calls, but not its making, can be replayed while all of these live.
+    Nothing synchronizes with a GPU. Holds addresses: the caller keeps the items' tensors alive, also for CUDA
+    graphs that captured calls. A GPU accesses tensors below a vector's alignment (4 columns) by elements.
     """
 
     def __init__(self, items: Sequence[AdamWItem], reduced: torch.Tensor | None):
@@ -401,21 +378,13 @@ class AdamWStage:
 
 
 def adamw_options(
-    *,
-    lr: float | torch.Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    skip: torch.Tensor | None = None,
-    factor: torch.Tensor | None = None,
-    **others: object,
+    *, lr: float | torch.Tensor, betas, eps, weight_decay, maximize, skip=None, factor=None, **others
 ) -> _C.AdamWOptions:
-    """The options of a parameter group, whose other entries are passed over. lr as a float32 tensor on a GPU
-    is read there, by the kernels.
+    """The options of a parameter group, whose other entries are passed over. Kernels read an lr that is a
+    float32 tensor on a GPU.
 
-    skip: float32, one element, on the device of the items: where it is not 0 as begin() runs, the update
-    leaves the items as they are, uncounted, and only takes their amaxes.
+    skip: float32, one element, on the device of the items, or None. If it is not 0 when begin() runs, the
+    update leaves the items as they are, uncounted, and only takes their amaxes.
     factor: likewise; gradients are multiplied by it, in float32, as they are read, but not RankGradients.
     """
     on_gpu = isinstance(lr, torch.Tensor) and lr.is_cuda

@@ -1,9 +1,7 @@
-"""Matrices, stacks and groups of rows into given buffers, NVFP4 and MXFP8; zerofp4::quantize_dequantize, the
-values of that in one go.
+"""Matrices, stacks and groups of rows into given buffers, NVFP4 and MXFP8; and their values without buffers.
 
-zerofp4::quantize and quantize_dequantize also take a stack of matrices [E, N, K] in blocks of 16x16, each
-with an amax and a state of random numbers of its own: in one launch, but one after the other with stochastic
-rounding or four over six.
+The matrices of a stack [E, N, K], in blocks of 16x16, have an amax and a random state each. They take one
+launch, but one after the other with stochastic rounding or four over six.
 """
 
 from collections.abc import Sequence

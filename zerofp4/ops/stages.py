@@ -98,19 +98,18 @@ def load_cast(
     found_inf: torch.Tensor | None = None,
     status: torch.Tensor | None = None,
 ) -> None:
-    """Load the stages of a cast, each a single launch: begin(error) clears the vector and writes its header,
-    with `error` a flag that keeps every rank from writing; begin_amax() does so too and takes the amaxes of
-    the owned elements; scale_cast() makes every amax and scale of every weight from the reduced vector (but
-    for scales that travel, of which it makes those of owned blocks), and the codes of owned elements.
-    scale(), cast_before(weight, row) and cast_from(weight, row) are scale_cast() with a break in it.
+    """Load the stages of a cast, each a single launch:
 
-    reduced: float32 vector of HEADER_WORDS words, then whatever the items' offsets point to; a MAX all-reduce
-    of it belongs between begin_amax and scale_cast.
-    hash: an integer below 2**24 that tells plans apart.
-    found_inf: float32 [1].
-    status: int32 [1] on the CPU (pinned for a GPU), set to PEER_ERROR or PLAN_MISMATCH and never cleared.
+    - begin(error) clears the vector and writes its header; the flag `error` keeps every rank from writing
+    - begin_amax() does so too, and takes the amaxes of the owned elements; then comes a MAX all-reduce
+    - scale_cast() makes all amaxes and scales from the reduced vector (of scales that travel those of owned
+      blocks), and the codes of owned elements
+    - scale(), cast_before(weight, row), cast_from(weight, row): scale_cast() with a break in it
 
-    Holds addresses: whoever calls keeps the items' tensors alive and where they are. Raises as plan.load().
+    reduced: float32, HEADER_WORDS words, then what the items' offsets point to. hash: below 2**24.
+    found_inf: float32 [1]. status: int32 [1] on the CPU (pinned for a GPU): PEER_ERROR or PLAN_MISMATCH.
+
+    Holds addresses: the caller keeps the items' tensors alive. Raises as plan.load().
     """
     native = _C.CastPlan(
         on_cpu=plan.device.type == "cpu",
@@ -231,15 +230,12 @@ def load_gather(
     buffers: Sequence[torch.Tensor],
 ) -> None:
     """Load the stages around an all-gather of the staging buffer, each a single launch. pack(state) copies
-    the runs `own` from weights to this rank's slot, and what the rank says; in any state but GATHER_PRESENT
-    its codes are not touched. unpack() copies `received` from slots to weights, where all ranks take part and
-    their step took place, which is decided on the device.
+    the runs `own` from weights to this rank's slot, in state GATHER_PRESENT only, and the state. unpack()
+    copies `received` from slots to weights if all ranks take part and their step took place, as the device
+    sees.
 
-    staging: uint8 [ranks, bytes of a slot, a multiple of GATHER_VECTOR]; the first word of a slot, int32,
-    says whether its rank takes part.
-    buffers: what of weights the runs lie in.
-
-    Holds addresses: whoever calls keeps the memory alive. Raises as plan.load().
+    staging: uint8 [ranks, bytes of a slot, a multiple of GATHER_VECTOR]; a slot begins with its rank's state,
+    int32. buffers: of the weights, in which the runs lie; the caller keeps them alive. Raises as plan.load().
     """
     own_words, received_words = ([word for run in runs for word in run] for runs in (own, received))
     native = _C.GatherPlan(

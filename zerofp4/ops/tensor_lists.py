@@ -96,14 +96,12 @@ class Addresses:
     """The addresses of the buffers of records and of plain tensors, when this was made.
 
     weights: by what messages call them, quantized tensors or records. tensors: likewise, plain ones.
-    hold: keep alive what a GPU may still use; without it whoever asks looks at codes in some other way
-    before a step.
-    owner: what was built with these addresses, and has a refresh(), in messages.
+    hold: keep alive what a GPU may still use. owner: what has a refresh(), in messages.
 
     CPU storages can move in place (share_memory_, pickling to another process, resize_), so each step
-    compares the address of every weight's codes and of every tensor. GPU storages do not; there a weight that
-    is rebound is noticed through the global counter rebindings(), and old storage is kept alive here until
-    then. Nobody counts what other libraries do to their tensors, so their addresses are compared each step.
+    compares the address of every weight's codes and of every tensor. On a GPU the counter rebindings() tells
+    of a weight that was rebound, and old storage is kept alive until then. The tensors of other libraries are
+    not counted: their addresses are compared each step.
     """
 
     def __init__(
