@@ -1,9 +1,8 @@
 """The checks of `zerofp4 blackwell-check`: whether this GPU multiplies and quantizes as it must.
 
 The native backend of zerofp4.gemm needs FP4 tensor cores, on which it was never run by those who wrote it.
-This shows, on such a GPU and in a few minutes, that the elements and scales that we hand to them are where
-they look for them: products with one-hot operands, of which every element is known exactly, name any element
-or scale that is not in its place.
+In a few minutes this shows whether elements and scales are where such a GPU looks for them: products with
+one-hot operands, which are known exactly, name any element or scale that is not in its place.
 """
 
 from __future__ import annotations

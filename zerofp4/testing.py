@@ -1,7 +1,5 @@
-"""Assertions for code that uses zerofp4, and the check that a live model holds the bytes it has to hold.
-
-Import it by name (`from zerofp4 import testing`): nothing of it is needed to train. Everything is compared
-byte for byte with zerofp4.reference, the specification in plain PyTorch.
+"""Assertions for code that uses zerofp4, and the check that a live model holds the bytes that it has to hold:
+those of zerofp4.reference, the specification in plain PyTorch. Import it by name: training needs none of it.
 """
 
 from __future__ import annotations
@@ -166,11 +164,7 @@ def verify_weights(
     return {"nvfp4_weights": nvfp4, "other_weights": len(weights) - nvfp4}
 
 
-def _differences_from_masters(
-    weights: Mapping[str, torch.Tensor],
-    masters: Sequence[torch.Tensor | None],
-    amax_groups: Sequence[Sequence[torch.Tensor]],
-) -> list[str]:
+def _differences_from_masters(weights: Mapping, masters: Sequence, amax_groups: Sequence) -> list[str]:
     """What this rank holds otherwise than the specification makes of the whole FP32 masters."""
     rounded = {
         id(weight): master.detach().to(weight.device, weight.dtype).view(weight.shape)
@@ -231,9 +225,7 @@ def _matrix_buffers(
     return expected
 
 
-def _differences_from_the_first_rank(
-    weights: Mapping[str, torch.Tensor], group: dist.ProcessGroup
-) -> list[str]:
+def _differences_from_the_first_rank(weights: Mapping, group: dist.ProcessGroup) -> list[str]:
     """Collective: what this rank holds otherwise than the first of the group."""
     first = dist.get_global_rank(group, 0)
     buffers = [

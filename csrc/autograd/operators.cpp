@@ -1,6 +1,6 @@
 // The operators that code by torch.compile calls, dispatched in C++. Schemas and fakes stay in Python.
-// Arguments that are not plain go to the implementation in Python, which computes the same bytes, or says that
-// memory was freed.
+// Arguments that are not plain go to the implementation in Python, which computes the same bytes, or says
+// that memory was freed.
 
 #include <torch/library.h>
 

@@ -98,11 +98,10 @@ def _build_gather(parsed, error: OwnError, group: dist.ProcessGroup | None) -> K
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     """Columnwise data of every weight that has a columnwise buffer, from its gathered codes; expanded and
     swizzled scales of every weight in blocks of 1x16 that has such buffers, from its compact ones. A launch
-    for each of both.
+    for each of both. (The cast writes all scales of 16x16 blocks.)
 
-    All scales of 16x16 blocks are there already: the cast writes both sides. The weights' autograd versions
-    advance. A CUDA graph that a call is captured in uses the weights' buffers of that call in every replay;
-    they are kept alive with the first weight.
+    The weights' autograd versions advance. A CUDA graph that captures a call uses its buffers in every
+    replay; they are kept alive with the first weight.
 
     Raises TypeError or ValueError for anything but a list of distinct weights on one device that can be cast.
     """

@@ -70,14 +70,13 @@ class CastPlan:
     found_inf: float32 [1] on the weights' device, set to 1 when something was skipped and never cleared; the
     plan has one of its own (`plan.found_inf`) if none is given.
 
-    A CUDA graph that step(), all_gather() or post() is captured in uses, in every replay, the storage of the
-    capture: codes, masters, shard buffers and found_inf. The plan keeps that alive, also after refresh(),
-    and must itself live as long as the graph. After refresh() capture again: a replay does not see the new
-    storage.
+    A CUDA graph that captures step(), all_gather() or post() uses the storage of the capture in every replay:
+    codes, masters, shard buffers and found_inf. The plan keeps it alive, and must live as long as the graph.
+    After refresh() capture again: a replay does not see the new storage.
 
-    Building is collective: every rank must build the same plan, and an invalid argument on any rank
-    raises the same ValueError or TypeError on all of them. Who raises what, and what is left to the
-    process group's timeout, stands in docs/failures.md.
+    Building is collective: every rank must build the same plan, and an invalid argument on any rank raises
+    the same ValueError or TypeError on all of them. docs/failures.md says who raises what, and what is left
+    to the process group's timeout.
     """
 
     def __init__(
@@ -189,9 +188,8 @@ class CastPlan:
     def all_gather(self) -> None:
         """Give every rank the codes of all shards. Collective; only queues work on a GPU.
 
-        Storage that has moved is noticed as in step(). Where that or a step that did not take place keeps one
-        rank from giving its codes, no rank changes a weight: that rank raises RuntimeError, the others do as
-        soon as they hear of it, as with step().
+        Storage that has moved is noticed as in step(). If that, or a step that did not take place, keeps a
+        rank from giving its codes, no rank changes a weight, and all raise RuntimeError as in step().
 
         Raises ValueError if an element is owned by no rank, or if codes went to fsdp_shard_model_weights,
         which are the caller's to gather.
@@ -228,8 +226,7 @@ class CastPlan:
 
     def refresh(self, master_weights: Sequence[torch.Tensor | None] | None = None) -> None:
         """Take the addresses of weights, masters and shard buffers anew, after any of them moved. Amaxes left
-        by an update are taken back. Not collective; only queues work on the current stream. CUDA graphs that
-        were captured before keep using the old addresses: capture again.
+        by an update are taken back. Not collective; only queues work on the current stream.
 
         master_weights: tensors of the same lengths that have taken the places of the masters.
 

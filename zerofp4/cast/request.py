@@ -210,12 +210,11 @@ def number_groups(
 ) -> list[int]:
     """The amax group of each weight, numbered by first appearance; a weight in no list is a group of its own.
 
-    weights: records, which members of groups may be, or have; or tensors that will be weights in blocks of
-    this size, which members are themselves. names: of the weights in messages, if not those of records.
-    among: what messages call the weights.
+    weights: records, which members of groups are, or have; or tensors that will be weights in blocks of this
+    size, which members are. names: of the weights in messages, if not those of records. among: what messages
+    call the weights.
 
-    Raises TypeError or ValueError for groups that are none, of other weights, or of weights that cannot share
-    an amax.
+    Raises TypeError or ValueError for wrong groups, and for members that cannot share an amax.
     """
     positions = {id(weight): i for i, weight in enumerate(weights)}
     leader = list(range(len(weights)))

@@ -120,13 +120,12 @@ def quantization_error(
 ) -> QuantizationReport:
     """Measure each NVFP4 weight of a model: error, zeros, saturation, underflow and flipped codes.
 
-    A weight is compared with its FP32 master, or, where the optimizer has none of it, with the value that
-    convert_model quantized, if the weight still keeps that (get_high_precision_init_val()). Without either
-    only the error is left out. Weights of FSDP2 are measured while they are gathered as codes. Changes
-    nothing.
+    A weight is compared with its FP32 master, else with the value that convert_model quantized, if the weight
+    still keeps that (get_high_precision_init_val()). Without either only the error is left out. Weights of
+    FSDP2 are measured while they are gathered as codes. Changes nothing.
 
-    Collective with an optimizer: every rank of its process group must call it. One master is gathered at a
-    time, so a rank needs memory for two FP32 copies of its largest weight. Without an optimizer it is local.
+    Collective with an optimizer: every rank of its process group must call it, and needs memory for two FP32
+    copies of its largest weight, since one master is gathered at a time. Without an optimizer it is local.
 
     model: the module; an unquantized one gives an empty report.
     optimizer: the ZeroFP4Optimizer of the weights.
@@ -134,9 +133,9 @@ def quantization_error(
     keep_codes: keep a copy of all codes in the report, half a byte of CPU memory for each element. In a loop,
         pass it in each call, and each report as the next one's `previous`.
 
-    Raises, before any collective, TypeError for an argument of another type, ValueError for a `previous`
-    without the codes of a weight, or with those of another shape; RuntimeError for an optimizer that is
-    `broken`, or whose parameters a later one has taken over.
+    Raises, before any collective, TypeError for a wrong type, ValueError for a `previous` without the codes
+    of a weight, or with those of another shape; RuntimeError for an optimizer that is `broken`, or whose
+    parameters a later one has taken over.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")

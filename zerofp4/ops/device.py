@@ -137,9 +137,8 @@ def scale_addresses(name: str, side: Side | None) -> list[int]:
 def run_list(make: Callable[[Sequence[int]], Any], words: Sequence[int], fields: int, device) -> None:
     """Run the native list that make(words) returns, on the current stream. Each item is `fields` words.
 
-    A short list travels in the kernel's arguments. A longer one on a GPU goes through a table in its memory,
-    which is copied there first; nothing waits for the copy. A CUDA graph could not copy the table again in
-    its replays: during capture the list takes several launches instead.
+    A short list travels in the kernel's arguments, a longer one in a table in the GPU's memory; nothing waits
+    for its copy. A replay of a CUDA graph could not copy it: during capture the list takes several launches.
     """
     target, most = target_of(device), _C.ARGUMENT_ITEMS * fields
     if device.type != "cuda" or len(words) <= most:
@@ -191,12 +190,10 @@ class Filled:
 class NativePlan:
     """A plan of the extension, with what its launches use in the memory of a GPU.
 
-    A load overwrites the table of descriptors in place, with two exceptions, for which it makes a new one:
-    after hold(), since a captured graph reads the old one, and where the last use was on another stream,
-    which may not have run yet.
+    A load overwrites the table of descriptors in place, but makes a new one after hold(), since a captured
+    graph reads the old one, and if the last use was on another stream, which may not have run yet.
 
-    native: the plan; None where there is nothing to launch.
-    tables: that in use last, after those that graphs read.
+    native: the plan; None if there is nothing to launch. tables: those that graphs read, then the latest.
     captured: by address, the storage that captured CUDA graphs use, kept alive here.
     """
 
@@ -223,12 +220,12 @@ class NativePlan:
     ) -> None:
         """Take this native plan from now on; launches that are queued already keep theirs.
 
-        needs_table: whether its descriptors do not travel in a kernel's arguments.
+        needs_table: whether its descriptors do not travel in a kernel's arguments. Nothing waits for the copy
+        of a table, and one with the same contents is not copied again.
         memory: what every launch uses besides, which the allocator must not reuse before.
         items: whose addresses the descriptors have; a graph that captures a launch keeps them alive.
 
-        Nothing waits for the copy, and a table that has these contents is not copied to again. Raises
-        RuntimeError for a copy while a CUDA graph is captured, and has then changed nothing.
+        Raises RuntimeError for a copy while a CUDA graph is captured, and has then changed nothing.
         """
         if self.device.type == "cuda" and needs_table:
             contents = native.descriptor_bytes()

@@ -165,11 +165,11 @@ def products_by() -> str:
 
 
 def multiply(a, b, alpha, bias, out: torch.Tensor, accumulate: bool) -> bool:
-    """alpha a b^T + bias into out, rounded once, or added to it; on the current stream, without waiting.
+    """alpha a b^T + bias into out, rounded once, or added to it. False, and nothing done, if cuBLASLt has no
+    algorithm for that.
 
-    a [M, K], b [N, K] of one of INPUT_DTYPES, row-major or the transposes of what is; out [M, N] contiguous,
-    of float32 or their dtype; bias of out's dtype. No size is 0. False, and nothing done, where cuBLASLt has
-    no algorithm for that.
+    a [M, K], b [N, K] of one of INPUT_DTYPES, row-major or transposes; out [M, N] contiguous, of float32 or
+    their dtype; bias of out's dtype. No size is 0.
     """
     transposed = (not a.is_contiguous(), not b.is_contiguous())
     alignments = (_alignment(a), _alignment(b), 0 if bias is None else _alignment(bias), _alignment(out))

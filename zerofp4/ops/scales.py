@@ -22,11 +22,10 @@ _known_shapes = functools.lru_cache(maxsize=1024)(scale_shapes)
 
 
 def padded_scale(record: NVFP4Storage | MXFP8Storage, side: str, layout: str) -> torch.Tensor:
-    """The "expanded" (NVFP4 only) or "swizzled" scales of a side, as layout.scale_shape and
-    layout.mxfp8_scale_shape say, of each of a stack: the persistent buffer if there is one, else made from
-    the compact scales.
+    """The "expanded" (NVFP4 only) or "swizzled" scales of a side (layout.scale_shape, mxfp8_scale_shape), of
+    each of a stack: the persistent buffer if there is one, else made from the compact scales.
 
-    Raises ValueError where the record does not have that side, RuntimeError where its scales were freed.
+    Raises ValueError if the record does not have that side, RuntimeError if its scales were freed.
     """
     copy: Side | None = getattr(record, side)
     if copy is None:
@@ -99,16 +98,9 @@ backend("pad_scale")(functools.partial(_change_scale, pad=True))
 backend("unpad_scale")(functools.partial(_change_scale, pad=False))
 
 
-def _change_layouts(
-    sources: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-    matrices: Sequence[tuple[int, int, int]],
-    layout: str,
-    pad: bool,
-) -> None:
-    """Fill targets from sources, which are not checked: compact scales to `layout` (`pad`), or back.
-
-    matrices: (rows, cols, block_rows) of the quantized matrices.
+def _change_layouts(sources, targets, matrices, layout: str, pad: bool) -> None:
+    """Fill targets from sources: compact scales to `layout` (`pad`), or back. matrices: (rows, cols,
+    block_rows) of the quantized matrices.
     """
     words = _words(sources, targets, matrices, layout)
     if words:

@@ -180,9 +180,7 @@ def values_shape(data: torch.Tensor, columnwise: bool) -> tuple[int, ...]:
     "(Tensor data, Tensor scale, Tensor amax, int block_rows, ScalarType dtype, str layout='compact', "
     "int e4m3_max=448, bool columnwise=False) -> Tensor",
 )
-def _(
-    data, scale, amax, block_rows, dtype, layout="compact", e4m3_max=448, columnwise=False
-) -> torch.Tensor:
+def _(data, scale, amax, block_rows, dtype, layout="compact", e4m3_max=448, columnwise=False) -> torch.Tensor:
     return data.new_empty(values_shape(data, columnwise), dtype=dtype)
 
 

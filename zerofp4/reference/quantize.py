@@ -75,12 +75,7 @@ def quantize(
 
 
 def _quantize_side(
-    x: torch.Tensor,
-    amax: torch.Tensor,
-    stream: int,
-    block_rows: int,
-    rng_state: torch.Tensor | None,
-    four_over_six: FourOverSix | None,
+    x, amax, stream: int, block_rows: int, rng_state, four_over_six: FourOverSix | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed codes and compact scales of a matrix in the orientation in which it is stored."""
     if four_over_six is None:
