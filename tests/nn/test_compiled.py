@@ -110,15 +110,6 @@ def test_the_cached_weight_is_quantized_once(monkeypatch):
     assert len(filled) == 1
 
 
-def test_a_later_micro_batch_needs_a_first():
-    module = made("Linear", "cpu")
-    with (
-        autocast(RECIPES["nvfp4"]),
-        pytest.raises(RuntimeError, match="takes the cached weight"),
-    ):
-        compiled(module)(values(16, 64), False)
-
-
 def test_another_recipe_is_another_graph(device):
     module, x = made("Linear", device), values(32, 64, device=device)
     run = compiled(module)

@@ -13,7 +13,7 @@ from cases.frames import TORCH, frames
 from cases.layers import RECIPES
 from cases.nodes import assert_each_same
 from helpers import assert_bytes_equal, poisoned_allocations
-from tensor_helpers import DTYPES, VIEWS, values
+from tensor_helpers import DTYPES, values
 from torch import nn
 
 import zerofp4
@@ -154,31 +154,6 @@ def test_what_needs_no_gradient(device, name, kind, x_needs, weight_needs):
     call.assert_same()
 
 
-@pytest.mark.parametrize("view", [view for view in VIEWS if view != "of three dimensions"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_memory_out_of_order(device, name, view, quantized):
-    call = Call(device, name=name)
-    call.x, call.grad = VIEWS[view](call.x), VIEWS[view](call.grad)
-    if call.splits is not None:
-        call.splits = call.splits.int()
-        call.splits[-1] += len(call.x) - 36
-    call.run_both()
-    assert quantized == []
-    call.assert_same()
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
-def test_any_dimensions(device, recipe):
-    call = Call(device, EXACT[recipe])
-    expected = call.forward(FORWARD)
-    gradients = call.backward(BACKWARD, expected[1:])
-    call.x, call.grad = call.x.view(2, 18, 80), call.grad.view(2, 18, 48)
-    y, *kept = call.forward(FORWARD)
-    assert_each_same([y.flatten(0, 1), *kept], expected, "forward")
-    of_x, *others = call.backward(BACKWARD, kept)
-    assert_each_same([of_x.flatten(0, 1), *others], gradients, "backward")
-
-
 @pytest.mark.parametrize(
     ("name", "block", "columnwise"),
     [
@@ -208,33 +183,6 @@ def test_results_share_no_memory(device, name):
     assert all(each.storage_offset() == 0 for each in made)
 
 
-# Autograd
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_gradients_of_the_operator(device, name, recipe):
-    """By the formula that layers have without the dispatcher, too."""
-    if name == "GroupedLinear" and recipe == "mxfp8":
-        pytest.skip("MXFP8 has no groups")
-    call, found = Call(device, EXACT[recipe], name=name), []
-    leaves = {"x": call.x, "bias": call.layer.bias, "weight": call.layer.weight}
-    call.x.requires_grad_()
-    call.bias, call.weight["weight"] = call.layer.bias, call.layer.weight
-    splits = () if call.splits is None else (call.splits,)
-    with autocast(EXACT[recipe]):
-        for run in (lambda: call.forward(FORWARD)[0], lambda: call.layer(call.x, *splits)):
-            y = run()
-            assert type(y.grad_fn).__name__ == "LayerBackward"
-            torch.manual_seed(7)
-            y.backward(call.grad)
-            found.append({"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items()}})
-            for leaf in leaves.values():
-                leaf.grad = None
-    for key, gradient in found[0].items():
-        assert_bytes_equal(gradient, found[1][key], key)
-
-
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4, dequantized", "mxfp8"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_opcheck(device, name, recipe):
@@ -257,12 +205,6 @@ def test_opcheck(device, name, recipe):
 # What Python does
 
 
-@pytest.mark.parametrize("recipe", PYTHON)
-@pytest.mark.parametrize("kind", ["cached", "of the call"])
-def test_other_recipes(device, kind, recipe):
-    Call(device, EXACT[recipe], kind=kind).assert_same()
-
-
 @pytest.mark.parametrize("kind", ["cached", "of the call"])
 def test_groups_of_weights_in_blocks_of_1x16(device, kind, quantized):
     call = Call(device, EXACT["nvfp4, weights 1x16"], kind=kind, name="GroupedLinear")
@@ -270,23 +212,6 @@ def test_groups_of_weights_in_blocks_of_1x16(device, kind, quantized):
     call.run_both()
     assert (36, 80) in quantized and (36, 48) in quantized
     call.assert_same()
-
-
-def test_rows_that_nothing_completes(device, quantized):
-    """Of an odd number of them without the transform, Python completes the columns."""
-    call = Call(device, EXACT["nvfp4, no transform"], tokens=17)
-    call.run_both()
-    assert (18, 80) in quantized
-    call.assert_same()
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_inference_mode(device, name, quantized):
-    call = Call(device, name=name)
-    with torch.inference_mode():
-        made = call.forward(FORWARD)
-    assert quantized
-    assert_each_same(made, call.forward(_linear), "forward")
 
 
 def shrunk(tensor: torch.Tensor) -> torch.Tensor:

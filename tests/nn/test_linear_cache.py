@@ -3,36 +3,16 @@
 import pytest
 import torch
 from cases.layers import RECIPES
-from cases.nodes import in_python
 from helpers import assert_bytes_equal, needs_gpu
 from tensor_helpers import values
 from torch import nn
 
-import zerofp4
-from zerofp4.nn import GroupedLinear, Linear, autocast, quantizers
+from zerofp4.nn import GroupedLinear, Linear, autocast
 
 
 def layer(in_features=64, out_features=48, **options):
     torch.manual_seed(0)
     return Linear(in_features, out_features, dtype=torch.bfloat16, **options)
-
-
-def counted(monkeypatch):
-    """The roles of what Python quantizes from here on, all of it."""
-    in_python(monkeypatch)
-    roles = []
-    record, update = quantizers.Quantizers.record, quantizers.Quantizers.update_
-
-    def count(function):
-        def counting(self, role, *arguments, **options):
-            roles.append(role)
-            return function(self, role, *arguments, **options)
-
-        return counting
-
-    monkeypatch.setattr(quantizers.Quantizers, "record", count(record))
-    monkeypatch.setattr(quantizers.Quantizers, "update_", count(update))
-    return roles
 
 
 def step(module, batches, recipe, cached, optimizer=None):
@@ -64,35 +44,14 @@ def test_bytes_are_the_same_with_and_without(name, count):
             assert_bytes_equal(*pair, f"result {index}")
 
 
-@pytest.mark.parametrize("primary", [False, True])
-def test_steps_of_an_optimizer(primary):
-    batches = [(values(16, 64, seed=i), values(16, 48, seed=i + 9)) for i in range(3)]
-    results = []
-    for cached in (True, False):
-        model = nn.Sequential(layer())
-        if primary:
-            zerofp4.convert_model(model)
-            optimizer = zerofp4.optim.ZeroFP4Optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-        else:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        steps = [step(model[0], batches, RECIPES["nvfp4"], cached, optimizer) for _ in range(3)]
-        results.append([*steps[0], *steps[1], *steps[2]])
-    for index, (mine, other) in enumerate(zip(*results, strict=True)):
-        assert_bytes_equal(mine, other, f"result {index}")
-
-
-def test_the_weight_is_quantized_once_per_step(monkeypatch):
-    module, roles = layer(), counted(monkeypatch)
-    batches = [(values(16, 64, seed=i), values(16, 48, seed=i)) for i in range(4)]
-    step(module, batches, RECIPES["nvfp4"], True)
-    assert roles.count("weight") == 1 and roles.count("input") == roles.count("gradient") == 4
-    roles.clear()
-    step(module, batches, RECIPES["nvfp4"], False)
-    assert roles.count("weight") == 4
-    primary = layer(primary_weights=True)
-    roles.clear()
-    step(primary, batches, RECIPES["nvfp4"], True)
-    assert "weight" not in roles
+def test_the_weight_is_quantized_once_per_step(quantized):
+    batches, recipe = [(values(16, 64, seed=i), values(16, 48, seed=i)) for i in range(4)], RECIPES["mxfp8"]
+    for cached, count in ((True, 1), (False, 4)):
+        quantized.clear()
+        step(layer(), batches, recipe, cached)
+        assert (
+            quantized.count((48, 64)) == count and quantized.count((16, 64)) == quantized.count((16, 48)) == 4
+        )
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
@@ -162,11 +121,6 @@ def test_what_inference_mode_made_serves_no_training(first):
         with torch.inference_mode():
             assert_bytes_equal(module(x, False), expected, "inference again")
     assert_bytes_equal(y.detach(), expected, "y")
-
-
-def test_a_later_micro_batch_needs_a_first():
-    with autocast(RECIPES["nvfp4"]), pytest.raises(RuntimeError, match="call the layer with is_first_micro"):
-        layer()(values(16, 64), False)
 
 
 @needs_gpu

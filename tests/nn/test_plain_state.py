@@ -1,7 +1,6 @@
 """Converted models for what knows ordinary tensors only."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -150,13 +149,3 @@ def test_wrong_arguments_of_exports(device):
     optimizer = ZeroFP4Optimizer(net.parameters())
     with pytest.raises(TypeError, match="dtype must be a floating one"):
         zerofp4.master_state_dict(net, optimizer, torch.int32)
-
-
-def test_a_models_file_is_read_with_weights_only(device):
-    net = make(device)
-    file = io.BytesIO()
-    torch.save(net.state_dict(), file)
-    file.seek(0)
-    other = make(device, 1)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert_bytes_equal(other.first.weight.rowwise_data, net.first.weight.rowwise_data, "first.weight")
