@@ -122,19 +122,6 @@ def test_hooks_compute_with_quantized_weights_as_outside(device, run, quantize):
     assert seen == [True]
 
 
-@pytest.mark.parametrize("run", [autograd.functional.vhp, autograd.functional.hvp], ids=["vhp", "hvp"])
-def test_autograd_functional(device, run):
-    """Second derivatives through a checkpoint are those without one."""
-    parameters, x = tuple(w.detach() for w in weights(device)), inputs(device)
-    directions = tuple(values(64, 64, device=device, seed=i) for i in range(4, 7))
-    found, wanted = (
-        run(lambda *ws, layer=layer: loss_of(x, ws, layer), parameters, directions)[1]
-        for layer in (LAYERS["checkpoint"], F.linear)
-    )
-    for i, (product, expected) in enumerate(zip(found, wanted, strict=True)):
-        assert_bytes_equal(product, expected, f"weight {i}")
-
-
 def quantized_output(x, parameters):
     return zerofp4.quantize(outputs(x, parameters), straight_through=True)
 

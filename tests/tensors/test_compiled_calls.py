@@ -7,12 +7,10 @@ from collections import Counter
 import pytest
 import torch
 from cases.frames import TORCH, frames
-from helpers import assert_bytes_equal, poisoned_allocations
-from tensor_helpers import DTYPES, values
+from tensor_helpers import values
 from torch import nn
 
 import zerofp4
-from zerofp4.ops.dequantize import _dequantize
 
 FORMATS = {
     "16x16": {},
@@ -42,45 +40,3 @@ def test_no_frame_of_this_package(fresh_compiler, backend, format):
 def test_frames_are_counted():
     """Or the test above finds none whatever runs."""
     assert frames(lambda: zerofp4.quantize(values(32, 64)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("block_rows", [1, 16])
-def test_the_operator_gives_the_bytes_of_python(device, block_rows, columnwise, dtype):
-    t = zerofp4.quantize(values(48, 80, device=device), block=(block_rows, 16), columnwise=True)
-    data, scale = (t.columnwise_data, t.columnwise_scale) if columnwise else (t.rowwise_data, t.rowwise_scale)
-    for given in (scale, scale.view(torch.uint8)):
-        arguments = (data, given, t.amax, block_rows, dtype, "compact", 448, columnwise)
-        with poisoned_allocations():
-            actual, expected = torch.ops.zerofp4.dequantize(*arguments), _dequantize(*arguments)
-        assert_bytes_equal(actual, expected, "values")
-
-
-def plain_arguments() -> dict:
-    t = zerofp4.quantize(values(48, 80))
-    return {
-        "data": t.rowwise_data,
-        "scale": t.rowwise_scale,
-        "amax": t.amax,
-        "block_rows": 16,
-        "dtype": torch.bfloat16,
-        "layout": "compact",
-        "e4m3_max": 448,
-        "columnwise": False,
-    }
-
-
-@pytest.mark.parametrize("name", ["data", "scale", "amax"])
-def test_memory_that_is_gone_is_refused(name):
-    arguments = plain_arguments()
-    arguments[name] = arguments[name].clone()
-    arguments[name].untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match=f"{name} needs .* of its storage, which has 0: it was freed"):
-        torch.ops.zerofp4.dequantize(*arguments.values())
-
-
-def test_a_stack_goes_on_to_python(device):
-    t = zerofp4.quantize(values(3, 48, 80, device=device))
-    arguments = (t.rowwise_data, t.rowwise_scale, t.amax, 16, torch.bfloat16)
-    assert_bytes_equal(torch.ops.zerofp4.dequantize(*arguments), t.dequantize(), "values")

@@ -129,20 +129,6 @@ def test_arguments_by_name(device):
     assert is_native(F.linear(input=x, weight=weight))
 
 
-def test_a_weight_used_twice(device):
-    product = Product(device, bias=False)
-
-    def run():
-        leaves = product.leaves()
-        (F.linear(leaves["x"], leaves["weight"]) + F.linear(2 * leaves["x"], leaves["weight"])).backward(
-            product.grad
-        )
-        F.linear(leaves["x"], leaves["weight"]).backward(product.grad)
-        return gradients_of(leaves)
-
-    assert_same(run)
-
-
 def test_no_gradient_at_all(device):
     """Autograd functions in Python get zeros for it."""
 

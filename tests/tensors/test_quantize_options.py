@@ -51,24 +51,6 @@ def test_formats(device, dtype, options):
         assert_bytes_equal(bare.swizzled_scale(columnwise), getattr(t, f"{side}_scale_swizzled"), side)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33])
-def test_the_transform_completes_the_last_group_of_rows(device, rows):
-    x = values(rows, 48, device=device)
-    t = zerofp4.quantize(x, block=(1, 16), columnwise=True, hadamard=True)
-    assert t.columnwise_data.shape == (48, (rows + 15) // 16 * 8)
-    assert_specified(t, x, block=(1, 16), hadamard=True)
-
-
-def test_a_transformed_copy_alone_has_its_own_amax_and_no_values(device):
-    x = values(32, 48, device=device)
-    t = zerofp4.quantize(x, block=(1, 16), rowwise=False, columnwise=True, hadamard=True)
-    assert t.columnwise_amax is t.amax
-    assert_specified(t, x, block=(1, 16), hadamard=True)
-    with pytest.raises(ValueError, match="only a columnwise copy, of its Hadamard transform"):
-        t.dequantize()
-    assert "hadamard=True" in repr(t)
-
-
 @pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True)])
 def test_one_side(device, rowwise, columnwise):
     x = values(34, 50, device=device)
@@ -82,14 +64,6 @@ def test_one_side(device, rowwise, columnwise):
 
 
 # Inputs
-
-
-def test_given_amax(device):
-    x = values(32, 64, device=device)
-    amax = x.abs().amax().float().reshape(1) * 1.7
-    t = zerofp4.quantize(x, amax=amax, **ALL)
-    assert_quantized(t, x, amax=amax)
-    assert t.amax.data_ptr() != amax.data_ptr()
 
 
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
@@ -165,19 +139,6 @@ def test_out(device, options):
     assert zerofp4.quantize(x, columnwise=True, out=t, **options) is t
     assert_record_equal(t, zerofp4.quantize(x, **ALL, **options))
     assert addresses(t) == before and t._version > version
-
-
-@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
-def test_skip(device, options):
-    t = zerofp4.quantize(values(48, 80, device=device), **ALL, **options)
-    before, x = t.clone(), values(48, 80, device=device, seed=1)
-    flag = torch.ones(1, device=device)
-    arguments = {"columnwise": True, "out": t, "skip": flag, **options}
-    zerofp4.quantize(x, **arguments)
-    assert_record_equal(t, before)
-    flag.zero_()
-    zerofp4.quantize(x, **arguments)
-    assert_record_equal(t, zerofp4.quantize(x, **ALL, **options))
 
 
 # Compiled and captured

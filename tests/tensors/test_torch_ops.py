@@ -44,20 +44,6 @@ def test_copy_of_a_quantized_tensor_copies_bytes(device, source):
     assert addresses(target) == before
 
 
-def test_copy_between_blocks_requantizes_and_one_side_of_1x16_does_not_give_the_other(device):
-    rows = make(device, block=(1, 16), columnwise=False, scale_layouts=["compact"])
-    tiles = zerofp4.empty((48, 80), device=device)
-    tiles.copy_(rows)
-    assert_quantized(tiles, rows.dequantize())
-    both = make(device, block=(1, 16))
-    before = both.clone()
-    with pytest.raises(ValueError, match="the source has no columnwise copy"):
-        both.copy_(rows)
-    assert_record_equal(both, before)
-    rows.copy_(both)
-    assert_record_equal(rows, both, ["rowwise_data", "rowwise_scale", "amax"])
-
-
 def test_zero_and_fill(device):
     t = make(device, (34, 72))
     before = addresses(t)

@@ -260,7 +260,7 @@ def test_conversions_are_those_of_the_values_in_every_mode(device, make_format, 
             torch.float64: (lambda: t.double(), lambda: t.to(t.device, torch.float64)),
         }.items():
             assert_bytes_equal(t.dequantize(dtype), exact.to(dtype), f"exact values as {dtype}")
-            for way in (*ways, lambda dtype=dtype: t.to(dtype)):
+            for way in (*ways, lambda dtype=dtype: t.to(dtype), lambda dtype=dtype: t.type(dtype)):
                 assert type(way()) is torch.Tensor
                 assert_bytes_equal(way().cpu(), t.dequantize().to(dtype).cpu(), str(dtype))
         assert t.dequantize().dtype == t.dtype and t.bfloat16() is t
