@@ -11,8 +11,6 @@ import pytest
 import torch
 from helpers import assert_bytes_equal
 
-from zerofp4.nn.quantizers import Quantizers
-
 
 def by_both(module: ModuleType, name: str, run: Callable) -> tuple:
     """What run() returns with the node in C++ and with the one in Python. module, name: where the function of
@@ -53,14 +51,6 @@ def run_in_threads(function: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
         sys.setswitchinterval(before)
     assert len(found) == 3
     return found
-
-
-_IN_PYTHON = property(lambda _: None, lambda quantizers, value: vars(quantizers).update(scheme=value))
-
-
-def in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on Python multiplies in layers."""
-    monkeypatch.setattr(Quantizers, "scheme", _IN_PYTHON, raising=False)
 
 
 def gradients_of(layer: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
