@@ -4,7 +4,7 @@ import math
 
 import torch
 from helpers import assert_bytes_equal
-from tensor_helpers import assert_record_equal, values
+from tensor_helpers import values
 
 import zerofp4
 from cases.ops import POISON
@@ -43,26 +43,10 @@ def expected_buffers(x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: expected[name].view(torch.uint8) for name in NAMES}
 
 
-class Guarded:
-    """A poisoned buffer of bytes with poison around it; `offset` bytes from where it would be aligned."""
-
-    MARGIN = 256
-
-    def __init__(self, shape, device, offset: int = 0):
-        self.numel, self.begin = math.prod(shape), self.MARGIN + offset
-        size = self.begin + self.numel + self.MARGIN
-        self.memory = torch.full((size,), POISON, dtype=torch.uint8, device=device)
-        self.buffer = self.memory[self.begin : self.begin + self.numel].view(shape)
-
-    def check(self, expected: torch.Tensor, what: str) -> None:
-        assert_bytes_equal(self.buffer, expected, what)
-        around = torch.cat([self.memory[: self.begin], self.memory[self.begin + self.numel :]])
-        assert (around == POISON).all(), f"{what}: something was written beside it"
-
-
-def random_bytes(shape, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+def at_an_offset(shape, device, offset: int) -> torch.Tensor:
+    """Poisoned bytes, so many from where they would be aligned."""
+    size = offset + math.prod(shape)
+    return torch.full((size,), POISON, dtype=torch.uint8, device=device)[offset:].view(shape)
 
 
 def swizzled_bytes(scale: torch.Tensor, shape, columnwise: bool) -> torch.Tensor:
@@ -74,10 +58,6 @@ def swizzled_bytes(scale: torch.Tensor, shape, columnwise: bool) -> torch.Tensor
 
 def make(device="cpu", shape=(48, 80), **options):
     return zerofp4.quantize_mxfp8(values(*shape, device=device), **{**ALL, **options})
-
-
-def assert_same(actual, expected, names=NAMES):
-    assert_record_equal(actual, expected, names)
 
 
 def assert_quantized(tensor, x):

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.cast import ROWS, TILES, check_kinds, check_plan_and_functions, check_replays, make_kinds, run
+from cases.cast import ROWS, TILES, check_kinds, check_replays, make_kinds, run
+from cases.quantize import CHOICES
 from helpers import assert_bytes_equal, needs_gpu
 
 import zerofp4
-from zerofp4 import FourOverSix
-
-CHOICES = [FourOverSix(256, "mae"), FourOverSix(256, "mse"), FourOverSix(448, "mae"), FourOverSix(448, "mse")]
-SHAPES = {TILES: [(34, 288), (16, 16), (2, 2), (130, 1000)], ROWS: [(33, 288), (3, 16), (1, 2), (131, 1000)]}
-
-
-@pytest.mark.parametrize("block", [TILES, ROWS])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_plan_and_functions(device, choice, dtype, block):
-    weights, masters, starts = make_kinds(device, SHAPES[block], [block], [choice], dtype)
-    check_plan_and_functions(weights, masters, starts)
 
 
 def test_all_kinds_in_one_plan(device):
@@ -124,8 +113,3 @@ def test_a_shard_of_whole_blocks_is_taken(block, shape, start, numel):
     """Also up to the end of a matrix, or of a row, where tiles and blocks are cut off."""
     weight = zerofp4.empty(shape, block=block, four_over_six=CHOICES[0])
     zerofp4.CastPlan([weight], [torch.zeros(numel)], [start]).step()
-
-
-def test_choices_that_are_none():
-    with pytest.raises(TypeError, match="four_over_six must be a FourOverSix or None, got bool"):
-        zerofp4.empty((16, 16), four_over_six=True)

@@ -1,4 +1,4 @@
-"""Casts into weights in blocks of 1x16, whose scales each rank writes and post() pads, and of both kinds."""
+"""Casts into weights in blocks of 1x16, whose scales each rank writes and post() pads, and of all kinds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import weakref
 
 import pytest
 import torch
-from cases.cast import ROWS, TILES, check_kinds, check_plan_and_functions, check_replays, make_kinds, run
+from cases.cast import (
+    ROWS,
+    TILES,
+    check_kinds,
+    check_plan_and_functions,
+    check_replays,
+    make_kinds,
+    run,
+)
+from cases.quantize import CHOICES
 from helpers import assert_bytes_equal, at_an_odd_address, needs_gpu
 
 import zerofp4
@@ -18,9 +27,10 @@ BLOCKS = {"rows": [ROWS], "tiles": [TILES], "both": [ROWS, TILES]}
 
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_plan_and_functions(device, dtype, blocks):
-    shapes = [(34, 288), (16, 16), (130, 1000), (64, 64)] if TILES in blocks else None
-    weights, masters, starts = make_kinds(device, shapes, blocks, dtype=dtype)
+@pytest.mark.parametrize("choice", [None, *CHOICES], ids=str)
+def test_plan_and_functions(device, choice, dtype, blocks):
+    shapes = [(34, 288), (16, 16), (2, 2), (130, 1000), (64, 64)] if TILES in blocks else None
+    weights, masters, starts = make_kinds(device, shapes, blocks, [choice], dtype)
     assert all((weight.columnwise_data is None) == (weight.block == ROWS) for weight in weights)
     check_plan_and_functions(weights, masters, starts)
 

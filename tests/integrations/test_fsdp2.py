@@ -10,25 +10,15 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases.fsdp2 import Model, check_gathered, shard, take_experts
 from helpers import assert_bytes_equal, collect_garbage
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zerofp4
 from zerofp4.integrations import fsdp2
 from zerofp4.integrations.fsdp2 import master
-
-
-@pytest.fixture
-def mesh():
-    """A mesh of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DeviceMesh("cpu", [0], mesh_dim_names=("shard",))
-    dist.destroy_process_group()
 
 
 def prepared(dtype=None) -> Model:

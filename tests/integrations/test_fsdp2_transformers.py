@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases.fsdp2 import check_gathered
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from zerofp4.integrations import fsdp2
@@ -23,14 +21,6 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-
-
-@pytest.fixture
-def mesh():
-    """A mesh of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DeviceMesh("cpu", [0], mesh_dim_names=("shard",))
-    dist.destroy_process_group()
 
 
 @pytest.mark.heavy

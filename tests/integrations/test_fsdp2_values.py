@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases.fsdp2 import Experts
 from helpers import assert_bytes_equal
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zerofp4
 from zerofp4.integrations import fsdp2
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-@pytest.fixture
-def mesh():
-    """A mesh of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DeviceMesh("cpu", [0], mesh_dim_names=("shard",))
-    dist.destroy_process_group()
 
 
 class TakesCodes(nn.Linear):

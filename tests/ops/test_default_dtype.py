@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.cast import check as check_cast
-from cases.cast import make
 from cases.optim import Plain, check, make_gradients, make_parameters, set_gradients
 from helpers import assert_bytes_equal
 
@@ -86,15 +84,6 @@ def test_values_of_python_are_not_rounded(device):
     weight = zerofp4.empty((16, 16), dtype=torch.float32, device=device)
     weight.fill_(0.1)
     assert weight.amax.dtype == torch.float32 and weight.amax.item() == torch.tensor(0.1, dtype=torch.float32)
-
-
-def test_cast(device):
-    weights, masters, starts = make(device)
-    masters = [master.float() for master in masters]
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    assert plan.reduced.dtype == plan.found_inf.dtype == torch.float32
-    plan.step()
-    check_cast(weights, masters)
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, FusedAdamW])

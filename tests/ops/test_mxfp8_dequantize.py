@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases.mxfp8 import SHAPES, Guarded, random_bytes, swizzled_bytes
-from cases.ops import DTYPES, marked
+from cases.mxfp8 import SHAPES, at_an_offset, swizzled_bytes
+from cases.ops import DTYPES, marked, random_bytes
 from helpers import assert_values_equal, poisoned_allocations
 
 from zerofp4 import reference
@@ -19,12 +19,11 @@ def check_dequantize(data, scale, columnwise: bool, dtype, device, offset: int =
     """data and scale: bytes on the CPU."""
     formats = data.view(MXFP8_DATA_DTYPE), scale.view(MXFP8_SCALE_DTYPE)
     expected = reference.dequantize_mxfp8(*formats, columnwise, dtype)
-    guarded = Guarded(data.shape, device, offset)
-    guarded.buffer.copy_(data)
+    stored = at_an_offset(data.shape, device, offset).copy_(data)
     layouts = {"compact": scale, "swizzled": swizzled_bytes(scale, data.shape, columnwise)}
     for layout, scales in layouts.items():
         with poisoned_allocations():
-            actual = ZEROFP4.dequantize_mxfp8(guarded.buffer, scales.to(device), columnwise, layout, dtype)
+            actual = ZEROFP4.dequantize_mxfp8(stored, scales.to(device), columnwise, layout, dtype)
         assert_values_equal(actual.cpu(), expected, f"{tuple(data.shape)} {dtype} {layout}")
 
 

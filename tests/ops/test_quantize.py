@@ -14,7 +14,6 @@ from cases.ops import (
     marked,
 )
 from cases.quantize import MODES, check, make_record, with_state
-from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -159,32 +158,6 @@ def test_no_elements(device, mode, shape):
     assert record.amax.item() == record.columnwise_amax.item() == 0
     ops.quantize_into(x, record, rng_state=state, amax=2 * skip, skip=skip - 1)
     assert record.amax.item() == 2
-
-
-def test_stochastic_codes_of_a_tile_are_the_same_in_both_copies(device):
-    x = draw_values(6, 48 * 80, "normal").view(48, 80).to(device)
-    record = check(x, MODES["stochastic 2d"], "stochastic 2d")
-    assert_bytes_equal(
-        record.buffer("columnwise_data"),
-        reference.transpose_packed(record.buffer("rowwise_data")),
-        "transpose",
-    )
-
-
-def test_stochastic_codes_of_values_on_and_between_all_grid_points(device):
-    """With a factor of 1, so that what is rounded are the values themselves, in 256ths of a step."""
-    low = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
-    step = torch.tensor([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0])
-    values = (low[:, None] + torch.arange(256) / 256 * step[:, None]).flatten()
-    values[::16] = 6.0  # the largest of every block, and of the tensor 6 * 448: scales are 1
-    x, amax = values.repeat(16, 1).to(device), torch.tensor([6.0 * 448], device=device)
-    for seed in range(8):
-        state = torch.tensor([seed, seed], device=device)
-        record = make_record(x, MODES["1d"], columnwise=False)
-        ops.quantize_into(x, record, amax=amax, rng_state=state)
-        r = reference.random_bytes(state, x.shape, reference.ROWWISE_STREAM)
-        expected = reference.pack(reference.float_to_e2m1_stochastic(x, r))
-        assert_bytes_equal(record.buffer("rowwise_data"), expected, f"seed {seed}")
 
 
 # Sizes: several bands of tiles, one copy with whole strips, more rows than a dimension of a CUDA grid

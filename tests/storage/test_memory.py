@@ -67,10 +67,8 @@ def test_strides_that_leave_the_shape_are_refused():
 
 
 @pytest.fixture
-def local_mesh():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
+def local_mesh(world_of_one):
+    return init_device_mesh("cpu", (1,))
 
 
 def assert_refused(x, message):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases.mxfp8 import ALL, NAMES, assert_quantized, assert_same, make
+from cases.mxfp8 import ALL, NAMES, assert_quantized, make
 from helpers import assert_bytes_equal, at_an_odd_address
-from tensor_helpers import DTYPES, addresses, values
+from tensor_helpers import DTYPES, addresses, assert_record_equal, values
 from torch import nn
 
 import zerofp4
@@ -116,7 +116,7 @@ def test_no_elements(device, shape):
 # Copies, and what is shared
 
 
-def test_to_another_device_or_dtype(device):
+def test_to_another_device(device):
     t = make(device)
     assert t.to(device) is t
     there = t.to("meta")
@@ -124,12 +124,7 @@ def test_to_another_device_or_dtype(device):
     module = linear(t)
     module.to("cpu")
     assert isinstance(module.weight, zerofp4.MXFP8Tensor)
-    assert_same(module.weight, make())
-    for dtype in (torch.float32, torch.float16, torch.float64):
-        expected = reference.dequantize_mxfp8(t.rowwise_data, t.rowwise_scale, False, dtype)
-        for actual in (t.to(dtype), t.dequantize(dtype), torch.empty_like(expected).copy_(t)):
-            assert type(actual) is torch.Tensor
-            assert_bytes_equal(actual, expected, f"values as {dtype}")
+    assert_record_equal(module.weight, make())
 
 
 def linear(t):
@@ -145,7 +140,7 @@ def test_flatten_names_what_exists_and_unflatten_restores_it():
         assert names == list(expected)
         inner = {name: getattr(t, name) for name in names}
         new = zerofp4.MXFP8Tensor.__tensor_unflatten__(inner, context, t.shape, t.stride())
-        assert_same(new, t)
+        assert_record_equal(new, t)
         assert (new.shape, new.dtype) == (t.shape, t.dtype)
     scales = "rowwise=compact+swizzled, columnwise=compact+swizzled"
     options = f"dtype=torch.bfloat16, block=(1, 32), device=cpu, {scales}"

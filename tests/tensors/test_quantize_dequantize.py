@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases.ops import DTYPES, KINDS, SHAPES, draw_values, marked
+from cases.quantize import CHOICES
 from helpers import assert_bytes_equal, assert_values_equal, poisoned_allocations
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,6 @@ import zerofp4
 from zerofp4 import FourOverSix, reference
 
 ZEROFP4 = torch.ops.zerofp4
-CHOICES = [FourOverSix(e4m3_max, error) for e4m3_max in (448, 256) for error in ("mae", "mse")]
 MODES = {"nearest": {}, "stochastic": {"stochastic_rounding": True}}
 MODES |= {str(choice): {"four_over_six": choice} for choice in CHOICES}
 

@@ -24,14 +24,6 @@ FORMATS = {"nvfp4": make, "mxfp8": make_mxfp8}
 formats = pytest.mark.parametrize("make_format", FORMATS.values(), ids=FORMATS)
 
 
-@pytest.fixture
-def world_of_one():
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 # Stagers
 
 
