@@ -6,7 +6,7 @@ import functools
 import gc
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -16,6 +16,7 @@ import zerofp4
 from zerofp4.testing import assert_bytes_equal, first_difference
 
 __all__ = [
+    "assert_all_equal",
     "assert_bytes_equal",
     "assert_each_equal",
     "assert_values_equal",
@@ -63,6 +64,14 @@ def without_nan_payloads(tensor: torch.Tensor) -> torch.Tensor:
 def assert_values_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     """Bytes, except that a NaN equals any other."""
     assert_bytes_equal(without_nan_payloads(actual), without_nan_payloads(expected), what)
+
+
+def assert_all_equal(
+    actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], what: str = "result"
+) -> None:
+    """assert_bytes_equal of as many as there are."""
+    for i, (mine, other) in enumerate(zip(actual, expected, strict=True)):
+        assert_bytes_equal(mine, other, f"{what} {i}")
 
 
 def assert_each_equal(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from helpers import assert_bytes_equal
+from helpers import assert_all_equal, assert_bytes_equal
 from torch import nn
 from torch.nn import functional as F
 
@@ -131,11 +131,6 @@ def assert_weights_follow(parameters: list[nn.Parameter], masters: list[torch.Te
         expected = specified(master.to(p.dtype).view(p.shape))
         for name, value in expected._asdict().items():
             assert_bytes_equal(getattr(p, name), value, f"parameter {i}: {name}")
-
-
-def assert_all_equal(actual: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
-    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        assert_bytes_equal(a, e, f"{what} {i}")
 
 
 OPTIMIZERS = {

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from cases.layers import RECIPES
-from helpers import assert_bytes_equal, needs_gpu
+from helpers import assert_all_equal, assert_bytes_equal, needs_gpu
 from tensor_helpers import values
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -41,12 +41,6 @@ def step(module, function, recipe, x, *arguments):
     return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
-def assert_same(actual, expected):
-    assert len(actual) == len(expected)
-    for i, (mine, other) in enumerate(zip(actual, expected, strict=True)):
-        assert_bytes_equal(mine, other, f"result {i}")
-
-
 def compiled(module):
     return torch.compile(module, fullgraph=True, backend="aot_eager")
 
@@ -70,7 +64,7 @@ def test_forward_and_backward_in_one_graph(device, name, recipe):
     module = made(name, device)
     run, recipe = compiled(module), RECIPES[recipe]
     for x in (values(32, 64, device=device), values(2, 18, 64, device=device, seed=1)):
-        assert_same(step(module, run, recipe, x), step(module, module, recipe, x))
+        assert_all_equal(step(module, run, recipe, x), step(module, module, recipe, x))
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4, dequantized"])
@@ -80,7 +74,7 @@ def test_primary_weights(device, name, recipe):
     x = values(32, 64, device=device)
     run = compiled(module)
     for _ in range(2):
-        assert_same(step(module, run, recipe, x), step(module, module, recipe, x))
+        assert_all_equal(step(module, run, recipe, x), step(module, module, recipe, x))
         weight = next(p for p in module.parameters() if isinstance(p, zerofp4.NVFP4Tensor))
         weight.data.copy_(values(*weight.shape, device=device, seed=5))
 
@@ -91,13 +85,13 @@ def test_the_cache_is_that_of_the_layer(device, name):
     module, recipe = made(name, device), RECIPES["nvfp4"]
     x, run = values(32, 64, device=device), compiled(module)
     expected = step(module, module, recipe, x)
-    assert_same(step(module, run, recipe, x, True), expected)
-    assert_same(step(module, module, recipe, x, False), expected)
-    assert_same(step(module, run, recipe, x, False), expected)
+    assert_all_equal(step(module, run, recipe, x, True), expected)
+    assert_all_equal(step(module, module, recipe, x, False), expected)
+    assert_all_equal(step(module, run, recipe, x, False), expected)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(1.5)
-    assert_same(step(module, run, recipe, x, False), step(module, module, recipe, x))
+    assert_all_equal(step(module, run, recipe, x, False), step(module, module, recipe, x))
 
 
 def test_the_cached_weight_is_quantized_once(monkeypatch):
@@ -114,7 +108,7 @@ def test_another_recipe_is_another_graph(device):
     module, x = made("Linear", device), values(32, 64, device=device)
     run = compiled(module)
     for recipe in (RECIPES["nvfp4"], RECIPES["mxfp8"], NVFP4Recipe(hadamard=False)):
-        assert_same(step(module, run, recipe, x), step(module, module, recipe, x))
+        assert_all_equal(step(module, run, recipe, x), step(module, module, recipe, x))
     assert torch.equal(run(x), module(x))  # an ordinary layer, outside of autocast
 
 
@@ -124,7 +118,7 @@ def test_an_odd_number_of_rows_without_the_transform(device):
     run = compiled(module)
     for rows in (17, 32, 7):
         x = values(rows, 64, device=device)
-        assert_same(step(module, run, recipe, x), step(module, module, recipe, x))
+        assert_all_equal(step(module, run, recipe, x), step(module, module, recipe, x))
 
 
 def test_other_recipes_for_some_modules(device):
@@ -141,7 +135,7 @@ def test_other_recipes_for_some_modules(device):
         torch.manual_seed(7)
         y.backward(torch.ones_like(y))
         results.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
-    assert_same(*results)
+    assert_all_equal(*results)
 
 
 def test_blocks_that_are_compiled_alone(device):
@@ -172,7 +166,7 @@ def test_a_checkpoint_around_compiled_code(device, reentrant):
             torch.manual_seed(7)
             y.sum().backward()
             results.append([y.detach(), leaf.grad, *(p.grad for p in module.parameters())])
-        assert_same(*results)
+        assert_all_equal(*results)
 
 
 def test_only_the_gradients_that_are_needed(device):
@@ -190,7 +184,7 @@ def test_only_the_gradients_that_are_needed(device):
         y.sum().backward()
         results.append((y.detach(), leaf.grad))
     assert module.weight.grad is None
-    assert_same(*results)
+    assert_all_equal(*results)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
@@ -220,7 +214,7 @@ def test_inductor():
     device = torch.device("cuda")
     module, recipe, x = made("Linear", device), RECIPES["nvfp4"], values(32, 64, device=device)
     run = torch.compile(module, fullgraph=True, backend="inductor")
-    assert_same(step(module, run, recipe, x)[:3], step(module, module, recipe, x)[:3])
+    assert_all_equal(step(module, run, recipe, x)[:3], step(module, module, recipe, x)[:3])
 
 
 # Groups that are multiplied at once
@@ -241,9 +235,9 @@ def test_groups_in_one_graph(device, options):
         given = torch.tensor(splits, device=device)
         with torch.compiler.set_stance("fail_on_recompile" if splits[1] else "default"):
             actual = step(module, run, recipe, x, given)
-        assert_same(actual, step(module, module, recipe, x, given))
+        assert_all_equal(actual, step(module, module, recipe, x, given))
     splits = [16, 0, 17, 3]  # on the host
-    assert_same(step(module, run, recipe, x, splits), step(module, module, recipe, x, splits))
+    assert_all_equal(step(module, run, recipe, x, splits), step(module, module, recipe, x, splits))
 
 
 @pytest.mark.usefixtures("multiplied_at_once")
@@ -252,15 +246,15 @@ def test_the_cache_of_groups(device, options):
     module, recipe = groups(device, **options), NVFP4Recipe(stochastic_rounding=False)
     run, given = compiled(module), (values(36, 64, device=device), [16, 0, 17, 3])
     for first in (True, False):
-        assert_same(step(module, run, recipe, *given, first), step(module, module, recipe, *given))
+        assert_all_equal(step(module, run, recipe, *given, first), step(module, module, recipe, *given))
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(values(*parameter.shape, device=device, seed=4))
-    assert_same(step(module, run, recipe, *given, False), step(module, module, recipe, *given))
+    assert_all_equal(step(module, run, recipe, *given, False), step(module, module, recipe, *given))
 
 
 @pytest.mark.usefixtures("multiplied_at_once")
 def test_groups_of_weights_in_blocks_of_1x16(device):
     module, given = groups(device), (values(36, 64, device=device), [16, 0, 17, 3])
     recipe = NVFP4Recipe(weight_block=(1, 16), stochastic_rounding=False)
-    assert_same(step(module, compiled(module), recipe, *given), step(module, module, recipe, *given))
+    assert_all_equal(step(module, compiled(module), recipe, *given), step(module, module, recipe, *given))

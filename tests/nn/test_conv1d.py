@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from cases.layers import RECIPES, Conv1D
-from helpers import assert_bytes_equal
+from helpers import assert_all_equal, assert_bytes_equal
 from tensor_helpers import values
 from torch import nn
 
@@ -66,8 +66,7 @@ def test_the_bytes_of_a_linear_layer(device, name, columnwise):
     for shape in ((32, 64), (2, 18, 64), (17, 64)):
         x = values(*shape, device=device)
         results = [step(layer, RECIPES[name], x) for layer in (turned, linear)]
-        for index, both in enumerate(zip(*results, strict=True)):
-            assert_bytes_equal(*both, f"result {index}")
+        assert_all_equal(*results)
 
 
 def test_outside_of_autocast_and_back(device):

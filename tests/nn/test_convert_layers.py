@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases.layers import RECIPES
-from helpers import assert_bytes_equal
+from helpers import assert_all_equal
 from tensor_helpers import values
 from torch import nn
 
@@ -51,8 +51,7 @@ def test_modules_stay_where_they_are_and_compute_by_the_recipe(device):
     alone = Linear(64, 48, dtype=torch.bfloat16, device=device)
     alone.weight, alone.bias = kept.weight, kept.bias
     x = values(32, 64, device=device)
-    for mine, other in zip(step(kept, RECIPES["nvfp4"], x), step(alone, RECIPES["nvfp4"], x), strict=True):
-        assert_bytes_equal(mine, other, "the layer")
+    assert_all_equal(step(kept, RECIPES["nvfp4"], x), step(alone, RECIPES["nvfp4"], x), "the layer")
     assert calls == [1]
 
 
@@ -77,8 +76,7 @@ def test_rows_alone_give_the_bytes_of_both_copies(device, name):
         zerofp4.convert_model(module, layers=True, columnwise=columnwise)
         assert (module[1].weight.columnwise_data is None) == (not columnwise)
         results.append(step(module, RECIPES[name], values(32, 64, device=device)))
-    for i, (mine, other) in enumerate(zip(*results, strict=True)):
-        assert_bytes_equal(mine, other, f"result {i}")
+    assert_all_equal(*results)
 
 
 @pytest.mark.parametrize("layers", [True, False])

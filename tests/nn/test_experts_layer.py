@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from cases.layers import RECIPES
-from helpers import assert_bytes_equal
+from helpers import assert_all_equal, assert_bytes_equal
 from tensor_helpers import values
 from torch import nn
 from torch.nn import functional as F
@@ -126,8 +126,7 @@ def test_each_token_by_its_experts(name, parallel):
             y = run(given, index, weights)
         y.backward(gradient)
         results.append((y.detach(), given.grad))
-    for index, both in enumerate(zip(*results, strict=True)):
-        assert_bytes_equal(*both, f"result {index}")
+    assert_all_equal(*results)
     assert experts.gate_up_proj.grad.shape == (COUNT, 2 * INNER, HIDDEN)
     assert not experts.gate_up_proj.grad[2].any() and experts.gate_up_proj.grad[3].any()
 
@@ -147,8 +146,7 @@ def test_tokens_of_other_ranks_take_part_in_nothing(device, name):
     for i, (mine, other) in enumerate(zip(found[:3], expected[:3], strict=True)):
         assert_bytes_equal(mine[own], other, f"result {i}")
         assert not mine[~own].any() and not mine.isnan().any(), "of other ranks"
-    for mine, other in zip(found[3:], expected[3:], strict=True):
-        assert_bytes_equal(mine, other, "gradient of experts")
+    assert_all_equal(found[3:], expected[3:], "gradient of experts")
 
 
 @pytest.mark.usefixtures("multiplied_at_once")
@@ -164,8 +162,7 @@ def test_tokens_of_other_ranks_where_groups_are_multiplied_at_once(device, stoch
     for each in (given, x):
         torch.manual_seed(7)
         results.append(step(experts, each, index, weights, recipe))
-    for i, pair in enumerate(zip(*results, strict=True)):
-        assert_bytes_equal(*pair, f"result {i}")
+    assert_all_equal(*results)
     found = results[0]
     assert not any(result[~own].any() for result in found[:3])
     if not stochastic:

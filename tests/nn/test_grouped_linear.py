@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases.layers import RECIPES
 from cases.ops import assert_record_equals
-from helpers import assert_bytes_equal
+from helpers import assert_all_equal, assert_bytes_equal
 from tensor_helpers import values
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -63,11 +63,6 @@ def train(module, splits, recipe, first=None, seed=7):
     torch.manual_seed(seed)
     y.backward(values(36, 48, device=device, seed=1))
     return [y.detach(), x.grad, *gradients(module)]
-
-
-def assert_all_equal(results, expected):
-    for index, both in enumerate(zip(results, expected, strict=True)):
-        assert_bytes_equal(*both, f"result {index}")
 
 
 def test_initial_values_are_those_of_layers():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases.layers import RECIPES
-from helpers import assert_bytes_equal, needs_gpu
+from helpers import assert_all_equal, assert_bytes_equal, needs_gpu
 from tensor_helpers import values
 from torch import nn
 
@@ -38,8 +38,7 @@ def test_bytes_are_the_same_with_and_without(name, count):
     module, recipe = layer(50, 34), RECIPES[name]
     expected = step(module, batches, recipe, False)
     for cached in (True, False, True):  # also when switching between both
-        for index, pair in enumerate(zip(step(module, batches, recipe, cached), expected, strict=True)):
-            assert_bytes_equal(*pair, f"result {index}")
+        assert_all_equal(step(module, batches, recipe, cached), expected)
 
 
 def test_the_weight_is_quantized_once_per_step(monkeypatch, quantized):

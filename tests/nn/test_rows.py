@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases.layers import Conv1D
-from helpers import assert_bytes_equal
+from helpers import assert_all_equal, assert_bytes_equal
 from torch import nn
 
 import zerofp4
@@ -74,8 +74,7 @@ def test_layers_by_a_recipe(device, backend):
         models = [torch.compile(model, backend=backend) for model in models]
     found, expected = (gradients(model, x, autocast(RECIPE)) for model in models)
     assert_bytes_equal(found[0], expected[0], "outputs")
-    for mine, other in zip([found[1], *found[2]], [expected[1], *expected[2]], strict=True):
-        assert_bytes_equal(mine, other, "a gradient")
+    assert_all_equal([found[1], *found[2]], [expected[1], *expected[2]], "a gradient")
 
 
 @pytest.mark.parametrize("choice", [None, zerofp4.FourOverSix()])
@@ -105,8 +104,7 @@ def test_exact_products_read_no_columns(device, monkeypatch, columnwise):
             models[1][i].weight.columnwise_data.fill_(0x77)
     monkeypatch.setattr(quantizers, "derived_side", None)
     found = gradients(models[1], x, autocast(recipe))
-    for mine, other in zip([found[1], *found[2]], [expected[1], *expected[2]], strict=True):
-        assert_bytes_equal(mine, other, "a gradient")
+    assert_all_equal([found[1], *found[2]], [expected[1], *expected[2]], "a gradient")
 
 
 def test_a_quantized_backward_pass_is_refused_on_fp4_tensor_cores(device, monkeypatch):

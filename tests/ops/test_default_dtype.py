@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases.optim import Plain, check, make_gradients, make_parameters, set_gradients
-from helpers import assert_bytes_equal
+from helpers import assert_all_equal, assert_bytes_equal
 
 import zerofp4
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
@@ -71,8 +71,7 @@ def test_a_step_under_another_default_device(device):
     for _ in range(2):
         set_gradients(expected, gradients_on_the_host(expected))
         other.step()
-    for actual, wanted in zip(optimizer.gathered_masters(), other.gathered_masters(), strict=True):
-        assert_bytes_equal(actual, wanted, "master")
+    assert_all_equal(optimizer.gathered_masters(), other.gathered_masters(), "master")
 
 
 def gradients_on_the_host(parameters: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from cases.ops import DTYPES, SHAPES, in_layout, marked, random_bytes
-from helpers import assert_bytes_equal, assert_values_equal, poisoned_allocations
+from helpers import assert_all_equal, assert_bytes_equal, assert_values_equal, poisoned_allocations
 
 import zerofp4
 from zerofp4 import ops, reference
@@ -172,8 +172,7 @@ def test_graph_capture(device):
         one = tensors[3].dequantize(torch.bfloat16)
         assert empty.dequantize(torch.bfloat16).shape == (0, 16)
     graph.replay()
-    for i, (value, wanted) in enumerate(zip([*values, one], [*expected, expected[3]], strict=True)):
-        assert_bytes_equal(value, wanted, f"tensor {i}")
+    assert_all_equal([*values, one], [*expected, expected[3]], "tensor")
 
 
 # The operators in torch.library
@@ -196,8 +195,7 @@ def test_compiles_without_a_break(device):
 
     compiled = torch.compile(use, fullgraph=True, backend="aot_eager")
     actual, expected = compiled(*tensors), use(*tensors)
-    for a, b in zip([*actual[0], actual[1]], [*expected[0], expected[1]], strict=True):
-        assert_bytes_equal(a, b, "compiled")
+    assert_all_equal([*actual[0], actual[1]], [*expected[0], expected[1]], "compiled")
 
 
 @pytest.mark.parametrize("rows", [34, 48])  # 48: a stack of whole tiles is one matrix

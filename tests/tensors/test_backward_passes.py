@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_bytes_equal
+from helpers import assert_all_equal, assert_bytes_equal
 from tensor_helpers import values
 from torch import autograd, nn
 from torch.nn import functional as F
@@ -102,8 +102,7 @@ def test_gradients_are_those_of_loss_backward(device, run, layer):
     parameters, x = weights(device), inputs(device)
     expected = with_backward(loss_of(x, parameters, layer), parameters)
     actual = run(loss_of(x, parameters, layer), parameters)
-    for i, (gradient, wanted) in enumerate(zip(actual, expected, strict=True)):
-        assert_bytes_equal(gradient, wanted, f"weight {i}")
+    assert_all_equal(actual, expected, "weight")
 
 
 @pytest.mark.parametrize("run", PASSES.values(), ids=PASSES)
@@ -142,8 +141,7 @@ def test_from_a_quantized_output(device, run):
     outputs(x, parameters).backward(grad)
     expected = gradients_left_in(parameters)
     actual = run(quantized_output(x, parameters), grad, parameters)
-    for i, (gradient, wanted) in enumerate(zip(actual, expected, strict=True)):
-        assert_bytes_equal(gradient, wanted, f"weight {i}")
+    assert_all_equal(actual, expected, "weight")
     with pytest.raises(RuntimeError, match="only for scalar outputs"):
         autograd.grad(quantized_output(x, parameters), parameters)
 
@@ -205,6 +203,5 @@ def test_compiled_regions(device, backend):
         lambda x: autograd.grad(loss_of(x, parameters, F.linear), parameters), backend=backend
     )
     for found in (autograd.grad(recomputed, parameters), inside(x)):
-        for i, (gradient, wanted) in enumerate(zip(found, expected, strict=True)):
-            assert_bytes_equal(gradient, wanted, f"weight {i}")
+        assert_all_equal(found, expected, "weight")
     torch._dynamo.reset()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases.ops import DTYPES
-from helpers import assert_bytes_equal, poisoned_allocations
+from helpers import assert_all_equal, assert_bytes_equal, poisoned_allocations
 
 import zerofp4
 from zerofp4 import ops
@@ -70,8 +70,7 @@ def test_graph_capture(device):
         values = zerofp4.dequantize_many(tensors, torch.bfloat16)
         assert [v.shape for v in zerofp4.dequantize_many([empty] * 40)] == [(0, 16)] * 40
     graph.replay()
-    for i, (value, wanted) in enumerate(zip(values, expected, strict=True)):
-        assert_bytes_equal(value, wanted, f"tensor {i}")
+    assert_all_equal(values, expected, "tensor")
 
 
 @pytest.mark.heavy
@@ -82,8 +81,7 @@ def test_compiles_without_a_break(device):
     torch._dynamo.reset()
     tensors = mixed_tensors(device, 6)
     compiled = torch.compile(use, fullgraph=True, backend="aot_eager")
-    for actual, expected in zip(compiled(*tensors), use(*tensors), strict=True):
-        assert_bytes_equal(actual, expected, "compiled")
+    assert_all_equal(compiled(*tensors), use(*tensors), "compiled")
 
 
 def test_refuses():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases.ops import DTYPES, KINDS, SHAPES, draw_values, marked
 from cases.quantize import CHOICES
-from helpers import assert_bytes_equal, assert_values_equal, poisoned_allocations
+from helpers import assert_all_equal, assert_bytes_equal, assert_values_equal, poisoned_allocations
 from hypothesis import given
 from hypothesis import strategies as st
 from tensor_helpers import values
@@ -144,5 +144,4 @@ def test_compiled_in_one_graph(device, backend):
         result = call(x)
         result.backward(torch.ones_like(result))
         results.append((result, x.grad))
-    for expected, actual in zip(*results, strict=True):
-        assert_bytes_equal(actual, expected, "compiled")
+    assert_all_equal(*results, "compiled")
