@@ -1,30 +1,13 @@
-"""Runs of what C++ computes and what Python computes."""
+"""Nodes of autograd: what they give, and how they are run."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Callable
-from types import ModuleType
 
-import pytest
 import torch
 from helpers import assert_bytes_equal
-
-
-def by_both(module: ModuleType, name: str, run: Callable) -> tuple:
-    """What run() returns with the node in C++ and with the one in Python. module, name: where the function of
-    the former is.
-    """
-    native = run()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, name, None)
-        return native, run()
-
-
-def assert_same(module: ModuleType, name: str, run: Callable) -> None:
-    """run() gives tensors by name, None among them: of the same bytes by both."""
-    assert_named_equal(*by_both(module, name, run))
 
 
 def assert_named_equal(found: dict, expected: dict) -> None:

@@ -213,9 +213,3 @@ def test_no_experts(device):
     cast(weights, masters, [0, 0])
     zerofp4.post_all_gather_processing(weights)
     check(weights[1:], [masters[1]])
-
-
-def test_more_dimensions_cannot_be_made(device):
-    record = zerofp4.empty((2, 16, 32), device=device).record
-    with pytest.raises(ValueError, match=r"a stack of them \[E, N, K\], got shape \(1, 2, 16, 32\)"):
-        type(record).from_buffers(torch.Size((1, 2, 16, 32)), record.context(), dict(record.buffers()))

@@ -9,11 +9,9 @@ import torch
 from cases.gemm import SIDES, nvfp4, operand
 from helpers import assert_bytes_equal
 from tensor_helpers import values
-from torch.nn import functional as F
 
 import zerofp4
 from zerofp4 import Operand, gemm, reference
-from zerofp4.format import SCALE_DTYPE
 from zerofp4.gemm import chosen_backend, native
 from zerofp4.layout import round_up
 
@@ -99,38 +97,6 @@ def test_global_scales_are_what_alpha_is_made_of():
         )
         expected = reference.gemm_alpha(a.copy.amax, b.copy.amax, a.record.e4m3_max, b.record.e4m3_max)
         assert_bytes_equal(a.global_scale() * b.global_scale(), expected, "alpha")
-
-
-def test_groups_as_scaled_grouped_mm_takes_them():
-    """Rows of data and of swizzled scales where it looks for them: groups padded to 16 and to 128 rows."""
-    if not hasattr(F, "scaled_grouped_mm"):
-        pytest.skip(f"torch {torch.__version__} has no scaled_grouped_mm")
-    x, weights = values(96, 64), [zerofp4.quantize(values(32, 64, seed=seed)) for seed in range(3)]
-    groups = zerofp4.quantize_grouped(x, [17, 0, 79], scale_layouts=["swizzled"])
-    data = groups.rowwise_data.view(torch.float4_e2m1fn_x2)
-    matrices = torch.stack([w.rowwise_data for w in weights]).view(torch.float4_e2m1fn_x2)
-    scales = torch.stack([w.swizzled_scale().view(torch.uint8).flatten() for w in weights]).view(SCALE_DTYPE)
-    amaxes = torch.cat([w.amax for w in weights]), groups.amax
-    offsets = groups.data_offsets[1:].to(torch.int32)
-    assert offsets.tolist() == [32, 32, 112] and groups.scale_offsets.tolist() == [0, 128, 128, 256]
-    scaling = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
-    swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
-    try:
-        out = F.scaled_grouped_mm(
-            data.to("meta"),
-            matrices.to("meta").transpose(1, 2),
-            [groups.rowwise_scale_swizzled.to("meta"), amaxes[1].to("meta")],
-            scaling,
-            [scales.to("meta"), amaxes[0].to("meta")],
-            scaling,
-            swizzle_a=swizzles,
-            swizzle_b=swizzles,
-            offs=offsets.to("meta"),
-            output_dtype=torch.bfloat16,
-        )
-    except NotImplementedError:
-        pytest.skip(f"torch {torch.__version__} has no scaled_grouped_mm on meta")
-    assert out.shape == (len(data), 32)
 
 
 def test_auto_is_exact_without_the_hardware():

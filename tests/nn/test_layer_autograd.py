@@ -1,8 +1,12 @@
-"""What autograd does with layers of an NVFP4 recipe: Linear, and GroupedLinear with all groups at once."""
+"""What autograd does with layers of an NVFP4 recipe, linear ones and groups that are multiplied at once, and
+with F.linear by an NVFP4 weight, which has a node of its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import weakref
 from functools import partial
 
@@ -28,11 +32,14 @@ LAYERS = ["Linear", "GroupedLinear"]
 WEIGHTS = ["primary", "cached", "of the call"]
 ROWS, SPLITS = 36, [16, 0, 17, 3]
 of_both = pytest.mark.parametrize("name", LAYERS)
+of_all = pytest.mark.parametrize("name", [*LAYERS, "F.linear"])
+EVERY = [*itertools.product(LAYERS, WEIGHTS), ("F.linear", "primary")]
+of_every_kind = pytest.mark.parametrize(("name", "kind"), EVERY)
 
 
 class Case:
     """A layer [48, 64], or 4 of them in groups, and its inputs, made anew for each run. Random numbers of the
-    backward pass are those after manual_seed(7).
+    backward pass are those after manual_seed(7). F.linear is a layer of torch by no recipe.
     """
 
     def __init__(self, device, name="Linear", *, kind="primary", frozen=(), **options):
@@ -45,8 +52,13 @@ class Case:
     def layer(self) -> nn.Module:
         torch.manual_seed(1)
         options = {"primary_weights": self.kind == "primary", **self.options}
-        is_linear = self.splits is None
-        made = Linear(64, 48, **options) if is_linear else GroupedLinear(len(self.splits), 64, 48, **options)
+        if self.name == "F.linear":
+            made = nn.Linear(64, 48, **self.options)
+            made.weight = nn.Parameter(zerofp4.quantize(made.weight.detach(), columnwise=True))
+        elif self.name == "Linear":
+            made = Linear(64, 48, **options)
+        else:
+            made = GroupedLinear(len(self.splits), 64, 48, **options)
         for name, parameter in made.named_parameters():
             parameter.requires_grad_(name not in self.frozen)
         return made
@@ -54,8 +66,15 @@ class Case:
     def x(self) -> torch.Tensor:
         return values(ROWS, 64, device=self.device).requires_grad_("x" not in self.frozen)
 
+    def context(self) -> contextlib.AbstractContextManager:
+        if self.name == "F.linear":
+            return contextlib.nullcontext()
+        return autocast(NVFP4Recipe(backend="exact"))
+
     def call(self, layer, x) -> torch.Tensor:
-        with autocast(NVFP4Recipe(backend="exact")):
+        with self.context():
+            if self.name == "F.linear":
+                return layer(x)
             return layer(x, *([] if self.splits is None else [self.splits]), self.first)
 
     def back(self, y, **options) -> None:
@@ -77,11 +96,10 @@ def test_the_bytes_do_not_depend_on_who_keeps_the_weight(device, name):
         assert_named_equal(Case(device, name, kind=kind).run(), expected)
 
 
-@of_both
+@of_every_kind
 @pytest.mark.parametrize(
     "frozen", ["x", "weight", "bias", "x weight", "weight bias", "x bias", "x weight bias"]
 )
-@pytest.mark.parametrize("kind", WEIGHTS)
 def test_what_is_frozen_changes_no_other_gradient(device, kind, frozen, name):
     expected = Case(device, name, kind=kind).run()
     expected |= dict.fromkeys(frozen.split())
@@ -153,7 +171,7 @@ def test_frames_of_this_package(kind):
 # What autograd does around it
 
 
-@of_both
+@of_all
 def test_hooks(device, name):
     case, seen = Case(device, name), []
     layer, x = case.layer(), case.x()
@@ -171,8 +189,9 @@ def test_hooks(device, name):
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_gradient_places(device, times):
-    case = Case(device)
+@pytest.mark.parametrize("name", ["Linear", "F.linear"])
+def test_gradient_places(device, name, times):
+    case = Case(device, name)
     layer, x, expected = case.layer(), case.x(), case.run()
     memory = memory_of([layer.weight, layer.bias])
     for _ in range(times):
@@ -223,7 +242,7 @@ def test_what_is_saved(device, name):
     assert_bytes_equal(x.grad, case.run()["x"], "gradient of x")
 
 
-@of_both
+@of_all
 def test_checkpoint(device, name):
     """What is saved is so before the product, which is not computed again if nothing needs it."""
     case = Case(device, name)
@@ -235,15 +254,14 @@ def test_checkpoint(device, name):
         x.grad = None
         return count_calls(lambda: case.back(run(x, *given)), "aten::mm", "aten::addmm", "aten::_grouped_mm")
 
-    with autocast(NVFP4Recipe(backend="exact")):
+    with case.context():
         found = products(partial(checkpoint, layer, use_reentrant=False))
         gradients = {key: grad.clone() for key, grad in gradients_of(layer, x).items()}
         assert found == products(layer) and (device.type == "cuda" or found > 0)
     assert_named_equal(gradients, gradients_of(layer, x))
 
 
-@of_both
-@pytest.mark.parametrize("kind", ["primary", "cached"])
+@pytest.mark.parametrize(("name", "kind"), [case for case in EVERY if case[1] != "of the call"])
 def test_a_weight_that_is_written_to_in_between(device, kind, name):
     case = Case(device, name, kind=kind)
     layer, x = case.layer(), case.x()
@@ -270,8 +288,7 @@ def test_splits_that_are_written_to_in_between(device, monkeypatch):
         case.back(y)
 
 
-@of_both
-@pytest.mark.parametrize("kind", WEIGHTS)
+@of_every_kind
 def test_backward_twice(device, kind, name):
     case = Case(device, name, kind=kind)
     layer, x, expected = case.layer(), case.x(), case.run()
@@ -299,8 +316,9 @@ def test_a_gradient_of_a_gradient_is_refused(device, kind, name):
 
 
 @pytest.mark.parametrize("before_forward", [True, False])
-def test_codes_that_were_freed(device, before_forward):
-    case = Case(device)
+@pytest.mark.parametrize("name", ["Linear", "F.linear"])
+def test_codes_that_were_freed(device, name, before_forward):
+    case = Case(device, name)
     layer, x = case.layer(), case.x()
     storage = layer.weight.rowwise_data.untyped_storage()
     if before_forward:
@@ -311,7 +329,7 @@ def test_codes_that_were_freed(device, before_forward):
         case.back(y)
 
 
-@of_both
+@of_all
 def test_nothing_outlives_the_graph(device, name):
     case = Case(device, name)
     layer, x = case.layer(), case.x()
@@ -352,8 +370,7 @@ class Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@of_both
-@pytest.mark.parametrize("kind", WEIGHTS)
+@of_every_kind
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_dispatch_mode(device, where, kind, name):
     case = Case(device, name, kind=kind)
@@ -369,8 +386,9 @@ def test_a_dispatch_mode(device, where, kind, name):
     assert_named_equal({"y": y, **gradients_of(layer, x)}, case.run())
 
 
-def test_an_input_of_another_class(device):
-    case = Case(device)
+@pytest.mark.parametrize("name", ["Linear", "F.linear"])
+def test_an_input_of_another_class(device, name):
+    case = Case(device, name)
     y = case.call(case.layer(), case.x().as_subclass(Subclass))
     assert_bytes_equal(y.detach().as_subclass(torch.Tensor), case.run()["y"].detach(), "y")
 
@@ -384,18 +402,20 @@ def test_without_gradients(device, mode, name):
     assert_bytes_equal(y, case.run()["y"].detach(), "y")
 
 
-@of_both
+@of_all
 def test_compiled_autograd_hears_what_to_do(device, name):
     case = Case(device, name)
     y = case.call(case.layer(), case.x())
     compiler = torch.compile(backend="eager")
-    with compiled_autograd._enable(compiler), pytest.raises(RuntimeError, match="compile its forward pass"):
+    heard = "without it" if name == "F.linear" else "compile its forward pass"
+    with compiled_autograd._enable(compiler), pytest.raises(RuntimeError, match=heard):
         y.backward(case.grad)
 
 
-def test_threads_with_one_layer(device):
+@pytest.mark.parametrize("name", ["Linear", "F.linear"])
+def test_threads_with_one_layer(device, name):
     """One asks for a tangent while another makes the node of a gradient, which needs the GIL."""
-    case = Case(device)
+    case = Case(device, name)
     layer, x = case.layer(), case.x()
     expected = case.call(layer, x).detach()
 

@@ -5,14 +5,17 @@ import torch
 from helpers import assert_bytes_equal, needs_gpu
 from tensor_helpers import values
 
-from zerofp4.nn import LayerNormLinear, LayerNormMLP, Linear, NVFP4Recipe, autocast
+from zerofp4.gemm import grouped
+from zerofp4.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, NVFP4Recipe, autocast
 from zerofp4.optim import ZeroFP4Optimizer
 
-ROWS, FEATURES = 32, 64
+ROWS, FEATURES = 120, 64
+EXPERTS = 40  # more than a kernel takes in its arguments
 LAYERS = {
     "Linear": lambda **options: Linear(FEATURES, 48, **options),
     "LayerNormLinear": lambda **options: LayerNormLinear(FEATURES, 48, **options),
     "LayerNormMLP": lambda **options: LayerNormMLP(FEATURES, 48, activation="swiglu", **options),
+    "GroupedLinear": lambda **options: GroupedLinear(EXPERTS, FEATURES, 48, **options),
 }
 
 
@@ -33,7 +36,11 @@ def captured(call):
 @pytest.mark.parametrize("primary", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_captured_call_reads_what_a_step_of_the_optimizer_has_left(name, primary):
-    device = torch.device("cuda", 0)
+    device, splits = torch.device("cuda", 0), ()
+    if name == "GroupedLinear":
+        if torch.cuda.get_device_capability(device)[0] not in grouped.CAPABILITIES:
+            pytest.skip("grouped_mm is not one kernel on this GPU")
+        splits = (torch.full((EXPERTS,), ROWS // EXPERTS, device=device),)
     torch.manual_seed(0)
     module = LAYERS[name](device=device, dtype=torch.bfloat16, primary_weights=primary)
     parameters = list(module.parameters())
@@ -41,7 +48,7 @@ def test_a_captured_call_reads_what_a_step_of_the_optimizer_has_left(name, prima
     x = values(ROWS, FEATURES, device=device).requires_grad_()
 
     def call(first):
-        y = module(x, first)
+        y = module(x, *splits, first)
         return [y, *torch.autograd.grad(y, [x, *parameters], torch.ones_like(y))]
 
     with autocast(NVFP4Recipe(stochastic_rounding=False)):
@@ -50,6 +57,8 @@ def test_a_captured_call_reads_what_a_step_of_the_optimizer_has_left(name, prima
         for parameter, gradient in zip(parameters, before[2:], strict=True):
             parameter.grad = gradient
         optimizer.step()
+        with torch.no_grad():
+            x.copy_(values(ROWS, FEATURES, device=device, seed=3))
         expected = [each.detach().clone() for each in call(True)]
         graph.replay()
     assert not torch.equal(expected[0], before[0])

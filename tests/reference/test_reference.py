@@ -125,6 +125,19 @@ def test_scale_layouts_round_trip(shape, block_rows):
     assert_bytes_equal(reference.compact_scale(expanded, rows, cols, block_rows), compact, "compact")
 
 
+def test_swizzled_scales_are_a_permutation_of_the_padded_matrix():
+    rows, columns = 256, 12
+    expanded = torch.arange(rows * columns, dtype=torch.int16).view(rows, columns)
+    low, high = (
+        reference.swizzle_scale(part.to(torch.uint8)).flatten() for part in (expanded & 0xFF, expanded >> 8)
+    )
+    places = (low.int() + high.int() * 256).argsort().view(rows, columns)
+    assert sorted(places.flatten().tolist()) == list(range(rows * columns))
+    # The corners of an atom: 4 bytes of a row together, rows 32 apart in one 16-byte group.
+    corners = [(0, 3), (32, 0), (1, 0), (0, 4), (128, 0)]
+    assert [places[corner].item() for corner in corners] == [3, 4, 16, 512, 1536]
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (18, 30), (48, 272)])
 def test_shards_together_equal_the_whole(shape):
     """Amaxes by maximum, codes into one buffer: three ranks, odd boundaries, the bytes of quantize()."""
