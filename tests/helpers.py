@@ -41,6 +41,16 @@ def poisoned_allocations() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """What waits for a GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def collect_garbage() -> None:
     """gc.collect(), which alone returns at once while another thread is inside a collection."""
     by: list[int] = []

@@ -1,16 +1,16 @@
-"""What tests of layers share: recipes, a linear layer composed from reference operations on the CPU, and a
-Conv1D.
-"""
+"""What tests of layers share: recipes, a step, what reference operations make of it, and a Conv1D."""
 
+import contextlib
 from typing import NamedTuple
 
 import torch
+from tensor_helpers import values
 from torch import nn
 from torch.nn import functional as F
 
 import zerofp4
 from zerofp4 import reference
-from zerofp4.nn import MXFP8Recipe, NVFP4Recipe
+from zerofp4.nn import MXFP8Recipe, NVFP4Recipe, autocast
 from zerofp4.ops import SLOW_ON_CPU
 
 RECIPES = {
@@ -122,3 +122,18 @@ def linear(recipe, x, weight, bias, grad, rng_state=None):
     q_g = copies(recipe, "gradient", grad, rng_state)
     dx = multiply(q_g.rowwise, q_w.columnwise, x.dtype)
     return y, dx, multiply(q_g.columnwise, q_x.columnwise, weight.dtype), db
+
+
+def step(
+    module: nn.Module, call, recipe, x: torch.Tensor, *arguments, grad=None
+) -> list[torch.Tensor | None]:
+    """y of a call, the module or what stands for it, and the gradients of x and of the parameters. Random
+    numbers of the backward pass are those after manual_seed(7).
+    """
+    x = x.detach().clone().requires_grad_()
+    module.zero_grad()
+    with contextlib.nullcontext() if recipe is None else autocast(recipe):
+        y = call(x, *arguments)
+    torch.manual_seed(7)
+    y.backward(values(*y.shape, device=y.device, dtype=y.dtype, seed=1) if grad is None else grad)
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]

@@ -2,8 +2,10 @@
 
 import math
 
+import pytest
 import torch
 from helpers import assert_bytes_equal
+from tensor_helpers import make as make_nvfp4
 from tensor_helpers import values
 
 import zerofp4
@@ -65,3 +67,8 @@ def assert_quantized(tensor, x):
     expected = expected_buffers(x)
     for name, buffer in tensor.record.buffers():
         assert_bytes_equal(buffer.view(torch.uint8), expected[name], name)
+
+
+FORMATS = {"nvfp4": make_nvfp4, "mxfp8": make}
+formats = pytest.mark.parametrize("make_format", FORMATS.values(), ids=FORMATS)
+"""Of tests of what both kinds of tensors do."""

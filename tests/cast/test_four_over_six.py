@@ -24,15 +24,6 @@ def test_all_kinds_in_one_plan(device):
     check_kinds(weights[:3], masters[:3], amax)
 
 
-@pytest.mark.parametrize("choice", [None, CHOICES[0]], ids=str)
-def test_bfloat16_masters_at_any_alignment(device, choice):
-    for offset in (0, 1, 2):
-        weights, masters, starts = make_kinds(device, [(34, 50), (48, 64)], [ROWS, TILES], [choice])
-        masters = [torch.cat([m.new_zeros(offset), m]).bfloat16()[offset:] for m in masters]
-        run(zerofp4.CastPlan(weights, masters, starts))
-        check_kinds(weights, masters)
-
-
 def test_a_shard_of_whole_blocks_touches_nothing_else(device):
     """Of tiles the second row of them, of 1x16 blocks all but the first and the last."""
     whole = torch.randn(40, 40, device=device)

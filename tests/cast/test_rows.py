@@ -23,25 +23,39 @@ from zerofp4 import reference
 from zerofp4.optim import FusedAdamW
 
 BLOCKS = {"rows": [ROWS], "tiles": [TILES], "both": [ROWS, TILES]}
+SHAPES = {
+    (ROWS,): None,
+    (TILES,): [(34, 288), (3, 34, 50), (1, 16, 16), (130, 1000), (2, 2), (5, 2, 18), (2, 130, 66)],
+    (ROWS, TILES): [(34, 288), (3, 34, 50), (130, 1000), (64, 64)],
+}
+"""Ragged matrices, and stacks of them."""
 
 
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("choice", [None, *CHOICES], ids=str)
 def test_plan_and_functions(device, choice, dtype, blocks):
-    shapes = [(34, 288), (16, 16), (2, 2), (130, 1000), (64, 64)] if TILES in blocks else None
-    weights, masters, starts = make_kinds(device, shapes, blocks, [choice], dtype)
+    weights, masters, starts = make_kinds(device, SHAPES[tuple(blocks)], blocks, [choice], dtype)
+    for weight in weights:
+        for _, buffer in weight.record.buffers():
+            buffer.view(torch.uint8).fill_(0xA5)
     assert all((weight.columnwise_data is None) == (weight.block == ROWS) for weight in weights)
     check_plan_and_functions(weights, masters, starts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("block", [ROWS, TILES], ids=str)
-def test_masters_at_odd_addresses(dtype, block):
-    weights, masters, starts = make_kinds("cpu", [(34, 288), (16, 16), (130, 1000)], [block])
-    masters = [at_an_odd_address(master.to(dtype)) for master in masters]
-    run(zerofp4.CastPlan(weights, masters, starts))
-    check_kinds(weights, masters)
+@pytest.mark.parametrize("choice", [None, CHOICES[0]], ids=str)
+def test_masters_at_any_address(device, choice, dtype):
+    for offset in (0, 1, 2, *["odd"] * (device.type == "cpu")):
+        shapes = [(34, 288), (16, 16), (130, 1000), (34, 50), (48, 64)]
+        weights, masters, starts = make_kinds(device, shapes, [ROWS, TILES], [choice])
+        masters = [master.to(dtype) for master in masters]
+        if offset == "odd":
+            masters = [at_an_odd_address(master) for master in masters]
+        else:
+            masters = [torch.cat([m.new_zeros(offset), m])[offset:] for m in masters]
+        run(zerofp4.CastPlan(weights, masters, starts))
+        check_kinds(weights, masters)
 
 
 @pytest.mark.parametrize("numel", [1, 2, 5, 16, 31, 101, 400])

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from cases.gemm import NVFP4, SHAPES, SIDES, TRANSFORMS, alpha, nvfp4, operand, relative_error, specified
-from helpers import assert_bytes_equal, poisoned_allocations
+from helpers import assert_bytes_equal, nothing_waits, poisoned_allocations
 from tensor_helpers import DTYPES, values
 
 import zerofp4
@@ -175,11 +175,8 @@ def test_nothing_waits_and_a_graph_can_hold_it():
         return gemm(a, b, bias=bias), gemm(a, b, accumulate_into=target)
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured, _ = step()

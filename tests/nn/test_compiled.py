@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases.layers import RECIPES
+from cases.layers import RECIPES, step
 from helpers import assert_all_equal, assert_bytes_equal, needs_gpu
 from tensor_helpers import values
 from torch import nn
@@ -28,17 +28,6 @@ LAYERS = {
 def made(name, device, **options):
     torch.manual_seed(0)
     return LAYERS[name](dtype=torch.bfloat16, device=device, **options)
-
-
-def step(module, function, recipe, x, *arguments):
-    """(y, dx, gradients of the parameters) of a call and its backward."""
-    x = x.clone().requires_grad_()
-    module.zero_grad()
-    with autocast(recipe):
-        y = function(x, *arguments)
-    torch.manual_seed(7)
-    y.backward(torch.linspace(-1, 2, y.numel(), device=y.device).view(y.shape).to(y.dtype))
-    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
 def compiled(module):

@@ -5,7 +5,7 @@ where torch's grouped_mm is a loop, the same code runs when it is made to.
 import pytest
 import torch
 from cases.gemm import relative_error
-from helpers import assert_all_equal, assert_bytes_equal, needs_gpu
+from helpers import assert_all_equal, assert_bytes_equal, needs_gpu, nothing_waits
 from tensor_helpers import values
 
 from zerofp4.nn import GroupedLinear, MXFP8Recipe, NVFP4Recipe, autocast, grouped_linear
@@ -89,13 +89,10 @@ def test_nothing_waits_for_the_device(at_once):
     train(module, splits, device, NVFP4Recipe())
     x, grad = values(36, 64, device=device).requires_grad_(), values(36, 48, device=device)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         with autocast(NVFP4Recipe()):
             y = module(x, splits)
         y.backward(grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_gpu

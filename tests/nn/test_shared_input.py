@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases.layers import RECIPES
+from cases.layers import RECIPES, step
 from helpers import assert_all_equal, assert_bytes_equal
 from tensor_helpers import values
 from torch import nn
@@ -25,22 +25,12 @@ class Projections(nn.Module):
         return torch.cat([self.q(x), self.k(x), self.v(x)], dim=-1)
 
 
-def step(module, recipe, x, shared):
-    x = x.clone().requires_grad_()
-    module.zero_grad()
-    with autocast(recipe):
-        y = module(x, shared)
-    torch.manual_seed(7)
-    y.backward(values(*y.shape, device=y.device, seed=1))
-    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
-
-
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("shape", [(32, 64), (2, 10, 64), (3, 7, 64)], ids=str)
 def test_bytes_are_those_of_three_inputs(device, name, shape):
     module, x = Projections(device), values(*shape, device=device)
-    alone = step(module, RECIPES[name], x, False)
-    assert_all_equal(step(module, RECIPES[name], x, True), alone)
+    alone = step(module, module, RECIPES[name], x, False)
+    assert_all_equal(step(module, module, RECIPES[name], x, True), alone)
 
 
 @pytest.mark.parametrize("primary", [False, True])
@@ -86,7 +76,7 @@ def test_torch_autocast_gives_the_dtype():
 @pytest.mark.heavy
 def test_a_compiled_model_gives_the_same_bytes(device):
     module, x = Projections(device), values(32, 64, device=device)
-    expected = step(module, RECIPES["nvfp4"], x, True)
+    expected = step(module, module, RECIPES["nvfp4"], x, True)
     run = torch.compile(module, fullgraph=True, backend="aot_eager")
     leaf = x.clone().requires_grad_()
     with autocast(RECIPES["nvfp4"]):

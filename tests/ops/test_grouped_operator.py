@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases.grouped import assert_storage, values
-from helpers import assert_all_equal
+from helpers import assert_all_equal, nothing_waits
 
 import zerofp4
 from zerofp4.format import SCALE_LAYOUTS
@@ -56,12 +56,9 @@ def test_does_not_synchronize_and_can_be_captured(device):
         pytest.skip("a CPU has nothing to synchronize with, and no graphs")
     options = {"columnwise": True, "hadamard": True, "scale_layouts": SCALE_LAYOUTS}
     x, splits = values([100, 28, 0], 144, device), torch.tensor([100, 28, 0], device=device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         zerofp4.quantize_grouped(x, splits, **options)
         zerofp4.quantize_grouped(x, [100, 28, 0], **options)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         grouped = zerofp4.quantize_grouped(x, splits, **options)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases.ops import SHAPES, in_layout, marked, random_bytes
-from helpers import assert_all_equal, assert_bytes_equal, poisoned_allocations
+from helpers import assert_all_equal, assert_bytes_equal, nothing_waits, poisoned_allocations
 
 import zerofp4
 from zerofp4 import ops, reference
@@ -130,11 +130,8 @@ def test_lists_do_not_synchronize_and_can_be_captured(device):
     if device.type != "cuda":
         pytest.skip("a CPU has nothing to synchronize with, and no graphs")
     pairs = [(compact_scale((64, 96), 16, i).to(device), (64, 96)) for i in range(100)]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         expected = zerofp4.swizzle_scales(pairs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         swizzled = zerofp4.swizzle_scales(pairs)  # in several launches

@@ -7,15 +7,13 @@ import pickle
 
 import pytest
 import torch
-from cases.mxfp8 import make as make_mxfp8
+from cases.mxfp8 import FORMATS
 from helpers import assert_bytes_equal
 from tensor_helpers import make, values
 
 import zerofp4
 from zerofp4 import ops
 from zerofp4.gemm import Operand
-
-FORMATS = {"nvfp4": make, "mxfp8": make_mxfp8}
 
 READS = {
     "dequantize": (lambda t, _: t.dequantize(), "rowwise", "the tensor 'fc1'"),

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from cases.mxfp8 import make as make_mxfp8
+from cases.mxfp8 import formats
 from tensor_helpers import make, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,9 +12,6 @@ from torch.distributed.tensor import DTensor
 
 import zerofp4
 from zerofp4.storage import check_plain
-
-FORMATS = {"nvfp4": make, "mxfp8": make_mxfp8}
-formats = pytest.mark.parametrize("make_format", FORMATS.values(), ids=FORMATS)
 
 
 class Changed:

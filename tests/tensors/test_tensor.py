@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from cases.mxfp8 import make as make_mxfp8
+from cases.mxfp8 import formats
 from helpers import assert_bytes_equal
 from tensor_helpers import ALL, addresses, assert_quantized, assert_record_equal, make, values
 from torch import nn
@@ -15,9 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import zerofp4
 from zerofp4.format import SCALE_LAYOUTS
 from zerofp4.storage import BUFFERS
-
-FORMATS = {"nvfp4": make, "mxfp8": make_mxfp8}
-formats = pytest.mark.parametrize("make_format", FORMATS.values(), ids=FORMATS)
 
 # empty, and no elements
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases.mxfp8 import make as make_mxfp8
+from cases.mxfp8 import formats
 from helpers import assert_all_equal, assert_bytes_equal
 from tensor_helpers import addresses, assert_quantized, assert_record_equal, make, values
 from torch import nn
@@ -19,10 +19,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import zerofp4
 from zerofp4.tensors import dispatch, transfer
-
-FORMATS = {"nvfp4": make, "mxfp8": make_mxfp8}
-formats = pytest.mark.parametrize("make_format", FORMATS.values(), ids=FORMATS)
-
 
 # Stagers
 
