@@ -108,54 +108,10 @@ def refused(error, message, weights, masters, starts, *args, **kwargs):
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("master", "start", "error", "message"),
-    [
-        (
-            torch.zeros(8).double(),
-            0,
-            TypeError,
-            r"master_weights\[0\] must be a float32 or bfloat16 tensor, got torch.float64",
-        ),
-        ([0.0] * 8, 0, TypeError, r"master_weights\[0\] must be a float32 or bfloat16 tensor, got list"),
-        (
-            torch.zeros(2, 4),
-            0,
-            ValueError,
-            r"master_weights\[0\] must be one-dimensional, got shape \(2, 4\)",
-        ),
-        (torch.zeros(16)[::2], 0, ValueError, r"master_weights\[0\] must be contiguous, got stride 2"),
-        (
-            torch.zeros(8, device="meta"),
-            0,
-            ValueError,
-            r"master_weights\[0\] is on meta, its weight .* on cpu",
-        ),
-        (torch.zeros(8), -1, ValueError, r"start_offset must not be negative, got -1"),
-        (
-            torch.zeros(8),
-            250,
-            ValueError,
-            r"start_offset 250 \+ 8 elements exceeds weight model_weights\[0\]",
-        ),
-        (torch.zeros(8), 0.0, TypeError, r"start_offset must be an int or None, got float"),
-        (torch.zeros(8), None, ValueError, r"start_offsets\[0\] is None, but master_weights\[0\] is not"),
-        (None, 0, ValueError, r"master_weights\[0\] is None, but start_offsets\[0\] is not"),
-    ],
-)
-def test_bad_shards(master, start, error, message):
-    refused(error, message, [zerofp4.empty((16, 16))], [master], [start])
-
-
 def test_bad_lists():
     weights, masters, starts = make("cpu")
-    refused(ValueError, "master_weights has 1 entries for 2 model_weights", weights, masters[:1], starts)
-    refused(ValueError, "start_offsets has 3 entries for 2", weights, masters, [0, 0, 0])
     refused(ValueError, "fsdp_shard_model_weights has 1", weights, masters, starts, None, [None])
-    twice = [weights[0], weights[0]]
-    refused(
-        ValueError, r"model_weights\[1\] is the same weight as model_weights\[0\]", twice, masters, starts
-    )
+    refused(ValueError, "model_weights.1. is the same weight as", [weights[0], weights[0]], masters, starts)
 
 
 def test_bad_weights():
@@ -187,24 +143,8 @@ def test_bad_shard_buffers(codes, error, message):
 
 def test_bad_options():
     weights, masters, starts = make("cpu")
-    stranger = zerofp4.empty((16, 16))
-    refused(ValueError, "on_nonfinite must be one of", weights, masters, starts, on_nonfinite="ignore")
-    refused(
-        ValueError, r"found_inf must have shape \(1,\)", weights, masters, starts, found_inf=torch.zeros(())
-    )
-    refused(
-        TypeError,
-        "found_inf must be a torch.float32",
-        weights,
-        masters,
-        starts,
-        found_inf=torch.zeros(1).int(),
-    )
-    refused(ValueError, "is not one of model_weights", weights, masters, starts, amax_groups=[[stranger]])
     again = [[weights[0]], [weights[0]]]
     refused(ValueError, "in an amax group already", weights, masters, starts, amax_groups=again)
-    with pytest.raises(ValueError, match="call post_all_gather_processing"):
-        zerofp4.cast_master_weights_to_nvfp4(weights, masters, starts, None, None, False)
     with pytest.raises(ValueError, match="group was given, but torch"):
         zerofp4.CastPlan(weights, masters, starts, object())
 

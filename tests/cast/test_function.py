@@ -88,6 +88,7 @@ def given(**options):
     return lambda masters: options
 
 
+OTHER = zerofp4.empty((16, 16))
 BAD = {
     "other dtype": (master(lambda m: m.view(torch.int32)), TypeError, "must be a float32 or bfloat16"),
     "subclass": (master(lambda m: m.view(torch.int32).as_subclass(Subclass)), TypeError, "must be a float32"),
@@ -101,15 +102,27 @@ BAD = {
     "offset true": (given(start_offsets=[0, False]), TypeError, "must be an int or None, got bool"),
     "offset float": (given(start_offsets=[0, 0.0]), TypeError, "must be an int or None, got float"),
     "offset none": (given(start_offsets=[0, None]), ValueError, r"start_offsets\[1\] is None"),
+    "offset negative": (given(start_offsets=[0, -1]), ValueError, "must not be negative, got -1"),
+    "fewer masters": (lambda m: {"master_weights": m[:1]}, ValueError, "master_weights has 1 entries for 2"),
     "offset": (given(start_offsets=[0, 2]), ValueError, "exceeds weight"),
+    "fewer offsets": (given(start_offsets=[0]), ValueError, "start_offsets has 1 entries"),
+    "offsets array": (given(start_offsets=torch.zeros(2).long()), TypeError, "must be a list or tuple"),
     "policy": (given(on_nonfinite="Skip"), ValueError, "on_nonfinite must be one of"),
     "manual": (given(manual_post_all_gather_processing=False), ValueError, "call post_all_gather_processing"),
+    "found_inf shape": (
+        lambda m: {"found_inf": m[0].new_zeros(2)},
+        ValueError,
+        r"found_inf must have shape \(1,\)",
+    ),
+    "found_inf dtype": (lambda m: {"found_inf": m[0].new_zeros(1).int()}, TypeError, "found_inf must be"),
     "groups": (given(amax_groups=3), TypeError, "amax_groups must be a list"),
+    "group of others": (given(amax_groups=[[OTHER]]), ValueError, "is not one of model_weights"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_arguments_are_refused_although_the_last_call_was_good(device, case):
+    """By a plan, too."""
     weights, _, starts = make(device)
     room = torch.randn(34 * 288 + 512, device=device)
     masters = [room[: 34 * 288], room[34 * 288 :][:256]]
@@ -121,6 +134,9 @@ def test_bad_arguments_are_refused_although_the_last_call_was_good(device, case)
     for _ in range(2):
         with pytest.raises(error, match=message):
             cast(**arguments | change(masters))
+    if case != "manual":
+        with pytest.raises(error, match=message):
+            zerofp4.CastPlan(**arguments | change(masters))
     for weight, codes in zip(weights, before, strict=True):
         assert_bytes_equal(weight.rowwise_data, codes, "codes")
     cast(**arguments)

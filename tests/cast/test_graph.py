@@ -132,36 +132,6 @@ def test_only_an_update_and_a_step_of_one_kind_share_amaxes(capture, update, ste
 
 
 @needs_gpu
-@pytest.mark.parametrize("how", ["plan", "functions"])
-def test_replays_of_a_captured_step(how):
-    weights, masters, starts = make("cuda", [(34, 288), (130, 66), (16, 16)])
-    plan = zerofp4.CastPlan(weights, masters, starts)
-
-    def run():
-        if how == "plan":
-            plan.step()
-            plan.post()
-        else:
-            cast(weights, masters, starts)
-            zerofp4.post_all_gather_processing(weights)
-
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(3):
-        for master in masters:
-            master.mul_(-3).add_(0.1)
-        for weight in weights:
-            weight.rowwise_data.fill_(0xA5)
-            weight.columnwise_data.fill_(0xA5)
-        graph.replay()
-        torch.cuda.synchronize()
-        check(weights, masters)
-        check_transposes(weights, masters)
-
-
-@needs_gpu
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_replay_after_refresh_uses_what_was_captured(count):
     weights, masters, starts = make("cuda", [(34, 288), (16, 16)][:count])

@@ -4,6 +4,7 @@ crashes, and never writes beside its outputs. Under --hypothesis-profile=night t
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable
 from typing import Any
@@ -102,16 +103,7 @@ def cast(device) -> Call:
     return function, [weight, torch.randn(101, device=device), 33, None]
 
 
-CALLS_THAT_ARE_RIGHT = (
-    quantize,
-    quantize_dequantize,
-    quantize_mxfp8,
-    scales,
-    lists,
-    grouped,
-    product,
-    cast,
-)
+CALLS_THAT_ARE_RIGHT = (quantize, quantize_dequantize, quantize_mxfp8, scales, lists, grouped, product, cast)
 
 
 # What may be wrong with an argument
@@ -129,14 +121,15 @@ def at_any_address(t: torch.Tensor) -> torch.Tensor:
     return memory[1:].view(t.shape).copy_(t)
 
 
+METHODS = "flatten float double bfloat16 int bool to_sparse requires_grad_ cpu tolist".split()
 OF_TENSORS = (
+    *(operator.methodcaller(name) for name in METHODS),
     lambda t: t[:-1],
     lambda t: t[1:],
     lambda t: t[:0],
     lambda t: t[..., :-1],
     lambda t: t[..., :-2].contiguous(),
     lambda t: t[0],
-    lambda t: t.flatten(),
     lambda t: t.unsqueeze(0),
     lambda t: t.mT,
     lambda t: t.mT.contiguous(),
@@ -144,61 +137,23 @@ OF_TENSORS = (
     lambda t: torch.cat([t, t], -1),
     lambda t: torch.cat([t, t], -1)[..., ::2],
     lambda t: t[:1].expand(t.shape),
-    lambda t: t.float(),
-    lambda t: t.double(),
-    lambda t: t.bfloat16(),
-    lambda t: t.int(),
-    lambda t: t.bool(),
     lambda t: t.to(torch.complex64).imag,
     lambda t: t.to(torch.complex64).conj().imag,
     lambda t: t.view(torch.uint8),
     lambda t: t.view(torch.int8),
     lambda t: t.to("meta"),
-    lambda t: t.to_sparse(),
-    lambda t: t.requires_grad_(),
     lambda t: t.new_empty(0),
     lambda t: t.new_empty(()),
     lambda t: t.new_zeros(2, 2, 2),
-    lambda t: t.cpu(),
-    lambda t: t.tolist(),
     lambda t: zerofp4.quantize(t.float().expand(2, *t.shape).reshape(2, -1)),
     lambda t: [t],
     lambda t: torch._efficientzerotensor(t.shape),
     freed,
     at_any_address,
 )
-VALUES = (
-    None,
-    0,
-    1,
-    -1,
-    2,
-    3,
-    16,
-    448,
-    2**31,
-    2**62,
-    -(2**63),
-    2**64,
-    0.5,
-    float("nan"),
-    "",
-    "compact",
-    "mse",
-)
-VALUES += (
-    "swizzled",
-    True,
-    False,
-    [],
-    (),
-    [None],
-    {},
-    torch.float32,
-    torch.int8,
-    torch.device("cpu"),
-    object(),
-)
+NUMBERS = (0, 1, -1, 2, 3, 16, 448, 2**31, 2**62, -(2**63), 2**64, 0.5, float("nan"), True, False)
+DTYPES = (torch.float32, torch.int8, torch.device("cpu"))
+VALUES = (None, *NUMBERS, "", "compact", "mse", "swizzled", [], (), [None], {}, *DTYPES, object())
 
 
 def changed(value: Any, draw: random.Random) -> Any:
