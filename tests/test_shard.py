@@ -2,15 +2,12 @@
 
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zerofp4.shard import (
     Shard,
-    byte_range,
-    check_bounds,
     cut,
     cut_blocks,
     equal_slices,
@@ -21,21 +18,6 @@ from zerofp4.shard import (
     rectangles,
     whole_slices,
 )
-
-
-def test_byte_range_counts_boundary_bytes_for_both_neighbours():
-    assert byte_range(Shard(0, 3)) == (0, 2)
-    assert byte_range(Shard(3, 3)) == (1, 3)
-    assert byte_range(Shard(3, 1)) == (1, 2)
-    assert byte_range(Shard(5, 0)) == (2, 2)
-
-
-def test_check_bounds():
-    check_bounds("master_weights[0]", Shard(4, 4), "'w'", 8)
-    with pytest.raises(ValueError, match=r"start_offset 4097 \+ 512 elements exceeds weight 'w' with 4096"):
-        check_bounds("master_weights[3]", Shard(4097, 512), "'w'", 4096)
-    with pytest.raises(ValueError, match="must not be negative, got -1"):
-        check_bounds("master_weights[3]", Shard(-1, 2), "'w'", 4096)
 
 
 @given(st.integers(1, 5), st.integers(1, 25).map(lambda half: 2 * half), st.data())

@@ -4,11 +4,9 @@ import torch
 from cases.ops import assert_record_equals
 from helpers import assert_bytes_equal
 from torch import nn
-from torch.nn import functional as F
 
 import zerofp4
 from zerofp4 import reference
-from zerofp4.optim import ZeroFP4Optimizer
 
 
 class Experts(nn.Module):
@@ -24,11 +22,6 @@ class Experts(nn.Module):
         self.odd = nn.Parameter(torch.randn(3, 5, 32, **options))
         self.deep = nn.Parameter(torch.randn(1, 3, 4, 32, **options))
         self.mixing = nn.Conv1d(32, 32, 2, **options)
-
-    def forward(self, x):
-        """x [3, tokens, 32]"""
-        hidden = torch.stack([F.linear(x[e], self.up[e]) for e in range(3)])
-        return torch.bmm(F.gelu(hidden), self.down.transpose(1, 2))
 
 
 def is_expert(module, name):
@@ -55,8 +48,7 @@ def test_only_a_filter_takes_stacks():
     assert report.share == 3 * 48 * 32 / total
 
 
-def test_converted_experts_train(device):
-    torch.manual_seed(0)
+def test_converted_stacks(device):
     model = Experts(device)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     assert zerofp4.convert_model(model, is_expert).converted == ["up", "down"]
@@ -65,20 +57,3 @@ def test_converted_experts_train(device):
         assert isinstance(weight, nn.Parameter) and weight.record.name == name and weight.amax.shape == (3,)
         assert_record_equals(weight.record, reference.quantize_experts(before[name]), name)
         assert_bytes_equal(weight.get_high_precision_init_val(), before[name].cpu(), "initial value")
-    optimizer = ZeroFP4Optimizer(model.named_parameters(), lr=1e-2)
-    for e in (0, 1, 2):
-        masters = dict(zip(dict(model.named_parameters()), optimizer.gathered_masters(), strict=True))
-        assert_bytes_equal(masters["up"][e], before["up"][e].float(), "masters")
-    x, losses = torch.randn(3, 8, 32, device=device, dtype=torch.bfloat16), []
-    for _ in range(10):
-        loss = (model(x).float() - x.float()).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2
-    masters = dict(zip(dict(model.named_parameters()), optimizer.gathered_masters(), strict=True))
-    for name in ("up", "down"):
-        expected = reference.quantize_experts(masters[name].bfloat16())
-        assert_record_equals(model.get_parameter(name).record, expected, name)
-    assert model.up.grad is None or model.up.grad.shape == (3, 48, 32)
