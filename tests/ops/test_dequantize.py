@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from cases.ops import DTYPES, SHAPES, in_layout, marked, random_bytes
-from helpers import assert_all_equal, assert_bytes_equal, assert_values_equal, poisoned_allocations
+from helpers import assert_bytes_equal, assert_values_equal, poisoned_allocations
 
 import zerofp4
 from zerofp4 import ops, reference
@@ -128,53 +128,6 @@ def test_copy_of_the_transform_has_no_values(device):
             call()
 
 
-# Lists
-
-
-def list_of_tensors(device, count: int) -> list:
-    """Of several shapes (an empty one too), dtypes, blocks and copies."""
-    shapes = [(48, 80), (2, 2, 34), (0, 16), (130, 264), (16, 512)]
-    options = [
-        {},
-        {"block": (1, 16)},
-        {"rowwise": False, "columnwise": True},
-        {"rowwise": False, "columnwise": True, "block": (1, 16)},
-        {"four_over_six": zerofp4.FourOverSix()},
-        {"scale_layouts": ("swizzled",)},
-    ]
-    tensors = []
-    for i in range(count):
-        x = torch.randn(shapes[i % 5], generator=torch.Generator().manual_seed(i))
-        tensors.append(zerofp4.quantize(x.to(device, DTYPES[i % 3]), **options[i % 6]))
-    return tensors
-
-
-@pytest.mark.parametrize("count", marked("threads", [0, 1, 2, 31, 32, 33, 100, 1100], 33))
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_many_equal_one_by_one(device, count, dtype):
-    tensors = list_of_tensors(device, count)
-    with poisoned_allocations():
-        values = zerofp4.dequantize_many(tensors, dtype)
-    assert len(values) == count
-    for i, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
-        assert_bytes_equal(value, tensor.dequantize(dtype), f"tensor {i}, {tuple(tensor.shape)}")
-
-
-def test_graph_capture(device):
-    if device.type != "cuda":
-        pytest.skip("graphs are CUDA's")
-    tensors = list_of_tensors(device, 100)  # in several launches
-    expected = [t.dequantize(torch.bfloat16) for t in tensors]
-    empty = zerofp4.empty((0, 16), device=device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        values = zerofp4.dequantize_many(tensors, torch.bfloat16)
-        one = tensors[3].dequantize(torch.bfloat16)
-        assert empty.dequantize(torch.bfloat16).shape == (0, 16)
-    graph.replay()
-    assert_all_equal([*values, one], [*expected, expected[3]], "tensor")
-
-
 # The operators in torch.library
 
 
@@ -184,18 +137,6 @@ def test_opcheck(device):
         case = Case((32, 64), columnwise=columnwise)
         buffers = case.data.to(device), case.scale.to(device), torch.ones(1, device=device)
         torch.library.opcheck(ZEROFP4.dequantize.default, (*buffers, 16, torch.float16, *options))
-
-
-@pytest.mark.heavy
-def test_compiles_without_a_break(device):
-    tensors = [zerofp4.quantize(torch.randn(32, 48, device=device)) for _ in range(3)]
-
-    def use(*tensors):
-        return [2 * value for value in zerofp4.dequantize_many(tensors)], tensors[0].dequantize() + 1
-
-    compiled = torch.compile(use, fullgraph=True, backend="aot_eager")
-    actual, expected = compiled(*tensors), use(*tensors)
-    assert_all_equal([*actual[0], actual[1]], [*expected[0], expected[1]], "compiled")
 
 
 @pytest.mark.parametrize("rows", [34, 48])  # 48: a stack of whole tiles is one matrix

@@ -1,8 +1,8 @@
-"""dequantize_many of MXFP8Tensors, and of lists of both formats (NVFP4 alone is in test_dequantize.py)."""
+"""dequantize_many of tensors of both formats."""
 
 import pytest
 import torch
-from cases.ops import DTYPES
+from cases.ops import DTYPES, marked
 from helpers import assert_all_equal, assert_bytes_equal, poisoned_allocations
 
 import zerofp4
@@ -15,6 +15,23 @@ MXFP8_OPTIONS = [
     {"columnwise": True, "scale_layouts": ("swizzled",)},
     {"rowwise": False, "columnwise": True, "scale_layouts": ("swizzled",)},
 ]
+
+
+def nvfp4_tensors(device, count: int, dtypes=DTYPES) -> list:
+    """Of several shapes (an empty one too), dtypes, blocks and copies."""
+    options = [
+        {},
+        {"block": (1, 16)},
+        {"rowwise": False, "columnwise": True},
+        {"rowwise": False, "columnwise": True, "block": (1, 16)},
+        {"four_over_six": zerofp4.FourOverSix()},
+        {"scale_layouts": ("swizzled",)},
+    ]
+    tensors = []
+    for i in range(count):
+        x = torch.randn(SHAPES[i % 5], generator=torch.Generator().manual_seed(i))
+        tensors.append(zerofp4.quantize(x.to(device, dtypes[i % len(dtypes)]), **options[i % 6]))
+    return tensors
 
 
 def mxfp8_tensors(device, count: int, dtypes=DTYPES) -> list:
@@ -35,20 +52,16 @@ def mixed_tensors(device, count: int, dtypes=DTYPES) -> list:
     return tensors
 
 
-def assert_equal_one_by_one(values, tensors, dtype=None) -> None:
-    for i, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
-        assert type(value) is torch.Tensor
-        assert_bytes_equal(value, tensor.dequantize(dtype), f"tensor {i}, {tuple(tensor.shape)}")
-
-
-@pytest.mark.parametrize("make", [mxfp8_tensors, mixed_tensors])
-@pytest.mark.parametrize("count", [1, 2, 32, 33, 67, 200])
+@pytest.mark.parametrize("make", [nvfp4_tensors, mxfp8_tensors, mixed_tensors])
+@pytest.mark.parametrize("count", marked("threads", [0, 1, 2, 32, 33, 67, 1100], 33))
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_equal_one_by_one(device, make, count, dtype):
     tensors = make(device, count)
     with poisoned_allocations():
         values = zerofp4.dequantize_many(tensors, dtype)
-    assert_equal_one_by_one(values, tensors, dtype)
+    for i, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
+        assert type(value) is torch.Tensor
+        assert_bytes_equal(value, tensor.dequantize(dtype), f"tensor {i}, {tuple(tensor.shape)}")
 
 
 @pytest.mark.parametrize(("dtype", "launches"), [(None, 5), (torch.float16, 2)])

@@ -5,7 +5,6 @@ import torch
 from cases.mxfp8 import ALL, NAMES, assert_quantized, make
 from helpers import assert_bytes_equal, at_an_odd_address
 from tensor_helpers import DTYPES, addresses, assert_record_equal, values
-from torch import nn
 
 import zerofp4
 from zerofp4 import reference
@@ -114,23 +113,6 @@ def test_no_elements(device, shape):
 
 
 # Copies, and what is shared
-
-
-def test_to_another_device(device):
-    t = make(device)
-    assert t.to(device) is t
-    there = t.to("meta")
-    assert {buffer.device.type for _, buffer in there.record.buffers()} == {"meta"}
-    module = linear(t)
-    module.to("cpu")
-    assert isinstance(module.weight, zerofp4.MXFP8Tensor)
-    assert_record_equal(module.weight, make())
-
-
-def linear(t):
-    module = nn.Linear(80, 48, bias=False, dtype=t.dtype, device=t.device)
-    module.weight = nn.Parameter(t)
-    return module
 
 
 def test_flatten_names_what_exists_and_unflatten_restores_it():
