@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from chosen_cases import representatives, thinned
 from early import Early, Work, asked_for
 from helpers import why_no_cuda
 from hypothesis import settings
-from pairs import thinned
-from quick_lane import representatives
 
 # The same examples on every machine and in every run: a failure in CI is a failure at one's desk.
 settings.register_profile("zerofp4", deadline=None, derandomize=True, max_examples=50, database=None)

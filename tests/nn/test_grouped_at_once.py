@@ -5,6 +5,7 @@ where torch's grouped_mm is a loop, the same code runs when it is made to.
 import pytest
 import torch
 from cases.gemm import relative_error
+from cases.layers import step
 from helpers import assert_all_equal, assert_bytes_equal, needs_gpu, nothing_waits
 from tensor_helpers import values
 
@@ -30,13 +31,8 @@ def experts(device, **options):
     return GroupedLinear(4, 64, 48, device=device, dtype=torch.bfloat16, **options)
 
 
-def train(module, splits, device, recipe=NEAREST, first=None):
-    module.zero_grad()
-    x = values(sum(splits) if isinstance(splits, list) else 36, 64, device=device).requires_grad_()
-    with autocast(recipe):
-        y = module(x, splits, first)
-    y.backward(values(*y.shape, device=device, seed=1))
-    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+def train(module, splits, device, recipe=NEAREST):
+    return step(module, module, recipe, values(36, 64, device=device), splits)
 
 
 def one_by_one(monkeypatch, *arguments):

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
-from cases.layers import RECIPES, copies, linear
-from helpers import assert_bytes_equal
+from cases.layers import RECIPES, copies, linear, step
+from helpers import assert_all_equal, assert_bytes_equal
 from tensor_helpers import values
 from torch import nn
 from torch.autograd import forward_ad
@@ -27,22 +27,8 @@ def layer(in_features, out_features, seed=0, dtype=BF16, device="cpu", **options
 
 
 def train(module, x, grad, recipe, *arguments):
-    """(y, dx, dw, db) of a call and its backward; the random numbers are those after manual_seed(7)."""
-    x = x.detach().clone().requires_grad_()
-    module.zero_grad()
-    with autocast(recipe):
-        y = module(x, *arguments)
-    torch.manual_seed(7)
-    y.backward(grad)
-    return y.detach(), x.grad, module.weight.grad, None if module.bias is None else module.bias.grad
-
-
-def assert_all_equal(actual, expected):
-    for name, mine, other in zip(("y", "dx", "dw", "db"), actual, expected, strict=True):
-        assert (mine is None) == (other is None), name
-        if mine is not None:
-            assert mine.dtype == other.dtype, name
-            assert_bytes_equal(mine.cpu(), other.reshape(mine.shape).cpu(), name)
+    """[y, dx, dw, db] of a step."""
+    return step(module, module, recipe, x, *arguments, grad=grad)
 
 
 def drawn(device="cpu"):
@@ -98,7 +84,7 @@ def test_without_tokens(recipe):
 def test_without_bias():
     module, recipe = layer(64, 48, bias=False), RECIPES["nvfp4"]
     x, grad = values(32, 64), values(32, 48, seed=1)
-    expected = linear(recipe, x, module.weight.detach(), None, grad, drawn())
+    *expected, _ = linear(recipe, x, module.weight.detach(), None, grad, drawn())
     assert_all_equal(train(module, x, grad, recipe), expected)
 
 
