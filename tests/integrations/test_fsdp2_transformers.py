@@ -5,31 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from cases.fsdp2 import check_gathered
+from cases.serving import make_plain
 from torch.distributed.fsdp import fully_shard
 
 from zerofp4.integrations import fsdp2
 from zerofp4.optim import FusedAdamW
-
-transformers = pytest.importorskip("transformers")
-
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])
 def test_models_of_transformers_train(mesh, name):
     torch.manual_seed(0)
-    experts = {"num_local_experts": 4} if name == "Mixtral" else {}
-    config = getattr(transformers, f"{name}Config")(**SIZES, **experts)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = make_plain(name).float().train()
     report = fsdp2.prepare(model, lambda module, name: "lm_head" not in name and "gate.weight" not in name)
     assert report.share > 0.5
     for layer in model.model.layers:

@@ -2,33 +2,21 @@
 
 import pytest
 import torch
+from cases.serving import SIZES, transformers
 
 import zerofp4
 from zerofp4.nn import Conv1D, Experts, Linear, NVFP4Recipe, autocast
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.heavy
 
-TOKENS = 96
-SIZES = {
-    "vocab_size": TOKENS,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
-GPT2 |= {key: SIZES[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+TOKENS = SIZES["vocab_size"]
+ENDS = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+LAYERS = SIZES | ENDS | {"intermediate_size": 128}
 MODELS = {
-    "Llama": SIZES,
-    "Qwen3": {**SIZES, "head_dim": 16},
-    "GPT2": GPT2,
-    "Mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Llama": LAYERS,
+    "Qwen3": LAYERS,
+    "GPT2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": TOKENS, **ENDS},
+    "Mixtral": {**LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 WEIGHTS = {"Llama": 14, "Qwen3": 14, "GPT2": 8, "Mixtral": 8}
 """Linear layers of two blocks: Mixtral's experts are stacked parameters of one module."""
