@@ -120,6 +120,12 @@ def at_an_odd_address(x: torch.Tensor) -> torch.Tensor:
     return moved
 
 
+def freed(x: torch.Tensor) -> torch.Tensor:
+    """In place, as FSDP frees what it has gathered."""
+    x.untyped_storage().resize_(0)
+    return x
+
+
 class _Handed:
     """GPU memory, as other libraries hand it over."""
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from cases.ops import DTYPES, SHAPES, in_layout, marked, random_bytes
-from helpers import assert_bytes_equal, assert_values_equal, poisoned_allocations
+from helpers import assert_bytes_equal, assert_values_equal, freed, poisoned_allocations
 
 import zerofp4
 from zerofp4 import ops, reference

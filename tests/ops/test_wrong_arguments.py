@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from guards import Guards
+from helpers import freed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,12 +110,6 @@ CALLS_THAT_ARE_RIGHT = (quantize, quantize_dequantize, quantize_mxfp8, scales, l
 # What may be wrong with an argument
 
 
-def freed(t: torch.Tensor) -> torch.Tensor:
-    t = t.clone()
-    t.untyped_storage().resize_(0)
-    return t
-
-
 def at_any_address(t: torch.Tensor) -> torch.Tensor:
     """A right argument."""
     memory = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
@@ -210,7 +205,7 @@ def test_memory_that_is_gone_is_refused(make):
     for i, argument in enumerate(arguments):
         if type(argument) is torch.Tensor:
             function, arguments = make("cpu")
-            arguments[i] = freed(arguments[i])
+            arguments[i] = freed(arguments[i].clone())
             with pytest.raises(RuntimeError, match="freed"):
                 function(*arguments)
 

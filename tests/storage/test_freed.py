@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from cases.mxfp8 import FORMATS
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, freed
 from tensor_helpers import make, values
 
 import zerofp4
@@ -44,11 +44,6 @@ READS = {
 """What is called, which side of the tensor it reads, and what messages call the tensor."""
 
 
-def free(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("read", READS)
 def test_a_read_names_the_tensor_and_the_buffer(device, format, read):
@@ -61,7 +56,7 @@ def test_a_read_names_the_tensor_and_the_buffer(device, format, read):
         t.record.name = "fc1"
         buffer = t.record.buffer(name)
         call(t, other)
-        free(buffer)
+        freed(buffer)
         with pytest.raises(RuntimeError, match=f"{named}: {name} needs .* which has 0: it was freed"):
             call(t, other)
 
@@ -71,15 +66,15 @@ def test_what_is_not_read_may_be_gone(device, format):
     t = FORMATS[format](device, scale_layouts=["compact"])
     expected = t.dequantize()
     for name in ("columnwise_data", "columnwise_scale"):
-        free(t.record.buffer(name))
+        freed(t.record.buffer(name))
     assert_bytes_equal(t.dequantize(), expected, "values")
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_scales_that_were_freed_are_not_swizzled(device, format):
     t = FORMATS[format](device, scale_layouts=["compact"])
-    free(t.rowwise_scale)
-    free(t.columnwise_scale)
+    freed(t.rowwise_scale)
+    freed(t.columnwise_scale)
     for columnwise, side in enumerate(("rowwise", "columnwise")):
         with pytest.raises(RuntimeError, match=f"{side}_scale needs .* which has 0"):
             t.swizzled_scale(columnwise=bool(columnwise))
@@ -87,7 +82,7 @@ def test_scales_that_were_freed_are_not_swizzled(device, format):
 
 def test_freed_scales_of_a_list_are_not_swizzled(device):
     tensors = [make(device, scale_layouts=["compact"]) for _ in range(3)]
-    free(tensors[1].rowwise_scale)
+    freed(tensors[1].rowwise_scale)
     with pytest.raises(RuntimeError, match=r"scales\[1\] needs 15 bytes of its storage, which has 0"):
         zerofp4.swizzle_scales(tensors)
 
@@ -95,14 +90,14 @@ def test_freed_scales_of_a_list_are_not_swizzled(device):
 def test_lists_of_plain_tensors(device):
     """An empty one has no address either, and nothing to lose."""
     tensors = [torch.ones(n, device=device) for n in (5, 0, 7)]
-    freed = [*tensors, free(torch.ones(9, device=device))]
+    gone = [*tensors, freed(torch.ones(9, device=device))]
     found = torch.zeros((), dtype=torch.int32, device=device)
     squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
     ops.find_nonfinite(tensors, [3, 2, 1], found)
     ops.add_squares(tensors, squares)
     for call in (
-        lambda: ops.find_nonfinite(freed, [4, 3, 2, 1], found),
-        lambda: ops.add_squares(freed, squares),
+        lambda: ops.find_nonfinite(gone, [4, 3, 2, 1], found),
+        lambda: ops.add_squares(gone, squares),
     ):
         with pytest.raises(RuntimeError, match=r"tensors\[3\] needs .* which has 0"):
             call()
@@ -113,7 +108,7 @@ def test_what_a_stage_is_given_later(device):
     record = make(device).record
     stage = ops.PostStage(device)
     stage.bind([record])
-    free(record.rowwise.data)
+    freed(record.rowwise.data)
     with pytest.raises(RuntimeError, match=r"rowwise_data needs .* which has 0"):
         stage.bind([record])
 
@@ -121,7 +116,7 @@ def test_what_a_stage_is_given_later(device):
 def test_what_is_handed_over():
     x, t = values(48, 80), make("cpu")
     for _, buffer in t.record.buffers():
-        free(buffer)
+        freed(buffer)
     for act in (t.zero_, lambda: t.copy_(x), lambda: t.fill_(1)):
         with pytest.raises(RuntimeError, match="which has 0: it was freed or shrunk in place"):
             act()
@@ -131,9 +126,9 @@ def test_what_is_handed_over():
         zerofp4.CastPlan([t], [x.float().view(-1)], [0])
     with pytest.raises(RuntimeError, match="rowwise_data needs 1920 bytes of its storage"):
         make("cpu").rowwise_data = t.record.rowwise.data
-    free(x)
+    freed(x)
     for quantize in (zerofp4.quantize, zerofp4.quantize_mxfp8, zerofp4.quantize_dequantize):
         with pytest.raises(RuntimeError, match="x needs 7680 bytes of its storage, which has 0"):
             quantize(x)
     with pytest.raises(RuntimeError, match=r"master_weights\[0\] needs 15360 bytes"):
-        zerofp4.CastPlan([zerofp4.empty((48, 80))], [free(torch.ones(48 * 80))], [0])
+        zerofp4.CastPlan([zerofp4.empty((48, 80))], [freed(torch.ones(48 * 80))], [0])

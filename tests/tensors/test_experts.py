@@ -1,7 +1,6 @@
 """Stacks of matrices [E, N, K] in blocks of 16x16: the weights of experts, each quantized alone."""
 
 import copy
-import io
 import pickle
 import tempfile
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cases.ops import assert_record_equals
+from cases.optim import through_a_file
 from helpers import assert_all_equal, assert_bytes_equal, needs_gpu
 from tensor_helpers import ALL, DTYPES, addresses, assert_record_equal
 from torch.autograd import DeviceType
@@ -204,13 +204,6 @@ def test_operands_are_experts(device):
 
 
 # Ways to leave the place
-
-
-def through_a_file(t):
-    file = io.BytesIO()
-    torch.save(t, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 WAYS = {

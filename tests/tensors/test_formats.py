@@ -1,21 +1,14 @@
 """NVFP4Tensors with a transform or four over six: what torch does with them keeps what they are."""
 
 import copy
-import io
 import itertools
 
 import pytest
 import torch
+from cases.optim import through_a_file
 from tensor_helpers import ALL, FORMATS, assert_record_equal, e4m3_max, same_format, values
 
 import zerofp4
-
-
-def save_and_load(t):
-    file = io.BytesIO()
-    torch.save(t, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-
 
 COPIES = {
     "clone": lambda t: t.clone(),
@@ -23,7 +16,7 @@ COPIES = {
     "detach": lambda t: t.detach(),
     "parameter": lambda t: torch.nn.Parameter(t),
     "to": lambda t: t.to(t.device, copy=True),
-    "save": save_and_load,
+    "save": through_a_file,
     "flatten": lambda t: type(t).__tensor_unflatten__(
         {name: getattr(t, name) for name in t.__tensor_flatten__()[0]},
         t.__tensor_flatten__()[1],
