@@ -240,22 +240,14 @@ def bad(**options):
     [
         (lambda a, b: gemm(a.dequantize(), b), TypeError, "a must be an NVFP4Tensor, .* got Tensor"),
         (lambda a, b: gemm(a, 3), TypeError, "b must be an NVFP4Tensor, .* got int"),
-        (
-            lambda a, b: gemm(a, Operand(b, columnwise=True)),
-            ValueError,
-            "the columnwise copy is to be multiplied",
-        ),
+        (lambda a, b: gemm(a, Operand(b, columnwise=True)), ValueError, "the columnwise copy is to be"),
         (lambda a, b: Operand(None), TypeError, "tensor must be an NVFP4Tensor, .* got NoneType"),
         (
             lambda a, b: gemm(a, zerofp4.quantize(values(32, 96))),
             ValueError,
             r"same contraction size, got 64 of a \[32, 64\] \(rowwise\) and 96 of b \[32, 96\]",
         ),
-        (
-            lambda a, b: gemm(a, zerofp4.quantize_mxfp8(values(32, 64))),
-            ValueError,
-            "a and b must be in the same format, got NVFP4 and MXFP8",
-        ),
+        (lambda a, b: gemm(a, zerofp4.quantize_mxfp8(values(32, 64))), ValueError, "got NVFP4 and MXFP8"),
         (bad(out_dtype=torch.float64), TypeError, r"out_dtype must be one of .* got torch\.float64"),
         (bad(backend="cublas"), ValueError, "backend must be one of .* got 'cublas'"),
         (bad(bias=torch.zeros(31)), ValueError, r"bias must have shape \(32,\) on cpu, got \(31,\) on cpu"),

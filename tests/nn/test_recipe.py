@@ -47,7 +47,7 @@ def test_recipes_are_values():
         (
             lambda: NVFP4Recipe(modules=[("a", "bf16")]),
             TypeError,
-            "modules must be pairs of a name and a recipe or None",
+            "modules must be pairs of a name and a recipe",
         ),
         (
             lambda: NVFP4Recipe(modules=[("a", NVFP4Recipe(modules=[("b", MXFP8Recipe())]))]),

@@ -144,15 +144,11 @@ def test_list_functions_refuse(device):
     tensor = zerofp4.quantize(torch.randn(32, 48, device=device))
     swizzled = tensor.swizzled_scale()
     for call, error, message in [
-        (
-            lambda: zerofp4.swizzle_scales([tensor], columnwise=True),
-            ValueError,
-            r"scales\[0\] is .* no columnwise",
-        ),
+        (lambda: zerofp4.swizzle_scales([tensor], columnwise=True), ValueError, r"scales\[0\] is .* no col"),
         (
             lambda: zerofp4.swizzle_scales([tensor, swizzled]),
             TypeError,
-            r"scales\[1\] must be an NVFP4Tensor or",
+            r"scales\[1\] must be an NVFP4Tensor",
         ),
         (lambda: zerofp4.swizzle_scales([(swizzled, (32, 48))]), ValueError, r"shape \(32, 3\) or \(2, 3\)"),
         (lambda: zerofp4.unswizzle_scales([tensor]), ValueError, "no persistent swizzled rowwise scales"),

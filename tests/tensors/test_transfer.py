@@ -184,12 +184,9 @@ def replicate_without_a_call(model, mesh):
         (lambda m, mesh: fully_shard(m[0], mesh=mesh), "FSDP cannot shard.*zerofp4.integrations.fsdp2"),
         (
             lambda m, mesh: parallelize_module(m, mesh, {"0": ColwiseParallel()}),
-            "DTensor and tensor parallelism are not supported",
+            "DTensor and tensor parallel",
         ),
-        (
-            lambda m, mesh: distribute_tensor(m[0].weight, mesh, [Shard(0)]),
-            "DTensor and tensor parallelism are not supported",
-        ),
+        (lambda m, mesh: distribute_tensor(m[0].weight, mesh, [Shard(0)]), "DTensor and tensor parallelism"),
         (replicate_without_a_call, "DTensor and tensor parallelism are not supported"),
     ],
 )
