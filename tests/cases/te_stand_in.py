@@ -71,9 +71,6 @@ class NVFP4Tensor(torch.Tensor):
     def __repr__(self) -> str:
         return f"NVFP4Tensor of TransformerEngine's, {tuple(self.shape)}"
 
-    def _get_quantizer(self) -> NVFP4Quantizer:
-        return self._quantizer
-
     def update_usage(self, rowwise_usage: bool, columnwise_usage: bool) -> None:
         assert rowwise_usage
         if not columnwise_usage:

@@ -60,15 +60,6 @@ def test_codes_in_two_parts(device, position, row):
     assert len(found) == 4
 
 
-@pytest.mark.parametrize(("position", "row"), [(-1, 0), (3, 0), (0, -1), (0, 1000), (2, 1)])
-def test_there_is_no_such_part(device, position, row):
-    weights, masters, starts = make(device)
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    plan.start_step()
-    with pytest.raises(IndexError, match=r"no (weight of this plan|row of this weight)"):
-        plan._stages.run("cast_before", position, row)
-
-
 def test_a_half_of_a_rank_that_cannot_take_part(device):
     """Nothing is read or written, and there is nothing to finish; after refresh() all is well."""
     weights, masters, starts = make(device)

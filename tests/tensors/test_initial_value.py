@@ -19,41 +19,19 @@ def converted(device="cpu", dtype=torch.bfloat16):
     return model
 
 
-def write_by_state_dict(model, x):
-    model.load_state_dict({"weight": x})
+WAYS = {
+    "load_state_dict": lambda model, x: model.load_state_dict({"weight": x}),
+    "data": lambda model, x: model.weight.data.copy_(x),
+    "no_grad": torch.no_grad()(lambda model, x: model.weight.copy_(x)),
+    "out": lambda model, x: zerofp4.quantize(x.to(model.weight.device), out=model.weight.detach()),
+    "inference_mode": torch.inference_mode()(lambda model, x: model.weight.detach().copy_(x)),
+}
 
 
-def write_by_copy(model, x):
-    model.weight.data.copy_(x)
-
-
-def write_under_no_grad(model, x):
-    with torch.no_grad():
-        model.weight.copy_(x)
-
-
-def write_by_out(model, x):
-    zerofp4.quantize(x.to(model.weight.device), out=model.weight.detach())
-
-
-def write_in_inference_mode(model, x):
-    with torch.inference_mode():
-        model.weight.detach().copy_(x)
-
-
-WAYS = [
-    write_by_state_dict,
-    write_by_copy,
-    write_under_no_grad,
-    write_by_out,
-    write_in_inference_mode,
-]
-
-
-@pytest.mark.parametrize("write", WAYS, ids=lambda way: way.__name__)
-def test_what_is_written_is_the_new_initial_value(device, write):
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_written_is_the_new_initial_value(device, way):
     model, x = converted(device), values(48, 80, seed=5)
-    write(model, x)
+    WAYS[way](model, x)
     value = model.weight.get_high_precision_init_val()
     assert value.device.type == "cpu" and value.dtype == torch.bfloat16
     assert_bytes_equal(value, x, "initial value")

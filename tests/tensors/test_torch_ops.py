@@ -109,13 +109,18 @@ def test_an_optimizer_of_torch_is_sent_to_ours(optimizer_class, foreach):
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-def weight(device, *shape, **options):
+QUANTIZE = {"nvfp4": zerofp4.quantize, "mxfp8": zerofp4.quantize_mxfp8}
+formats = pytest.mark.parametrize("quantize", QUANTIZE.values(), ids=QUANTIZE)
+
+
+def weight(device, *shape, quantize=zerofp4.quantize, **options):
     x = values(*shape, device=device, dtype=torch.float32, seed=2)
-    return nn.Parameter(zerofp4.quantize(x, **options))
+    return nn.Parameter(quantize(x, **options))
 
 
 def plain_leaf(x):
-    values = x.detach().dequantize() if isinstance(x, zerofp4.NVFP4Tensor) else x.detach().clone()
+    is_quantized = isinstance(x, zerofp4.NVFP4Tensor | zerofp4.MXFP8Tensor)
+    values = x.detach().dequantize() if is_quantized else x.detach().clone()
     return values.requires_grad_(x.requires_grad)
 
 
@@ -213,7 +218,8 @@ def test_backward_saves_only_what_it_needs():
         assert not F.linear(x, weight("cpu", 48, 80)).requires_grad
 
 
-UNKNOWN = {
+FUNCTIONS = {
+    "products": lambda w: F.linear(torch.ones(2, 80, device=w.device), w) @ w,
     "scaled": lambda w: w * 3,
     "squared": lambda w: w * w,
     "transposed": lambda w: w.t(),
@@ -226,9 +232,10 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("function", UNKNOWN.values(), ids=UNKNOWN)
-def test_other_functions_dequantize_and_gradients_flow(device, function):
-    assert_like_dequantized(function, weight(device, 48, 80))
+@formats
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_other_functions_dequantize_and_gradients_flow(device, function, quantize):
+    assert_like_dequantized(function, weight(device, 48, 80, quantize=quantize))
 
 
 def test_dequantize_is_differentiable(device):
@@ -343,14 +350,15 @@ def test_compiled_linear(device, compiled):
         module.weight.rowwise_data = module.weight.rowwise_data.clone()
 
 
+@formats
 @pytest.mark.heavy
-def test_compiled_products_and_unknown_functions(device, compiled):
+def test_compiled_products_and_unknown_functions(device, compiled, quantize):
     def function(x, w):
         y = torch.matmul(w, x.t()).sum() + torch.mm(w, x.t()).sum() + (x @ w.t()).sum()
         return y + (w * 2).exp() + w.dequantize() + w.dequantize(torch.bfloat16)
 
     x = values(4, 80, device=device, dtype=torch.float32).requires_grad_()
-    w = weight(device, 48, 80)
+    w = weight(device, 48, 80, quantize=quantize)
     (actual, grads), (expected, eager_grads) = (gradients(f, x, w) for f in (compiled(function), function))
     torch.testing.assert_close(actual, expected, **CLOSE)
     for grad, wanted in zip(grads, eager_grads, strict=True):
