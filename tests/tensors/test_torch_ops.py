@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from cases.mxfp8 import formats as of_both_formats
 from helpers import assert_bytes_equal
 from tensor_helpers import ALL, DTYPES, addresses, assert_quantized, assert_record_equal, make, values
 from torch import nn
@@ -365,17 +366,18 @@ def test_compiled_products_and_unknown_functions(device, compiled, quantize):
         torch.testing.assert_close(grad, wanted, **CLOSE)
 
 
+@of_both_formats
 @pytest.mark.heavy
-def test_compiled_copy_clone_and_detach(device, compiled):
+def test_compiled_copy_clone_and_detach(device, compiled, make_format):
     def write(t, x):
         t.copy_(x)
         return t.clone(), t.dequantize()
 
-    t, x = make(device), values(48, 80, device=device, seed=1)
-    before = addresses(t)
+    t, x = make_format(device), values(48, 80, device=device, seed=1)
+    before, expected = addresses(t), t.clone().copy_(x)
     clone, dequantized = compiled(write)(t, x)
     assert addresses(t) == before
-    assert_quantized(t, x)
+    assert_record_equal(t, expected)
     assert_record_equal(clone, t)
     assert torch.equal(dequantized, t.dequantize())
     clone, detached = compiled(lambda t: (t.clone(), t.detach()))(t)
