@@ -44,20 +44,6 @@ def test_a_shard_of_whole_blocks_touches_nothing_else(device):
         assert_bytes_equal(weight.rowwise_scale.view(torch.uint8).flatten(), scale, "scales")
 
 
-def test_what_is_not_finite_is_skipped(device):
-    weights, masters, starts = make_kinds(device, [(34, 288), (32, 64)], [TILES, ROWS], CHOICES[:1])
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    run(plan)
-    before = [[buffer.clone() for _, buffer in weight.record.buffers()] for weight in weights]
-    for master in masters:
-        master.mul_(2)[5] = torch.inf
-    run(plan)
-    assert plan.found_inf.item() == 1
-    for weight, kept in zip(weights, before, strict=True):
-        for (name, buffer), old in zip(weight.record.buffers(), kept, strict=True):
-            assert_bytes_equal(buffer, old, name)
-
-
 @needs_gpu
 @pytest.mark.parametrize("count", [1, 4])
 def test_replays_of_a_captured_step(count):

@@ -87,8 +87,11 @@ def test_an_amax_group_of_both_kinds(device):
     check_kinds(weights, masters, masters[0].bfloat16().float().abs().max().reshape(1))
 
 
-def test_what_is_not_finite_is_skipped(device):
-    weights, masters, starts = make_kinds(device)
+@pytest.mark.parametrize("choice", [None, CHOICES[0]], ids=str)
+@pytest.mark.parametrize("blocks", [[ROWS], [ROWS, TILES]], ids=["rows", "both"])
+def test_what_is_not_finite_is_skipped(device, blocks, choice):
+    shapes = [(34, 288), (34, 50), (1, 2), (4, 16), (130, 1000)]
+    weights, masters, starts = make_kinds(device, shapes, blocks, [choice])
     plan = zerofp4.CastPlan(weights, masters, starts)
     run(plan)
     before = [buffer.clone() for _, buffer in weights[1].record.buffers()]
