@@ -15,18 +15,6 @@ import torch
 import zerofp4
 from zerofp4.testing import assert_bytes_equal, first_difference
 
-__all__ = [
-    "assert_all_equal",
-    "assert_bytes_equal",
-    "assert_each_equal",
-    "assert_values_equal",
-    "first_difference",
-    "needs_gpu",
-    "poisoned_allocations",
-    "why_no_cuda",
-    "without_nan_payloads",
-]
-
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:

@@ -14,6 +14,10 @@ from zerofp4 import Operand, ops, reference
 from zerofp4.gemm import grouped
 
 SPLITS = [[16, 0, 17, 3], [0, 0, 36, 0], [130, 1, 62, 64], [5]]
+MANY = pytest.param([group * 7 % 40 * (group % 2) for group in range(70)], id="many")
+"""Half of them empty, and one row in some."""
+of_any_width = pytest.mark.parametrize("cols", [8, 48, 264, 280])
+"""Also such that end inside of what a warp writes."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +57,10 @@ def specified_columns(groups, splits) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("splits", SPLITS, ids=str)
-def test_rows_without_the_padding(device, splits):
-    groups, _ = groups_of(splits, 48, device)
+@of_any_width
+@pytest.mark.parametrize("splits", [*SPLITS, MANY], ids=str)
+def test_rows_without_the_padding(device, splits, cols):
+    groups, _ = groups_of(splits, cols, device)
     with poisoned_allocations():
         actual, ends = grouped.values_of_groups(groups, "rowwise")
     expected = torch.cat(specified_rows(groups, splits))
@@ -66,13 +71,14 @@ def test_rows_without_the_padding(device, splits):
 
 
 @pytest.mark.parametrize("options", [{}, {"hadamard": True}], ids=["plain", "hadamard"])
-@pytest.mark.parametrize("splits", SPLITS, ids=str)
-def test_columns_side_by_side(device, splits, options):
-    groups, _ = groups_of(splits, 48, device, **options)
+@of_any_width
+@pytest.mark.parametrize("splits", [*SPLITS, MANY], ids=str)
+def test_columns_side_by_side(device, splits, options, cols):
+    groups, _ = groups_of(splits, cols, device, **options)
     with poisoned_allocations():
         actual, ends = grouped.values_of_groups(groups, "columnwise")
     actual = actual.cpu()
-    assert actual.shape == (48, len(groups.rowwise_data))
+    assert actual.shape == (cols, len(groups.rowwise_data))
     assert ends.dtype == torch.int32 and ends.tolist() == groups.data_offsets[1:].tolist()
     expected = torch.cat(specified_columns(groups, splits), dim=1)
     used = int(groups.data_offsets[-1])
@@ -109,21 +115,6 @@ def block_scales(groups, group, side, splits) -> torch.Tensor:
     blocks = -(-rows // 16)
     scale = groups.columnwise_scale.cpu()[cols * begin // 16 :][: cols * blocks].view(cols, blocks)
     return scale.float().repeat_interleave(16, 1)
-
-
-def test_nothing_but_whole_groups(device):
-    """Many groups, many of them empty or of one row, and widths that end inside of what a warp writes."""
-    generator = torch.Generator().manual_seed(0)
-    splits = (torch.randint(0, 40, (70,), generator=generator) * torch.randint(0, 2, (70,))).tolist()
-    for cols in (8, 264, 280):
-        groups, _ = groups_of(splits, cols, device)
-        rows, _ = grouped.values_of_groups(groups, "rowwise")
-        assert_bytes_equal(rows.cpu(), torch.cat(specified_rows(groups, splits)).bfloat16(), "rows")
-        columns, _ = grouped.values_of_groups(groups, "columnwise")
-        expected = torch.cat(specified_columns(groups, splits), dim=1).bfloat16()
-        used = expected.shape[1]
-        assert_bytes_equal(columns[:, :used].cpu().contiguous(), expected, "columns")
-        assert not columns[:, used:].any()
 
 
 def weights_of(count, device, shape=(40, 48)):
