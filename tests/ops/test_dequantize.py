@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from cases.ops import DTYPES, SHAPES, in_layout, marked, random_bytes
-from helpers import assert_bytes_equal, assert_values_equal, freed, poisoned_allocations
+from helpers import assert_bytes_equal, assert_values_equal, poisoned_allocations
 
 import zerofp4
 from zerofp4 import ops, reference
@@ -137,29 +137,6 @@ def test_opcheck(device):
         case = Case((32, 64), columnwise=columnwise)
         buffers = case.data.to(device), case.scale.to(device), torch.ones(1, device=device)
         torch.library.opcheck(ZEROFP4.dequantize.default, (*buffers, 16, torch.float16, *options))
-
-
-@pytest.mark.parametrize("rows", [34, 48])  # 48: a stack of whole tiles is one matrix
-@pytest.mark.parametrize("in_a_row", [False, True])
-@pytest.mark.parametrize("count", [1, 3, 40])  # 40: more than travel in a kernel's arguments
-def test_values_of_a_list_without_global_scales(device, count, in_a_row, rows):
-    """Without global scales, which are 2^seed here."""
-    made = [
-        torch.randn(rows, 66, generator=torch.Generator().manual_seed(seed)) * 2.0**seed
-        for seed in range(count)
-    ]
-    if in_a_row:
-        tensors = zerofp4.quantize(torch.stack(made).to(device)).unbind()
-    else:
-        tensors = [zerofp4.quantize(each.to(device)) for each in made]
-    sides = [tensor.record.rowwise for tensor in tensors]
-    options = ops.neutral_amax(device), 16, 448, False
-    copies = [(side.data, side.scales["compact"], *options) for side in sides]
-    actual = torch.full((count, rows, 66), float("nan"), dtype=torch.bfloat16, device=device)
-    ops.values_of_many(copies, torch.bfloat16, actual.unbind())
-    for values, tensor in zip(actual, tensors, strict=True):
-        expected = reference.nvfp4_operand(tensor.rowwise_data.cpu(), tensor.rowwise_scale.cpu(), 16)
-        assert_bytes_equal(values.cpu(), expected.bfloat16(), "values")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
