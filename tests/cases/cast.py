@@ -31,12 +31,6 @@ def check(weights, masters):
         assert_bytes_equal(weight.amax, expected.amax, f"amax {i}")
 
 
-def check_transposes(weights, masters):
-    for i, (weight, master) in enumerate(zip(weights, masters, strict=True)):
-        expected = reference.quantize(master.float().view(weight.shape).to(weight.dtype))
-        assert_bytes_equal(weight.columnwise_data, expected.columnwise_data, f"columnwise codes {i}")
-
-
 TILES, ROWS = (16, 16), (1, 16)
 KIND_SHAPES = [(34, 288), (33, 50), (1, 2), (3, 16), (130, 1000)]
 

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from cases.cast import check, check_transposes, make
+from cases.cast import check, check_kinds, make
 from helpers import assert_bytes_equal, needs_gpu
 
 import zerofp4
@@ -149,8 +149,7 @@ def test_a_replay_after_refresh_uses_what_was_captured(count):
     plan.refresh()
     plan.step()
     plan.post()
-    check(weights, masters)
-    check_transposes(weights, masters)
+    check_kinds(weights, masters)
     codes = [weight.rowwise_data.clone() for weight in weights]
     for master in captured:
         master.mul_(0.5)
@@ -159,8 +158,7 @@ def test_a_replay_after_refresh_uses_what_was_captured(count):
     for weight, expected, before in zip(weights, codes, old, strict=True):
         assert_bytes_equal(weight.rowwise_data, expected, "codes that were bound after the capture")
         weight.rowwise_data = before
-    check(weights, captured)
-    check_transposes(weights, captured)
+    check_kinds(weights, captured)
     graph = torch.cuda.CUDAGraph()
     plan.refresh()
     with torch.cuda.graph(graph):
@@ -204,8 +202,7 @@ def test_replays_of_functions_outlive_their_arguments(count):
     assert all(p.isnan().all() for p in poison)
     for weight, codes in zip(weights, old, strict=True):
         weight.rowwise_data = codes
-    check(weights, values)
-    check_transposes(weights, values)
+    check_kinds(weights, values)
 
 
 @needs_gpu
@@ -228,8 +225,7 @@ def test_a_captured_step_with_and_without_the_amaxes_of_a_captured_update(update
             master.mul_(-3).add_(0.1)
         graph.replay()
         torch.cuda.synchronize()
-        check(weights, masters)
-        check_transposes(weights, masters)
+        check_kinds(weights, masters)
 
 
 @needs_gpu

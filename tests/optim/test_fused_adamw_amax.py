@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.cast import ROWS, TILES, check, check_transposes, make, make_kinds, stages_of_plans
+from cases.cast import ROWS, TILES, check, check_kinds, make, make_kinds, stages_of_plans
 from cases.fused import OPTIONS, Expected, set_gradient, set_random_gradients
 from helpers import assert_bytes_equal
 from hypothesis import given
@@ -157,7 +157,7 @@ def test_training_steps(device):
         if step != 2:
             case.cast()
             case.plan.post()
-            check_transposes(case.weights, case.masters)
+            check_kinds(case.weights, case.masters)
     torch._foreach_mul_(case.masters, 3)
     case.cast()
 
