@@ -20,19 +20,17 @@ PyObject* scheme(PyObject*, PyObject* given);
 
 // linear.cpp
 PyObject* configure(PyObject*, PyObject* given);
-PyObject* fits(PyObject*, PyObject* capsule);
 PyObject* linear(PyObject*, PyObject* const* given, Py_ssize_t count);
 
 // lists.cpp
 PyObject* addresses(PyObject*, PyObject* tensors);
 PyObject* facts(PyObject*, PyObject* tensors);
 PyObject* gradients(PyObject*, PyObject* tensors);
-PyObject* increment_versions(PyObject*, PyObject* tensors);
 PyObject* plain_facts(PyObject*, PyObject* tensors);
 PyObject* state_facts(PyObject*, PyObject* given);
 PyObject* versions(PyObject*, PyObject* tensors);
 
 // operators.cpp
-PyObject* implement(PyObject*, PyObject* given);
+PyObject* implement(PyObject*, PyObject* dequantize_in_python);
 
 }  // namespace zerofp4

@@ -57,20 +57,16 @@ GroupValues values_of(const Groups& groups, const Copy& copy, bool columnwise, c
 // [groups, N, K] of a stack, without global scales.
 Tensor values_of(const Copy& stack, const Launch& launch) {
     const int64_t count = stack.data.size(0);
-    std::vector<uintptr_t> data, scale;
-    const auto address = [](const Tensor& buffer, int64_t e) {
-        const auto begin = reinterpret_cast<uintptr_t>(buffer.const_data_ptr());
-        return begin + static_cast<uintptr_t>(e * buffer.stride(0)) * buffer.itemsize();
-    };
-    for (int64_t e = 0; e < count; ++e) {
-        data.push_back(address(stack.data, e));
-        scale.push_back(address(stack.scale, e));
-    }
     const Tensor values =
         at::empty({count, stack.rows(), stack.cols()}, stack.data.options().dtype(at::kBFloat16));
-    const StackedOperand operand{count,        data.data(),  scale.data(),    values.mutable_data_ptr(),
-                                 stack.rows(), stack.cols(), stack.block_rows};
-    check(kernels().stacked_values(launch.target, static_cast<DType>(dtype_code(at::kBFloat16)), operand,
+    const StackCall call{count,
+                         stack.data.const_data_ptr(),
+                         stack.scale.const_data_ptr(),
+                         values.mutable_data_ptr(),
+                         stack.rows(),
+                         stack.cols(),
+                         stack.block_rows};
+    check(kernels().stacked_values(launch.target, static_cast<DType>(dtype_code(at::kBFloat16)), call,
                                    launch.neutral_amax.const_data_ptr()));
     return values;
 }

@@ -7,14 +7,14 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/SafePyObject.h>
 #include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
-#include <mutex>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -35,7 +35,6 @@ struct {
     PyObject* linear_gradients;
     PyObject* quantizers_of;
     PyObject* cached_rows;
-    PyObject* gradient_place;
 } python;
 
 // The weight
@@ -82,18 +81,26 @@ struct Shape {
     int64_t rows, cols, experts;
 };
 
-std::optional<Shape> shape_of(const WeightArguments& given, const OptionalTensor& splits) {
-    const Tensor matrix = given.weight ? *given.weight : buffer_of(given, kRowwiseData);
-    if (!matrix.defined() || matrix.dim() != (splits ? 3 : 2)) return std::nullopt;
-    if (splits && (splits->dim() != 1 || splits->size(0) != matrix.size(0))) return std::nullopt;
-    const int64_t cols = (given.weight ? 1 : 2) * matrix.size(-1);
-    return Shape{matrix.size(-2), cols, splits ? matrix.size(0) : 0};
+// matrix: a weight, or the codes of one. Nothing for what is no weight of these splits.
+std::optional<Shape> shape_of(const Tensor& matrix, const Tensor& splits) {
+    const bool is_stack = splits.defined();
+    if (!matrix.defined() || matrix.dim() != (is_stack ? 3 : 2) ||
+        (is_stack && (splits.dim() != 1 || splits.size(0) != matrix.size(0))))
+        return std::nullopt;
+    return Shape{matrix.size(-2), matrix.size(-1), is_stack ? matrix.size(0) : 0};
 }
 
-// Groups are multiplied with weights in blocks of 16x16.
+// Whether rows are those of a weight of a layer. Groups are multiplied with weights in blocks of 16x16.
 bool are_rows(const Copy& codes, const Shape& shape, const c10::Device& device) {
     return are_codes(codes, shape.rows, shape.cols, device, shape.experts) &&
            (shape.experts == 0 || codes.block_rows == kBlock);
+}
+
+// Whether C++ multiplies x with such a weight. rows: undefined where that is quantized in the pass.
+bool takes(const Tensor& x, const Tensor& splits, const Tensor& weight, const Tensor& bias, const Copy& rows,
+           const Shape& shape, const Scheme& scheme) {
+    return fits_layer(x, splits, shape.rows, shape.cols, bias, scheme) &&
+           (rows.defined() ? are_rows(rows, shape, x.device()) : is_quantizable(weight, scheme, x.device()));
 }
 
 // What C++ runs
@@ -127,23 +134,19 @@ Copy find_rows(PyObject* quantizers, const WeightArguments& given) {
 }
 
 // Nothing where Python is to run the pass.
-std::optional<Pass> begin_linear(const Tensor& x, const OptionalTensor& splits, const OptionalTensor& bias,
+std::optional<Pass> begin_linear(const Tensor& x, const Tensor& splits, const Tensor& bias,
                                  const WeightArguments& given) {
-    const auto shape = shape_of(given, splits);
+    const Tensor weight = given.weight.value_or(Tensor());
+    auto shape = shape_of(weight.defined() ? weight : buffer_of(given, kRowwiseData), splits);
     if (!shape || c10::InferenceMode::is_enabled()) return std::nullopt;
+    if (!weight.defined()) shape->cols *= 2;
     Gil gil;
     THPObjectPtr quantizers = quantizers_of(given.recipe, x);
     const Scheme* scheme = scheme_of(quantizers);
-    if (scheme == nullptr ||
-        !fits_layer(x, splits.value_or(Tensor()), shape->rows, shape->cols, bias.value_or(Tensor()), *scheme))
-        return std::nullopt;
-    Copy rows;
-    if (given.primary.empty() && !given.cache) {
-        if (!is_quantizable(*given.weight, *scheme, x.device())) return std::nullopt;
-    } else {
-        rows = find_rows(quantizers, given);
-        if (!are_rows(rows, *shape, x.device())) return std::nullopt;
-    }
+    if (scheme == nullptr) return std::nullopt;
+    Copy rows = find_rows(quantizers, given);
+    const bool is_missing = !rows.defined() && (given.cache || !given.primary.empty());
+    if (is_missing || !takes(x, splits, weight, bias, rows, *shape, *scheme)) return std::nullopt;
     return Pass{*scheme, begin_launch(x, *scheme, true), std::move(rows)};
 }
 
@@ -163,17 +166,19 @@ std::vector<Tensor> run_linear(const Tensor& x, at::TensorList x_copies, const O
                                const OptionalTensors& primary, at::ScalarType dtype, int64_t e4m3_max,
                                c10::string_view recipe, const OptionalTensor& cache,
                                const OptionalTensor& main_grad, bool x_needs, bool weight_needs) {
+    const Tensor own_splits = splits.value_or(Tensor()), own_bias = bias.value_or(Tensor());
     std::optional<Pass> pass;
-    if (x_copies.empty()) pass = begin_linear(x, splits, bias, {weight, primary, e4m3_max, recipe, cache});
+    if (x_copies.empty())
+        pass = begin_linear(x, own_splits, own_bias, {weight, primary, e4m3_max, recipe, cache});
     if (!pass) {
         Gil gil;
         return unpacked(call_python(python.linear, x, x_copies, splits, bias, weight, primary, dtype,
                                     e4m3_max, recipe, cache, main_grad, x_needs, weight_needs));
     }
     const auto& [scheme, launch, rows] = *pass;
-    const Operands made = quantize_operands(x, splits.value_or(Tensor()), weight.value_or(Tensor()), rows,
-                                            weight_needs, scheme, launch);
-    std::vector<Tensor> results{multiply_operands(x, made, bias.value_or(Tensor()), launch)};
+    const Operands made =
+        quantize_operands(x, own_splits, weight.value_or(Tensor()), rows, weight_needs, scheme, launch);
+    std::vector<Tensor> results{multiply_operands(x, made, own_bias, launch)};
     if (splits) results.insert(results.end(), {made.groups.offsets, made.groups.error});
     if (weight_needs) append(results, made.x.columnwise);
     if (x_needs && !rows.defined()) append(results, made.weight);
@@ -198,6 +203,20 @@ bool takes_sums(const Tensor& buffer, const Groups& groups, int64_t cols, const 
     return buffer.scalar_type() == at::kFloat && is_of(buffer, sizes, grad.device());
 }
 
+// Nothing where C++ does not compute them. rows, columns: undefined if not needed.
+std::optional<Gradients> gradients(const Tensor& grad, const Groups& groups, const Copy& columns,
+                                   const Copy& rows, int64_t cols, const GradientOptions& options,
+                                   const Scheme& scheme) {
+    if (!fits_gradients(grad, groups, columns, rows, cols, scheme) ||
+        (options.adds && !takes_sums(options.out, groups, cols, grad)))
+        return std::nullopt;
+    const Launch launch = [&] {
+        Gil gil;
+        return begin_launch(grad, scheme);
+    }();
+    return make_gradients(grad, groups, columns, rows, options, scheme, launch);
+}
+
 using GradientTuple = std::tuple<Tensor, Tensor, Tensor>;
 
 // zerofp4::linear_gradients
@@ -206,27 +225,32 @@ GradientTuple run_gradients(const Tensor& grad, at::TensorList groups, at::Tenso
                             at::ScalarType dtype, int64_t e4m3_max, c10::string_view recipe,
                             const OptionalTensor& cache, const OptionalTensor& out, bool adds,
                             at::ScalarType x_dtype, bool x_needs, bool bias_needs) {
-    const Groups of_x = groups_of(groups, grad, cols);
-    const auto begin = [&]() -> std::optional<std::pair<Pass, Copy>> {
-        if (!is_plain(grad) || dtype_code(x_dtype) < 0 || dtype_code(dtype) < 0) return std::nullopt;
-        Gil gil;
-        THPObjectPtr quantizers = quantizers_of(recipe, grad);
-        const Scheme* scheme = scheme_of(quantizers);
-        if (scheme == nullptr || c10::InferenceMode::is_enabled()) return std::nullopt;
-        const Copy columns = copy_of(x, 1, e4m3_max_of(scheme->choice));
-        Copy rows = copy_of(own, kBlock, e4m3_max_of(scheme->choice));
-        if (x_needs && own.empty()) rows = find_rows(quantizers, {weight, primary, e4m3_max, recipe, cache});
+    const auto run = [&]() -> std::optional<Gradients> {
+        if (!is_plain(grad) || dtype_code(x_dtype) < 0 || dtype_code(dtype) < 0 || (out && !adds) ||
+            c10::InferenceMode::is_enabled())
+            return std::nullopt;
+        const Groups of_x = groups_of(groups, grad, cols);
         const Shape shape{grad.size(-1), cols, of_x.defined() ? of_x.count() : 0};
-        const bool is_known = (columns.defined() || x.empty()) && (!out || adds) &&
-                              (!x_needs || are_rows(rows, shape, grad.device())) &&
-                              (own.empty() || scheme->has_tiles) &&
-                              (!adds || takes_sums(*out, of_x, cols, grad)) &&
-                              fits_gradients(grad, of_x, columns, rows, cols, *scheme);
-        if (!is_known) return std::nullopt;
-        return std::pair(Pass{*scheme, begin_launch(grad, *scheme), std::move(rows)}, columns);
+        Scheme scheme;
+        Copy rows;
+        {
+            Gil gil;
+            THPObjectPtr quantizers = quantizers_of(recipe, grad);
+            const Scheme* found = scheme_of(quantizers);
+            if (found == nullptr || !(own.empty() || found->has_tiles)) return std::nullopt;
+            scheme = *found;
+            rows = copy_of(own, kBlock, e4m3_max_of(scheme.choice));
+            if (x_needs && own.empty())
+                rows = find_rows(quantizers, {weight, primary, e4m3_max, recipe, cache});
+        }
+        const Copy columns = copy_of(x, 1, e4m3_max_of(scheme.choice));
+        if (!(columns.defined() || x.empty()) || (x_needs && !are_rows(rows, shape, grad.device())))
+            return std::nullopt;
+        const GradientOptions options{x_dtype, dtype, out.value_or(Tensor()), adds, bias_needs};
+        return gradients(grad, of_x, columns, rows, cols, options, scheme);
     };
-    const auto begun = begin();
-    if (!begun) {
+    std::optional<Gradients> made = run();
+    if (!made) {
         Gil gil;
         THPObjectPtr found =
             call_python(python.linear_gradients, grad, groups, x, cols, own, weight, primary, dtype, e4m3_max,
@@ -235,42 +259,18 @@ GradientTuple run_gradients(const Tensor& grad, at::TensorList groups, at::Tenso
         if (!PyArg_ParseTuple(found, "OOO", &of_input, &of_weight, &of_bias)) throw_python_error();
         return {unwrapped(of_input), unwrapped(of_weight), unwrapped(of_bias)};
     }
-    const auto& [pass, columns] = *begun;
-    const GradientOptions options{x_dtype, dtype, out.value_or(Tensor()), adds, bias_needs};
-    Gradients made = make_gradients(grad, of_x, columns, pass.weight, options, pass.scheme, pass.launch);
-    for (Tensor* each : {&made.x, &made.weight, &made.bias})
+    for (Tensor* each : {&made->x, &made->weight, &made->bias})
         if (!each->defined()) *each = at::empty({0}, grad.options());
-    return {made.x, made.weight, made.bias};
+    return {made->x, made->weight, made->bias};
 }
 
 // The formula
-
-// A reference to an object of Python that any thread may drop.
-class Held {
-  public:
-    Held() = default;
-    explicit Held(PyObject* object) : object_(Py_NewRef(object)) {}
-    Held(Held&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
-    Held& operator=(Held&& other) noexcept {
-        std::swap(object_, other.object_);
-        return *this;
-    }
-    ~Held() {
-        if (object_ == nullptr || !Py_IsInitialized()) return;
-        Gil gil;
-        Py_DECREF(object_);
-    }
-    PyObject* get() const { return object_; }
-
-  private:
-    PyObject* object_ = nullptr;
-};
 
 uint32_t version_of(const Tensor& tensor) {
     return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
 }
 
-struct LayerBackward : Node {
+struct LayerBackward : OwnNode {
     using Saved = c10::SmallVector<SavedVariable, 3>;
 
     Saved x, own;   // copies of x and of the weight, as zerofp4::linear returns them
@@ -290,18 +290,10 @@ struct LayerBackward : Node {
     std::optional<Scheme> scheme;
     int64_t block_rows = kBlock;
     int e4m3_max = static_cast<int>(kE4M3Max);
-    Held is_current;
+    std::optional<c10::SafePyObject> is_current;
     bool released = false;
-    std::mutex mutex;  // two threads may go back through one graph
 
     std::string name() const override { return "LayerBackward"; }
-
-    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
-        TORCH_CHECK(
-            false,
-            "compiled autograd cannot trace the node of a layer of a recipe: compile its forward pass "
-            "instead");
-    }
 
     void release_variables() override {
         std::lock_guard<std::mutex> lock(mutex);
@@ -331,9 +323,9 @@ struct LayerBackward : Node {
         TORCH_CHECK(!groups.defined() || version_of(groups.splits) == splits_version,
                     "m_splits was written to between the forward and the backward pass of a layer: call "
                     "backward first, or give each call a tensor of its own");
-        if (is_current.get() == nullptr || !x_needs) return;
+        if (!is_current || !x_needs) return;
         Gil gil;
-        TORCH_CHECK(call_python(is_current.get()).get() == Py_True, kWritten);
+        TORCH_CHECK(call_python(is_current->ptr(getPyInterpreter())).get() == Py_True, kWritten);
     }
 
     variable_list apply(variable_list&& grads) override {
@@ -344,9 +336,18 @@ struct LayerBackward : Node {
         check_current();
         const bool is_usual = is_default_state(false) && !at::GradMode::is_enabled();
         OptionalTensor out = main_grad;
-        if (is_usual && weight_needs && !main_grad && !groups.defined()) out = gradient_place();
+        if (is_usual && weight_needs && !main_grad && !groups.defined()) {
+            Gil gil;
+            const Tensor place = gradient_place(getptr(), weight_dtype);
+            if (place.defined()) out = place;
+        }
         std::optional<Gradients> made;
-        if (is_usual && scheme) made = run(grad, of_x, of_weight, out);
+        if (is_usual && scheme && !has_tangent(grad)) {  // without the dispatcher
+            const GradientOptions options{x_dtype, weight_dtype, out.value_or(Tensor()),
+                                          main_grad && weight_needs, bias_dtype.has_value()};
+            made = gradients(grad, groups, copy_of(of_x, 1, e4m3_max_of(scheme->choice)),
+                             copy_of(of_weight, block_rows, e4m3_max), cols, options, *scheme);
+        }
         if (!made) made = call_operator(grad, of_x, of_weight, out);
         variable_list result{made->x, weight_needs ? made->weight : Tensor(),
                              bias_dtype ? made->bias.to(*bias_dtype) : Tensor()};
@@ -356,32 +357,6 @@ struct LayerBackward : Node {
             result[1] = *out;
         }
         return at::GradMode::is_enabled() && grad.requires_grad() ? without_derivative(grad, result) : result;
-    }
-
-    // Memory for the gradient of the weight, if it has a place.
-    OptionalTensor gradient_place() {
-        Gil gil;
-        THPObjectPtr node = checked(torch::autograd::functionToPyObject(getptr()));
-        THPObjectPtr place = call_python(python.gradient_place, node.get(), int64_t{1}, weight_dtype);
-        return place.get() == Py_None ? std::nullopt : OptionalTensor(unwrapped(place));
-    }
-
-    // Without the dispatcher. Nothing where that has to see what the gradient is.
-    std::optional<Gradients> run(const Tensor& grad, at::TensorList of_x, at::TensorList of_weight,
-                                 const OptionalTensor& out) {
-        const Copy columns = copy_of(of_x, 1, e4m3_max_of(scheme->choice));
-        const Copy rows = copy_of(of_weight, block_rows, e4m3_max);
-        if (!fits_gradients(grad, groups, columns, rows, cols, *scheme) || has_tangent(grad) ||
-            (main_grad && weight_needs && !takes_sums(*main_grad, groups, cols, grad)))
-            return std::nullopt;
-        const auto launch = [&] {
-            Gil gil;
-            return begin_launch(grad, *scheme);
-        }();
-        const GradientOptions options{x_dtype, weight_dtype, out.value_or(Tensor()), main_grad.has_value(),
-                                      bias_dtype.has_value()};
-        Gradients made = make_gradients(grad, groups, columns, rows, options, *scheme, launch);
-        return made;
     }
 
     Gradients call_operator(const Tensor& grad, at::TensorList of_x, at::TensorList of_weight,
@@ -508,7 +483,7 @@ std::vector<Tensor> differentiated(c10::DispatchKeySet keys, const Tensor& x, at
 // The same without the dispatcher. rows: of the weight, undefined where it is quantized here.
 Tensor forward(const Tensor& x, const Tensor& splits, const Tensor& weight, const Tensor& bias, Copy rows,
                const Scheme& scheme, c10::string_view recipe, const OptionalTensor& main_grad,
-               bool is_primary, Held is_current, const Launch& launch) {
+               bool is_primary, std::optional<c10::SafePyObject> is_current, const Launch& launch) {
     const NodePointer node = begin_node(x, weight, bias, main_grad, recipe);
     const bool keeps_x = node && weight.requires_grad();
     const Operands operands = quantize_operands(x, splits, weight, std::move(rows), keeps_x, scheme, launch);
@@ -516,7 +491,7 @@ Tensor forward(const Tensor& x, const Tensor& splits, const Tensor& weight, cons
     if (node) {
         LayerBackward& made = layer_of(node);
         made.scheme = scheme;
-        made.is_current = std::move(is_current);
+        if (is_current) made.is_current.emplace(*std::move(is_current));
         made.block_rows = operands.weight.block_rows;
         made.e4m3_max = operands.weight.e4m3_max;
         if (keeps_x) save(made.x, operands.x.columnwise);
@@ -553,16 +528,13 @@ PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t count) {
     if (recipe == nullptr) return nullptr;
     const OptionalTensor main_grad =
         given[7] == Py_None ? std::nullopt : OptionalTensor(THPVariable_Unpack(given[7]));
-    if (weight.is_inference() || dtype_code(weight.scalar_type()) < 0 ||
-        weight.dim() != (splits.defined() ? 3 : 2) ||
-        (splits.defined() && (splits.dim() != 1 || splits.size(0) != weight.size(0))))
-        Py_RETURN_NONE;
-    const Shape shape{weight.size(-2), weight.size(-1), splits.defined() ? weight.size(0) : 0};
-    if (!fits_layer(x, splits, shape.rows, shape.cols, bias, *scheme) ||
-        !(rows.defined() ? are_rows(rows, shape, x.device()) : is_quantizable(weight, *scheme, x.device())))
+    const auto shape = shape_of(weight, splits);
+    if (!shape || weight.is_inference() || dtype_code(weight.scalar_type()) < 0 ||
+        !takes(x, splits, weight, bias, rows, *shape, *scheme))
         Py_RETURN_NONE;
     const Launch launch = begin_launch(x, *scheme);
-    Held is_current = given[8] == Py_None ? Held() : Held(given[8]);
+    std::optional<c10::SafePyObject> is_current;
+    if (given[8] != Py_None) is_current.emplace(Py_NewRef(given[8]), getPyInterpreter());
     Tensor y;
     {
         NoGil released;
@@ -593,36 +565,19 @@ PyObject* scheme(PyObject*, PyObject* given) {
     return capsule;
 }
 
-namespace {
-
-// Which torch's macro of a node's properties names.
-using torch::autograd::THPCppFunction_input_metadata;
-using torch::autograd::THPCppFunction_metadata;
-using torch::autograd::THPCppFunction_next_functions;
-using torch::autograd::THPCppFunction_requires_grad;
-
-PyGetSetDef kProperties[] = {THP_FUNCTION_DEFAULT_PROPERTIES, {nullptr, nullptr, nullptr, nullptr, nullptr}};
-PyTypeObject node_type;
-
-}  // namespace
-
-// configure_layer(functions, neutral_amax, linear, linear_gradients, quantizers_of, cached_rows,
-// gradient_place): dispatch the operators of layers here; linear and linear_gradients are their
-// implementations in Python. quantizers_of(recipe, device) is what a recipe quantizes with, by its key, and
-// has a scheme or None. cached_rows(quantizers, weight, cache) is what layer() takes as rows of the weight
-// that a cache keeps, or None. gradient_place(node, index, dtype) is memory for a gradient, or None.
+// configure_layer(neutral_amax, linear, linear_gradients, quantizers_of, cached_rows): dispatch the operators
+// of layers here; linear and linear_gradients are their implementations in Python. quantizers_of(recipe,
+// device) is what a recipe quantizes with, by its key, and has a scheme or None. cached_rows(quantizers,
+// weight, cache) is what layer() takes as rows of the weight that a cache keeps, or None.
 PyObject* configure_layer(PyObject*, PyObject* given) {
     HANDLE_TH_ERRORS
-    PyObject *neutral_amax, *capsule;
-    if (!PyArg_ParseTuple(given, "OOOOOOO", &capsule, &neutral_amax, &python.linear, &python.linear_gradients,
-                          &python.quantizers_of, &python.cached_rows, &python.gradient_place))
+    PyObject* neutral_amax;
+    if (!PyArg_ParseTuple(given, "OOOOO", &neutral_amax, &python.linear, &python.linear_gradients,
+                          &python.quantizers_of, &python.cached_rows))
         return nullptr;
-    void* functions = PyCapsule_GetPointer(capsule, kLayerCapsule);
-    if (functions == nullptr) return nullptr;
-    configure_passes(neutral_amax, static_cast<const LayerFunctions*>(functions));
     Py_INCREF(given);  // and all that it holds
-    torch::autograd::_initFunctionPyTypeObject(node_type, "LayerBackward", kProperties, nullptr);
-    torch::autograd::registerCppFunction(typeid(LayerBackward), &node_type);
+    set_neutral_amax(neutral_amax);
+    register_node<LayerBackward>("LayerBackward");
     // Not a static of the file: nothing of torch is touched before its version was compared.
     static auto* library =
         new torch::Library(torch::Library::FRAGMENT, "zerofp4", std::nullopt, __FILE__, __LINE__);

@@ -42,14 +42,15 @@ Values values_of(const Factor& a, const Factor& b, at::ScalarType dtype, const L
     auto [left, right, alpha] = allocate<3>(a.copy.data.options(), {piece(a), piece(b), {{1}, at::kFloat}});
     const auto operand = [](const Factor& factor, const Tensor& values) {
         const Copy& copy = factor.copy;
-        return ProductOperand{copy.data.const_data_ptr(),
-                              copy.scale.const_data_ptr(),
-                              copy.amax.const_data_ptr(),
-                              values.mutable_data_ptr(),
-                              copy.rows(),
-                              copy.cols(),
-                              copy.block_rows,
-                              copy.e4m3_max};
+        return CopyCall{copy.data.const_data_ptr(),
+                        copy.scale.const_data_ptr(),
+                        copy.amax.const_data_ptr(),
+                        values.mutable_data_ptr(),
+                        copy.rows(),
+                        copy.cols(),
+                        copy.block_rows,
+                        copy.e4m3_max,
+                        false};
     };
     check(kernels().product_values(launch.target, static_cast<DType>(dtype_code(dtype)), operand(a, left),
                                    operand(b, right), launch.neutral_amax.const_data_ptr(),

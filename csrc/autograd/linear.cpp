@@ -1,5 +1,6 @@
-// F.linear with an NVFP4 weight as an autograd node in C++. Whatever is not plain goes to the Python node in
-// zerofp4/tensors/products.py, which computes the same bytes.
+// F.linear where x or the weight is quantized, as an autograd node. A plain x is multiplied with an NVFP4
+// weight here; what is not plain (modes, subclasses, MXFP8 weights, gradients of gradients) in
+// zerofp4/tensors/products.py, to the same bytes.
 
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
@@ -8,18 +9,13 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
-#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
-#include <mutex>
 #include <optional>
 
-#include "autograd/dequantize_call.h"
-#include "autograd/functions.h"
-#include "autograd/layer_calls.h"
-#include "autograd/plain.h"
+#include "autograd/call_python.h"
+#include "autograd/quantization.h"
 
 namespace zerofp4 {
 namespace {
@@ -28,19 +24,19 @@ namespace {
 struct {
     PyObject* weight_type;
     PyObject* values_source;
-    PyObject* gradient_place;
+    PyObject* product;
     PyObject* gradients;
+    PyObject* gradient_place;
     PyObject* check_cuda;
     PyObject* current_stream;
-    PyObject* record;  // the name of the attribute
-    DequantizeFunction dequantize;
+    PyObject* record;           // the name of the attribute
     unsigned long slow_on_cpu;  // a bit for each dtype_code
     uint64_t checked_gpus;
 } python;
 
-}  // namespace
-
+// The handle of the current stream of a GPU that our kernels run on.
 int64_t current_stream(c10::DeviceIndex index) {
+    Gil gil;
     THPObjectPtr number = checked(PyLong_FromLong(index));
     if (index >= 64 || (python.checked_gpus >> index & 1) == 0) {
         checked(PyObject_CallOneArg(python.check_cuda, number));
@@ -52,40 +48,49 @@ int64_t current_stream(c10::DeviceIndex index) {
     return stream;
 }
 
-Tensor values_of(const Source& source, at::ScalarType dtype) {
-    int64_t rows = source.data.size(0), cols = 2 * source.data.size(1);
-    if (source.columnwise) {
-        rows = 2 * source.data.size(1);
-        cols = source.data.size(0);
-    }
-    Tensor values = at::empty({rows, cols}, source.data.options().dtype(dtype));
-    DequantizeCall call{};
-    const bool on_cpu = source.data.is_cpu();
-    call.device = on_cpu ? -1 : source.data.get_device();
-    call.stream = source.stream;
-    call.threads = on_cpu ? at::get_num_threads() : 0;
-    call.data = source.data.const_data_ptr();
-    call.scale = source.scale.const_data_ptr();
-    call.amax = source.amax.const_data_ptr();
-    call.output = values.mutable_data_ptr();
-    call.rows = rows;
-    call.cols = cols;
-    call.columnwise = source.columnwise;
-    call.block_rows = source.block_rows;
-    call.e4m3_max = source.e4m3_max;
-    call.dtype = dtype_code(dtype);
-    const char* error = python.dequantize(call);
-    TORCH_CHECK(error == nullptr, error);
+}  // namespace
+
+Target target_of(const Tensor& tensor) {
+    if (tensor.is_cpu()) return {-1, 0, at::get_num_threads()};
+    return {tensor.get_device(), current_stream(tensor.device().index()), 0};
+}
+
+Tensor values_of(const Copy& copy, bool columnwise, at::ScalarType dtype, const Target& target) {
+    const int64_t rows = columnwise ? copy.cols() : copy.rows(),
+                  cols = columnwise ? copy.rows() : copy.cols();
+    Tensor values = at::empty({rows, cols}, copy.data.options().dtype(dtype));
+    const CopyCall call{copy.data.const_data_ptr(),
+                        copy.scale.const_data_ptr(),
+                        copy.amax.const_data_ptr(),
+                        values.mutable_data_ptr(),
+                        rows,
+                        cols,
+                        copy.block_rows,
+                        copy.e4m3_max,
+                        columnwise};
+    check(kernels().dequantize(target, static_cast<DType>(dtype_code(dtype)), call));
     return values;
 }
 
 PyTypeObject* weight_type() { return reinterpret_cast<PyTypeObject*>(python.weight_type); }
 
+Tensor gradient_place(const NodePointer& node, at::ScalarType dtype) {
+    THPObjectPtr object = checked(torch::autograd::functionToPyObject(node));
+    return unwrapped(call_python(python.gradient_place, object.get(), dtype));
+}
+
 namespace {
 
 // Values of a weight
 
-// What values are computed from. Nothing where Python is to say what is wrong. Needs the GIL.
+// What values are computed from.
+struct Source {
+    Copy copy;
+    bool columnwise;
+    Target target;
+};
+
+// Nothing where Python is to say what is wrong. Needs the GIL.
 std::optional<Source> source_of(PyObject* weight, const c10::Device& device) {
     THPObjectPtr record = checked(PyObject_GetAttr(weight, python.record));
     THPObjectPtr found = checked(PyObject_CallOneArg(python.values_source, record));
@@ -97,19 +102,16 @@ std::optional<Source> source_of(PyObject* weight, const c10::Device& device) {
     for (PyObject* buffer : {data, scale, amax}) {
         if (!is_exact(buffer)) return std::nullopt;
         const Tensor& tensor = THPVariable_Unpack(buffer);
-        if ((tensor.key_set() | kPlain) != kPlain || tensor.device() != device || !holds(tensor))
-            return std::nullopt;
+        if (!is_dense(tensor) || tensor.device() != device || !holds(tensor)) return std::nullopt;
     }
-    Source source{THPVariable_Unpack(data),
-                  THPVariable_Unpack(scale),
-                  THPVariable_Unpack(amax),
-                  block_rows,
-                  e4m3_max,
-                  columnwise != 0,
-                  0};
-    if (source.data.dim() != 2) return std::nullopt;
-    if (device.is_cuda()) source.stream = current_stream(device.index());
-    return source;
+    Copy copy{unwrapped(data), unwrapped(scale), unwrapped(amax), block_rows, e4m3_max};
+    if (copy.data.dim() != 2) return std::nullopt;
+    const Target target = target_of(copy.data);
+    return Source{std::move(copy), columnwise != 0, target};
+}
+
+Tensor values_of(const Source& source, at::ScalarType dtype) {
+    return values_of(source.copy, source.columnwise, dtype, source.target);
 }
 
 // Products, as multiply() in zerofp4/tensors/products.py
@@ -131,28 +133,12 @@ Tensor multiply(const Tensor& x, const Tensor& weight, const Tensor& bias) {
     return at::linear(in_dtype(x, wide), in_dtype(weight, wide), in_dtype(bias, wide)).to(dtype);
 }
 
-Tensor multiply_by_autocast(const Tensor& x, const Tensor& weight, const Tensor& bias) {
-    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    const auto cast = [](const Tensor& each) {
-        const bool takes = each.defined() && dtype_code(each.scalar_type()) >= 0;
-        return takes ? in_dtype(each, at::autocast::get_autocast_dtype(at::kCPU)) : each;
-    };
-    return multiply(cast(x), cast(weight), cast(bias));
-}
-
 // The node
 
-struct LinearBackward : Node {
+struct LinearBackward : OwnNode {
     SavedVariable x, weight;
-    std::mutex mutex;  // two threads may go back through one graph
 
     std::string name() const override { return "LinearBackward"; }
-
-    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
-        TORCH_CHECK(
-            false,
-            "compiled autograd cannot trace a product with an NVFP4 weight: call backward() without it");
-    }
 
     void release_variables() override {
         std::lock_guard<std::mutex> lock(mutex);
@@ -164,10 +150,10 @@ struct LinearBackward : Node {
         std::lock_guard<std::mutex> lock(mutex);
         const Tensor grad = grads[0].defined() ? std::move(grads[0]) : input_metadata(0).zeros_like();
         const Tensor saved_x = x.unpack(getptr()), saved_weight = weight.unpack(getptr());
-        const at::ScalarType dtype = grad.scalar_type();
         const bool is_fast = is_default_state(false) && !at::GradMode::is_enabled() && is_plain(grad) &&
-                             dtype_code(dtype) >= 0 && (!saved_x.defined() || is_plain(saved_x)) &&
-                             !has_tangent(grad) && !has_tangent(saved_x);
+                             dtype_code(grad.scalar_type()) >= 0 &&
+                             (!saved_x.defined() || is_plain(saved_x)) && !has_tangent(grad) &&
+                             !has_tangent(saved_x);
         if (is_fast) {
             std::optional<variable_list> found = gradients(grad, saved_x, saved_weight);
             if (found) return *std::move(found);
@@ -190,7 +176,7 @@ struct LinearBackward : Node {
                 source = source_of(object, grad.device());
                 if (!source) return std::nullopt;
             }
-            if (weight_needs) place = gradient_place(dtype);  // last: what it gives it gives once
+            if (weight_needs) place = gradient_place(getptr(), dtype);  // last: what it gives it gives once
         }
         variable_list result(3);
         const at::ScalarType wide = factor_dtype(grad);
@@ -215,133 +201,87 @@ struct LinearBackward : Node {
         return result;
     }
 
-    // Memory for the gradient of the weight, if it has a place.
-    Tensor gradient_place(at::ScalarType dtype) {
-        THPObjectPtr node = checked(torch::autograd::functionToPyObject(getptr()));
-        THPObjectPtr one = checked(PyLong_FromLong(1));
-        auto* wanted = reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype));
-        THPObjectPtr place = checked(
-            PyObject_CallFunctionObjArgs(python.gradient_place, node.get(), one.get(), wanted, nullptr));
-        return unwrapped(place);
-    }
-
     variable_list python_gradients(const Tensor& grad, const Tensor& x, const Tensor& weight) {
         Gil gil;
         THPObjectPtr node = checked(torch::autograd::functionToPyObject(getptr()));
-        THPObjectPtr own_grad = wrapped(grad), own_x = wrapped(x), own_weight = wrapped(weight);
-        PyObject* bias_needs = next_edge(2).is_valid() ? Py_True : Py_False;
         THPObjectPtr found =
-            checked(PyObject_CallFunctionObjArgs(python.gradients, node.get(), own_grad.get(), own_x.get(),
-                                                 own_weight.get(), bias_needs, nullptr));
+            call_python(python.gradients, node.get(), grad, x, weight, next_edge(2).is_valid());
         PyObject *of_x, *of_weight, *of_bias;
         if (!PyArg_ParseTuple(found, "OOO", &of_x, &of_weight, &of_bias)) throw_python_error();
         return {unwrapped(of_x), unwrapped(of_weight), unwrapped(of_bias)};
     }
 };
 
-Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const Source& source) {
-    NodePointer node;
-    if (at::GradMode::is_enabled() && torch::autograd::compute_requires_grad(x, weight, bias)) {
-        node = new_node<LinearBackward>();
-        node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
-        // Before the product, which a checkpoint leaves out that needs no more than what is saved.
-        auto* saved = static_cast<LinearBackward*>(&*node);
-        if (weight.requires_grad()) saved->x = SavedVariable(x, false);
-        if (x.requires_grad()) saved->weight = SavedVariable(weight, false);
-    }
-    Tensor y;
-    {
-        const bool autocast = !is_default_state(false);
-        at::AutoDispatchBelowADInplaceOrView below;
-        const Tensor values = values_of(source, weight.scalar_type());
-        if (!autocast) {
-            y = multiply(x, values, bias);
-        } else if (x.is_cpu() && at::autocast::is_autocast_enabled(at::kCPU)) {
-            y = multiply_by_autocast(x, values, bias);
-        } else {
-            // Autocast would keep its copy of a leaf, which has no history here, for other operations.
-            y = at::linear(x.detach(), values, bias.defined() ? bias.detach() : bias);
-        }
-    }
-    if (node) torch::autograd::set_history(y, node);
-    return y;
+// If anything needs a gradient.
+NodePointer begin_node(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+    if (!at::GradMode::is_enabled() || !torch::autograd::compute_requires_grad(x, weight, bias)) return {};
+    NodePointer node = new_node<LinearBackward>();
+    node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
+    auto* made = static_cast<LinearBackward*>(&*node);
+    if (weight.requires_grad()) made->x = SavedVariable(x, false);
+    if (x.requires_grad()) made->weight = SavedVariable(weight, false);
+    return node;
 }
 
-// Python's side
-
-PyObject* saved_tensors(PyObject* self, void*) {
-    HANDLE_TH_ERRORS
-    const auto& node = reinterpret_cast<torch::autograd::THPCppFunction*>(self)->cdata;
-    auto* linear = static_cast<LinearBackward*>(&*node);
-    THPObjectPtr x = wrapped(linear->x.unpack(node)), weight = wrapped(linear->weight.unpack(node));
-    return PyTuple_Pack(2, x.get(), weight.get());
-    END_HANDLE_TH_ERRORS
+Tensor product(const Tensor& x, const Tensor& weight, const Tensor& bias, const Source& source) {
+    const bool autocast = !is_default_state(false);
+    at::AutoDispatchBelowADInplaceOrView below;
+    const Tensor values = values_of(source, weight.scalar_type());
+    if (!autocast) return multiply(x, values, bias);
+    // Autocast would keep its copy of a leaf, which has no history here, for other operations.
+    return at::linear(x.detach(), values, bias.defined() ? bias.detach() : bias);
 }
-
-// Which torch's macro of a node's properties names.
-using torch::autograd::THPCppFunction_input_metadata;
-using torch::autograd::THPCppFunction_metadata;
-using torch::autograd::THPCppFunction_next_functions;
-using torch::autograd::THPCppFunction_requires_grad;
-
-PyGetSetDef kProperties[] = {THP_FUNCTION_DEFAULT_PROPERTIES,
-                             {"saved_tensors", saved_tensors, nullptr, nullptr, nullptr},
-                             {nullptr, nullptr, nullptr, nullptr, nullptr}};
-PyTypeObject node_type;
 
 }  // namespace
 
-// linear(x, weight, bias or None): F.linear; None for what the Python node has to do.
+// linear(x, weight, bias or None): F.linear; None where torch.func or forward AD asks what it is made of.
 PyObject* linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 3, "linear() takes x, weight and bias, got ", count, " arguments");
-    const bool has_bias = given[2] != Py_None;
-    if (!is_default_state(true) || !is_exact(given[0]) || (has_bias && !is_exact(given[2])) ||
-        Py_TYPE(given[1]) != weight_type())
+    const bool has_bias = given[2] != Py_None, is_nvfp4 = Py_TYPE(given[1]) == weight_type();
+    if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+        !THPVariable_Check(given[0]) || (!is_nvfp4 && !THPVariable_Check(given[1])) ||
+        (has_bias && !THPVariable_Check(given[2])))
         Py_RETURN_NONE;
-    const Tensor& x = THPVariable_Unpack(given[0]);
-    const Tensor& weight = THPVariable_Unpack(given[1]);
+    const Tensor &x = THPVariable_Unpack(given[0]), &weight = THPVariable_Unpack(given[1]);
     const Tensor bias = unwrapped(given[2]);
-    if (!is_plain(x) || (has_bias && !is_plain(bias)) || weight.is_inference() ||
-        dtype_code(weight.scalar_type()) < 0)
-        Py_RETURN_NONE;
-    const std::optional<Source> source = source_of(given[1], x.device());
-    if (!source) Py_RETURN_NONE;
+    const bool is_usual =
+        is_default_state(true) && is_exact(given[0]) && (!has_bias || is_exact(given[2])) && is_nvfp4 &&
+        is_plain(x) && !(x.is_cpu() && at::autocast::is_autocast_enabled(at::kCPU)) &&
+        (!has_bias || is_plain(bias)) && !weight.is_inference() && dtype_code(weight.scalar_type()) >= 0;
+    const std::optional<Source> source = is_usual ? source_of(given[1], x.device()) : std::nullopt;
+    bool is_dual;
+    NodePointer node;
     Tensor y;
     {
         NoGil released;
-        if (!has_tangent(x) && !has_tangent(weight) && !has_tangent(bias))
-            y = forward(x, weight, bias, *source);
+        is_dual = has_tangent(x) || has_tangent(weight) || has_tangent(bias);
+        // Before the product, which a checkpoint leaves out that needs no more than what is saved.
+        if (!is_dual) node = begin_node(x, weight, bias);
+        if (!is_dual && source) y = product(x, weight, bias, *source);
     }
-    if (!y.defined()) Py_RETURN_NONE;
+    if (is_dual) Py_RETURN_NONE;
+    if (!source) {
+        const at::NoGradGuard no_grad;
+        y = unwrapped(call_python(python.product, given[0], given[1], given[2]));
+    }
+    if (node) torch::autograd::set_history(y, node);
     return THPVariable_Wrap(std::move(y));
     END_HANDLE_TH_ERRORS
 }
 
-// configure(weight_type, values_source, gradient_place, gradients, check_cuda, current_stream, dequantize,
-// slow_on_cpu)
+// What configure_linear in zerofp4/ops/native.py says.
 PyObject* configure(PyObject*, PyObject* given) {
     HANDLE_TH_ERRORS
-    PyObject* capsule;
-    if (!PyArg_ParseTuple(given, "OOOOOOOk", &python.weight_type, &python.values_source,
-                          &python.gradient_place, &python.gradients, &python.check_cuda,
-                          &python.current_stream, &capsule, &python.slow_on_cpu))
+    if (!PyArg_ParseTuple(given, "OOOOOOOk", &python.weight_type, &python.values_source, &python.product,
+                          &python.gradients, &python.gradient_place, &python.check_cuda,
+                          &python.current_stream, &python.slow_on_cpu))
         return nullptr;
-    void* function = PyCapsule_GetPointer(capsule, kDequantizeCapsule);
-    if (function == nullptr) return nullptr;
-    python.dequantize = reinterpret_cast<DequantizeFunction>(function);
     python.record = PyUnicode_InternFromString("record");
     Py_INCREF(given);  // and all that it holds
-    torch::autograd::_initFunctionPyTypeObject(node_type, "LinearBackward", kProperties, nullptr);
-    torch::autograd::registerCppFunction(typeid(LinearBackward), &node_type);
+    register_node<LinearBackward>("LinearBackward");
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
-}
-
-// fits(functions): whether configure() or configure_layer() can be given them.
-PyObject* fits(PyObject*, PyObject* capsule) {
-    return PyBool_FromLong(PyCapsule_IsValid(capsule, kDequantizeCapsule) ||
-                           PyCapsule_IsValid(capsule, kLayerCapsule));
 }
 
 }  // namespace zerofp4

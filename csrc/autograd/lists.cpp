@@ -1,11 +1,4 @@
-// What a step asks of hundreds of tensors, in one loop each. zerofp4/ops/tensor_lists.py is the only caller,
-// and asks the same in Python without this extension.
-
-#include <ATen/core/Tensor.h>
-#include <Python.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/object_ptr.h>
+// What a step asks of hundreds of tensors, in one loop each. zerofp4/ops/tensor_lists.py is the only caller.
 
 #include <cstring>
 #include <unordered_map>
@@ -16,8 +9,6 @@
 
 namespace zerofp4 {
 namespace {
-
-using at::Tensor;
 
 // The tensor of item i of a list; Python's TypeError for what is no tensor.
 const Tensor& tensor_at(PyObject* list, Py_ssize_t i) {
@@ -36,13 +27,9 @@ Py_ssize_t size_of(PyObject* list) {
 template <class Make>
 PyObject* map(PyObject* tensors, Make make) {
     const Py_ssize_t count = size_of(tensors);
-    THPObjectPtr made(PyList_New(count));
-    if (!made) throw python_error();
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject* item = make(tensor_at(tensors, i));
-        if (item == nullptr) throw python_error();
-        PyList_SET_ITEM(made.get(), i, item);
-    }
+    THPObjectPtr made = checked(PyList_New(count));
+    for (Py_ssize_t i = 0; i < count; ++i)
+        PyList_SET_ITEM(made.get(), i, checked(make(tensor_at(tensors, i))).release());
     return made.release();
 }
 
@@ -54,9 +41,7 @@ int64_t address_of(const Tensor& tensor) {
 template <class T>
 struct Room {
     explicit Room(Py_ssize_t count)
-        : bytes(PyBytes_FromStringAndSize(nullptr, count * static_cast<Py_ssize_t>(sizeof(T)))) {
-        if (!bytes) throw python_error();
-    }
+        : bytes(checked(PyBytes_FromStringAndSize(nullptr, count * static_cast<Py_ssize_t>(sizeof(T))))) {}
 
     void set(Py_ssize_t i, const T& value) {
         std::memcpy(PyBytes_AS_STRING(bytes.get()) + i * static_cast<Py_ssize_t>(sizeof(T)), &value,
@@ -87,10 +72,6 @@ Kind kind_of(const Tensor& tensor, int64_t address) {
     return kind;
 }
 
-bool is_plain_and_whole(const Tensor& tensor) {
-    return (tensor.key_set() | kPlain) == kPlain && has_memory(tensor);
-}
-
 // What Python's TensorFacts has of `count` tensors and Nones.
 struct Facts {
     explicit Facts(Py_ssize_t count) : addresses(count), kinds(count) {}
@@ -102,7 +83,7 @@ struct Facts {
         kind.dimensions = -1;
         if (item != Py_None) {
             const Tensor& tensor = THPVariable_Unpack(item);
-            if (plain && !is_plain_and_whole(tensor)) return false;
+            if (plain && !(is_dense(tensor) && has_memory(tensor))) return false;
             address = address_of(tensor);
             kind = kind_of(tensor, address);
         }
@@ -161,18 +142,6 @@ PyObject* plain_facts(PyObject*, PyObject* tensors) {
 PyObject* gradients(PyObject*, PyObject* tensors) {
     HANDLE_TH_ERRORS
     return map(tensors, [](const Tensor& tensor) { return THPVariable_Wrap(tensor.grad()); });
-    END_HANDLE_TH_ERRORS
-}
-
-// increment_versions(tensors): autograd's count of writes to each, but for those of inference mode.
-PyObject* increment_versions(PyObject*, PyObject* tensors) {
-    HANDLE_TH_ERRORS
-    const Py_ssize_t count = size_of(tensors);
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        const Tensor& tensor = tensor_at(tensors, i);
-        if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-    }
-    Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
 }
 

@@ -3,20 +3,30 @@
 
 #include <Python.h>
 
+#include "autograd/calls.h"
 #include "autograd/functions.h"
 
 namespace zerofp4 {
 namespace {
 
+const KernelCalls* connected;
+
+// connect(kernel_calls of zerofp4._C): whether they are those that this was built for. They are used from
+// then on, for as long as the process lives.
+PyObject* connect(PyObject*, PyObject* capsule) {
+    if (!PyCapsule_IsValid(capsule, kCallsCapsule)) Py_RETURN_FALSE;
+    connected = static_cast<const KernelCalls*>(PyCapsule_GetPointer(capsule, kCallsCapsule));
+    Py_RETURN_TRUE;
+}
+
 PyMethodDef kMethods[] = {
     {"addresses", &addresses, METH_O, nullptr},
     {"configure", &configure, METH_VARARGS, nullptr},
     {"configure_layer", &configure_layer, METH_VARARGS, nullptr},
+    {"connect", &connect, METH_O, nullptr},
     {"facts", &facts, METH_O, nullptr},
-    {"fits", &fits, METH_O, nullptr},
     {"gradients", &gradients, METH_O, nullptr},
-    {"implement", &implement, METH_VARARGS, nullptr},
-    {"increment_versions", &increment_versions, METH_O, nullptr},
+    {"implement", &implement, METH_O, nullptr},
     {"layer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&layer)), METH_FASTCALL, nullptr},
     {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&linear)), METH_FASTCALL, nullptr},
     {"plain_facts", &plain_facts, METH_O, nullptr},
@@ -28,6 +38,9 @@ PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "_autograd", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
+
+const KernelCalls& kernels() { return *connected; }
+
 }  // namespace zerofp4
 
 // Nothing of torch is touched here: it may be another one than this was built against.

@@ -4,70 +4,32 @@
 
 #include <torch/library.h>
 
-#include <optional>
-
 #include "autograd/call_python.h"
-#include "autograd/functions.h"
-#include "autograd/plain.h"
-#include "common/bits.h"
+#include "autograd/quantization.h"
 
 namespace zerofp4 {
 namespace {
 
-// What implement() was given, for as long as the process lives.
-struct {
-    PyObject* dequantize;  // the implementation in Python
-} implementation;
-
-// Whether a kernel may be handed the tensor as one of these sizes: its storage holds all of it.
-bool fits(const Tensor& tensor, c10::IntArrayRef sizes, const c10::Device& device) {
-    return (tensor.key_set() | kPlain) == kPlain && tensor.device() == device && tensor.sizes() == sizes &&
-           tensor.is_contiguous() && holds(tensor);
-}
-
-bool is_scale(const Tensor& tensor) {
-    return tensor.scalar_type() == at::kFloat8_e4m3fn || tensor.scalar_type() == at::kByte;
-}
-
-int64_t stream_of(const Tensor& tensor) {
-    if (tensor.is_cpu()) return 0;
-    Gil gil;
-    return current_stream(tensor.device().index());
-}
-
-Tensor dequantize_in_python(const Tensor& data, const Tensor& scale, const Tensor& amax, int64_t block_rows,
-                            at::ScalarType dtype, c10::string_view layout, int64_t e4m3_max,
-                            bool columnwise) {
-    Gil gil;
-    THPObjectPtr result = call_python(implementation.dequantize, data, scale, amax, block_rows, dtype, layout,
-                                      e4m3_max, columnwise);
-    return THPVariable_Unpack(result.get());
-}
+PyObject* python_dequantize;  // the implementation in Python, for as long as the process lives
 
 // zerofp4::dequantize
 Tensor dequantize(const Tensor& data, const Tensor& scale, const Tensor& amax, int64_t block_rows,
                   at::ScalarType dtype, c10::string_view layout, int64_t e4m3_max, bool columnwise) {
-    const bool is_usual = data.defined() && scale.defined() && amax.defined() && data.dim() == 2 &&
-                          layout == "compact" && (block_rows == 1 || block_rows == 16) &&
-                          (e4m3_max == 448 || e4m3_max == 256) && dtype_code(dtype) >= 0 &&
-                          data.scalar_type() == at::kByte && is_scale(scale) &&
-                          amax.scalar_type() == at::kFloat;
-    const auto device = is_usual ? data.device() : c10::Device(at::kCPU);
-    if (!is_usual || !fits(data, data.sizes(), device) || !fits(amax, {1}, device) ||
-        !fits(scale, {ceil_div(data.size(0), block_rows), ceil_div(data.size(1), 8)}, device))
-        return dequantize_in_python(data, scale, amax, block_rows, dtype, layout, e4m3_max, columnwise);
-    return values_of({data, scale, amax, block_rows, static_cast<int>(e4m3_max), columnwise, stream_of(data)},
-                     dtype);
+    const Copy copy{data, scale, amax, block_rows, static_cast<int>(e4m3_max)};
+    const bool is_usual = data.defined() && data.dim() == 2 && layout == "compact" &&
+                          dtype_code(dtype) >= 0 && are_codes(copy, copy.rows(), copy.cols(), data.device());
+    if (is_usual) return values_of(copy, columnwise, dtype, target_of(data));
+    Gil gil;
+    return unwrapped(
+        call_python(python_dequantize, data, scale, amax, block_rows, dtype, layout, e4m3_max, columnwise));
 }
 
 }  // namespace
 
-// implement(dequantize, dequantize_function): dispatch the operators here.
-PyObject* implement(PyObject*, PyObject* given) {
+// implement(dequantize): dispatch the operator here. dequantize: its implementation in Python.
+PyObject* implement(PyObject*, PyObject* dequantize_in_python) {
     HANDLE_TH_ERRORS
-    PyObject* capsule;
-    if (!PyArg_ParseTuple(given, "OO", &implementation.dequantize, &capsule)) return nullptr;
-    Py_INCREF(given);  // and all that it holds
+    python_dequantize = Py_NewRef(dequantize_in_python);
     // Not a static of the file: nothing of torch is touched before its version was compared.
     static auto* library =
         new torch::Library(torch::Library::FRAGMENT, "zerofp4", std::nullopt, __FILE__, __LINE__);

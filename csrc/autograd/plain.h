@@ -1,19 +1,21 @@
 #pragma once
-// What every node in C++ needs: the GIL, Python's objects, and whether tensors and the state of torch are
-// plain.
+// What every node in C++ needs: Python's objects, kernels, whether tensors and torch's state are plain.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <Python.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <memory>
+#include <mutex>
 #include <type_traits>
 #include <utility>
 
+#include "autograd/calls.h"
 #include "autograd/functions.h"
 
 namespace zerofp4 {
@@ -57,24 +59,34 @@ inline Tensor unwrapped(PyObject* object) {
     return object == Py_None ? Tensor() : Tensor(THPVariable_Unpack(object));
 }
 
-// The handle of the current stream of a GPU that our kernels run on. Needs the GIL, and configure().
-int64_t current_stream(c10::DeviceIndex index);
+// The class of NVFP4Tensor. Needs configure().
+PyTypeObject* weight_type();
 
-// A copy of a quantized matrix, or of its transpose if it is columnwise, with compact scales, and the stream
-// on which its values are computed.
-struct Source {
+// Kernels
+
+// Those of zerofp4._C. Needs connect().
+const KernelCalls& kernels();
+// Raises what one of them says.
+inline void check(const char* error) { TORCH_CHECK(error == nullptr, error); }
+
+// The device of a tensor and its current stream. Needs configure().
+Target target_of(const Tensor& tensor);
+
+// A copy of a quantized matrix: data uint8 [rows, cols / 2] and compact scales as they are stored, amax
+// float32 [1]. Of a stack of matrices each has their number as its first dimension. Of groups of rows it is
+// as in ops/quantize.py, and they alone know of rows and columns.
+struct Copy {
     Tensor data, scale, amax;
-    int64_t block_rows;
-    int e4m3_max;
-    bool columnwise;
-    int64_t stream;
+    int64_t block_rows = 1;
+    int e4m3_max = 0;
+
+    bool defined() const { return data.defined(); }
+    int64_t rows() const { return data.size(-2); }
+    int64_t cols() const { return 2 * data.size(-1); }
 };
 
-// Needs configure().
-Tensor values_of(const Source& source, at::ScalarType dtype);
-
-// The class of NVFP4Tensor, once configure() was called.
-PyTypeObject* weight_type();
+// columnwise: of the transpose of what is stored.
+Tensor values_of(const Copy& copy, bool columnwise, at::ScalarType dtype, const Target& target);
 
 // Conditions
 
@@ -91,9 +103,8 @@ inline bool is_default_state(bool autocast) {
 }
 
 // A dense tensor on a CPU or a GPU, with no other behavior.
-inline bool is_plain(const Tensor& tensor) {
-    return (tensor.key_set() | kPlain) == kPlain && !tensor.is_inference();
-}
+inline bool is_dense(const Tensor& tensor) { return (tensor.key_set() | kPlain) == kPlain; }
+inline bool is_plain(const Tensor& tensor) { return is_dense(tensor) && !tensor.is_inference(); }
 
 // Whether forward AD differentiates by the tensor. Not to be asked with the GIL: it takes a lock of the
 // tensor that another thread may hold while it waits for the GIL, as when it makes the node of a leaf.
@@ -140,6 +151,34 @@ NodePointer new_node(Arguments&&... given) {
         return c10::make_intrusive<T>(std::forward<Arguments>(given)...);
     }
 }
+
+struct OwnNode : Node {
+    std::mutex mutex;  // two threads may go back through one graph
+
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+        TORCH_CHECK(
+            false,
+            "compiled autograd cannot trace a product with a quantized weight: call backward() without "
+            "it, or compile its forward pass instead");
+    }
+};
+
+// Shows nodes of a class to Python by this name.
+template <class T>
+void register_node(const char* name) {
+    using torch::autograd::THPCppFunction_input_metadata;
+    using torch::autograd::THPCppFunction_metadata;
+    using torch::autograd::THPCppFunction_next_functions;
+    using torch::autograd::THPCppFunction_requires_grad;
+    static PyGetSetDef properties[] = {THP_FUNCTION_DEFAULT_PROPERTIES, {}};
+    static PyTypeObject type;
+    torch::autograd::_initFunctionPyTypeObject(type, name, properties, nullptr);
+    torch::autograd::registerCppFunction(typeid(T), &type);
+}
+
+// In a backward pass, memory for the gradient of a node's weight; undefined if it has no place.
+// Needs the GIL, and configure().
+Tensor gradient_place(const NodePointer& node, at::ScalarType dtype);
 
 // A matrix of all its last dimension's rows.
 inline Tensor as_rows(const Tensor& tensor) {

@@ -1,6 +1,5 @@
 #include "autograd/quantization.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randint.h>
 
@@ -13,33 +12,16 @@
 namespace zerofp4 {
 namespace {
 
-// What configure_passes() was given.
-struct {
-    PyObject* neutral_amax;
-    const LayerFunctions* functions;
-} given;
+PyObject* neutral_amax_of;
 
 }  // namespace
 
-void configure_passes(PyObject* neutral_amax, const LayerFunctions* functions) {
-    given = {neutral_amax, functions};
-}
-
-const LayerFunctions& kernels() { return *given.functions; }
-
-void check(const char* error) { TORCH_CHECK(error == nullptr, error); }
-
-Launch::Launch(const Tensor& tensor, int64_t stream, Tensor neutral, const Scheme& scheme, bool apart)
-    : target{tensor.is_cpu() ? -1 : tensor.get_device(), stream, tensor.is_cpu() ? at::get_num_threads() : 0},
-      neutral_amax(std::move(neutral)),
-      by_cublaslt(scheme.by_cublaslt != 0),
-      apart(apart) {}
+void set_neutral_amax(PyObject* function) { neutral_amax_of = function; }
 
 Launch begin_launch(const Tensor& tensor, const Scheme& scheme, bool apart) {
     THPObjectPtr device = checked(THPDevice_New(tensor.device()));
-    THPObjectPtr neutral_amax = checked(PyObject_CallOneArg(given.neutral_amax, device));
-    const int64_t stream = tensor.is_cuda() ? current_stream(tensor.device().index()) : 0;
-    return {tensor, stream, unwrapped(neutral_amax), scheme, apart};
+    THPObjectPtr neutral_amax = checked(PyObject_CallOneArg(neutral_amax_of, device));
+    return {target_of(tensor), unwrapped(neutral_amax), scheme.by_cublaslt != 0, apart};
 }
 
 // Memory
@@ -176,7 +158,7 @@ GroupSplits Groups::sizes() const {
 // Conditions
 
 bool is_of(const Tensor& tensor, c10::IntArrayRef sizes, const c10::Device& device) {
-    return is_plain(tensor) && tensor.sizes() == sizes && tensor.is_contiguous() &&
+    return is_dense(tensor) && tensor.sizes() == sizes && tensor.is_contiguous() &&
            tensor.device() == device && holds(tensor);
 }
 

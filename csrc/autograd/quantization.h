@@ -1,23 +1,13 @@
 #pragma once
 // What layers of an NVFP4 recipe quantize, on the stream and in the memory of one pass.
 
-#include <ATen/core/Tensor.h>
-#include <Python.h>
 #include <c10/util/SmallVector.h>
 
 #include <array>
-#include <optional>
 
-#include "autograd/layer_calls.h"
 #include "autograd/plain.h"
 
 namespace zerofp4 {
-
-// What the passes need of Python and of zerofp4._C. Both stay for as long as the process lives.
-void configure_passes(PyObject* neutral_amax, const LayerFunctions* functions);
-const LayerFunctions& kernels();
-// Raises what a function of those says.
-void check(const char* error);
 
 // How the layers of a recipe quantize on a device.
 struct Scheme {
@@ -38,10 +28,10 @@ struct Launch {
     Tensor neutral_amax;
     bool by_cublaslt;
     bool apart;
-
-    Launch(const Tensor& tensor, int64_t stream, Tensor neutral, const Scheme& scheme, bool apart = false);
 };
 
+// What ops.neutral_amax is, for as long as the process lives.
+void set_neutral_amax(PyObject* function);
 // On the current stream of the tensor's device. Needs the GIL.
 Launch begin_launch(const Tensor& tensor, const Scheme& scheme, bool apart = false);
 
@@ -69,19 +59,6 @@ std::array<Tensor, N> allocate(const at::TensorOptions& options, const std::arra
 // Copies
 
 int e4m3_max_of(const FourOverSix& choice);
-
-// A copy of a quantized matrix: data uint8 [rows, cols / 2] and compact scales as they are stored, amax
-// float32 [1]. Of a stack of matrices each has their number as its first dimension. Of groups of rows it is
-// as in ops/quantize.py, and they alone know of rows and columns.
-struct Copy {
-    Tensor data, scale, amax;
-    int64_t block_rows = 1;
-    int e4m3_max = 0;
-
-    bool defined() const { return data.defined(); }
-    int64_t rows() const { return data.size(-2); }
-    int64_t cols() const { return 2 * data.size(-1); }
-};
 
 struct Quantized {
     Copy rowwise, columnwise;

@@ -7,7 +7,6 @@
 
 #include <array>
 
-#include "common/args/peers.h"
 #include "common/layout.h"
 #include "dispatch/target.h"
 
@@ -17,21 +16,22 @@ namespace py = pybind11;
 using namespace py::literals;
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
-using Addresses = std::array<uintptr_t, kScaleLayouts>;
 
 template <class T>
 T* pointer(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// Throws std::invalid_argument for more ranks than there may be.
-PeerRows peer_rows(const std::vector<uintptr_t>& addresses);
+// Calls run(kernels, threads or stream), with the kernels of the CPU or of CUDA.
+template <class Run>
+void on_either(const Target& target, const Run& run) {
+    dispatch(target, run, run);
+}
 
+void bind_calls(py::module_& m);
 void bind_cast(py::module_& m);
 void bind_gather(py::module_& m);
-void bind_layer(py::module_& m);
 void bind_quantize(py::module_& m);
-void bind_grouped(py::module_& m);
 void bind_lists(py::module_& m);
 void bind_mxfp8(py::module_& m);
 void bind_optim(py::module_& m);

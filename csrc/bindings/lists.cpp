@@ -2,7 +2,6 @@
 
 #include "dispatch/lists.h"
 
-#include "autograd/dequantize_call.h"
 #include "bindings/bindings.h"
 #include "bindings/list_class.h"
 #include "common/e4m3.h"
@@ -20,21 +19,6 @@ void dequantize(const Target& target, uintptr_t data, uintptr_t scale, uintptr_t
     const DequantizeDescriptor item = dequantize_descriptor(data, scale, amax, output, rows, cols, columnwise,
                                                             block_rows, layout, e4m3_max);
     DequantizeList(target.is_cpu(), {item}, dtype).run(target);
-}
-
-// The same for zerofp4._autograd, which has no use for Python's objects.
-const char* dequantize_call(const DequantizeCall& call) noexcept {
-    static thread_local std::string error;
-    const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
-    try {
-        dequantize({call.device, call.stream, call.threads}, address(call.data), address(call.scale),
-                   address(call.amax), address(call.output), call.rows, call.cols, call.columnwise,
-                   call.block_rows, kCompact, call.e4m3_max, call.dtype);
-        return nullptr;
-    } catch (const std::exception& thrown) {
-        error = thrown.what();
-        return error.c_str();
-    }
 }
 
 // The operands of a product in one launch, without their global scales: [rows, cols] and compact scales each.
@@ -60,8 +44,6 @@ void bind_lists(py::module_& m) {
         return dequantize_descriptor(f[0], f[1], f[2], f[3], f[4], f[5], f[6] != 0, f[7],
                                      static_cast<int>(f[8]), static_cast<int>(f[9]));
     });
-    m.attr("dequantize_function") =
-        py::capsule(reinterpret_cast<void*>(&dequantize_call), kDequantizeCapsule);
     m.def("dequantize", &dequantize, NoGil());
     m.def("product_values", &product_values, NoGil());
     // input, output, rows, columns, block_rows, layout

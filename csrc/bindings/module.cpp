@@ -31,11 +31,10 @@ PYBIND11_MODULE(_C, m) {
     m.def("cpu_isa", [] { return cpu::kernels().isa; });
 
     py::class_<Target>(m, "Target").def(py::init<int, int64_t, int>(), "device"_a, "stream"_a, "threads"_a);
+    bind_calls(m);
     bind_cast(m);
     bind_gather(m);
     bind_quantize(m);
-    bind_grouped(m);
-    bind_layer(m);
     bind_lists(m);
     bind_mxfp8(m);
     bind_optim(m);

@@ -22,9 +22,7 @@ void quantize_mxfp8(const Target& target, uintptr_t input, int dtype, int64_t ro
                          pointer<uint8_t>(columnwise[0]),
                          pointer<uint8_t>(columnwise[1]),
                          pointer<uint8_t>(columnwise[2])};
-    dispatch(
-        target, [&](const cpu::Kernels& k, int threads) { k.quantize_mxfp8(args, threads); },
-        [&](const cuda::Kernels& k, cudaStream_t stream) { k.quantize_mxfp8(args, stream); });
+    on_either(target, [&](const auto& kernels, auto where) { kernels.quantize_mxfp8(args, where); });
 }
 
 void dequantize_mxfp8(const Target& target, uintptr_t data, uintptr_t scale, int64_t rows, int64_t cols,

@@ -1,65 +1,19 @@
-// Operations on one matrix, or on a stack of them in tiles: their amaxes, their quantization.
+// Quantization: of a matrix, of a stack of them in tiles, of a matrix in groups of rows; and values of
+// groups.
 
 #include "dispatch/quantize.h"
 
 #include "bindings/bindings.h"
+#include "bindings/struct_class.h"
 #include "common/hadamard.h"
 
 namespace zerofp4::bindings {
 namespace {
 
-void tensor_amax(const Target& target, uintptr_t input, int dtype, int64_t rows, int64_t cols,
-                 bool random_signs, uintptr_t skip, uintptr_t amax, uintptr_t hadamard_amax,
-                 int64_t experts) {
-    const AmaxArgs args{pointer<const void>(input),
-                        static_cast<DType>(dtype),
-                        rows,
-                        cols,
-                        random_signs ? kRandomSigns : 0,
-                        pointer<const float>(skip),
-                        pointer<float>(amax),
-                        pointer<float>(hadamard_amax)};
-    zerofp4::tensor_amax(target, args, experts);
-}
-
-// What is the same in every call for matrices of one shape.
-QuantizeArgs quantize_options(int dtype, int64_t rows, int64_t cols, int block_rows, bool hadamard,
-                              bool random_signs, float e4m3_max, bool squared_error) {
-    QuantizeArgs args{};
-    args.dtype = static_cast<DType>(dtype);
-    args.rows = rows;
-    args.cols = cols;
-    args.block_rows = block_rows;
-    args.hadamard = hadamard;
-    args.signs = random_signs ? kRandomSigns : 0;
-    args.choice = {e4m3_max, squared_error};
-    return args;
-}
-
-QuantizeArgs quantize_args(uintptr_t input, int dtype, int64_t rows, int64_t cols, int block_rows,
-                           bool hadamard, bool random_signs, float e4m3_max, bool squared_error,
-                           uintptr_t rng_state, uintptr_t amax, uintptr_t columnwise_amax, uintptr_t skip,
-                           uintptr_t rowwise_data, uintptr_t columnwise_data, uintptr_t values,
-                           const Addresses& rowwise_scale, const Addresses& columnwise_scale,
-                           uintptr_t stored_amax, uintptr_t stored_columnwise_amax) {
-    QuantizeArgs args =
-        quantize_options(dtype, rows, cols, block_rows, hadamard, random_signs, e4m3_max, squared_error);
-    args.input = pointer<const void>(input);
-    args.rng_state = pointer<const int64_t>(rng_state);
-    args.amax = pointer<const float>(amax);
-    args.columnwise_amax = pointer<const float>(columnwise_amax);
-    args.skip = pointer<const float>(skip);
-    args.rowwise_data = pointer<uint8_t>(rowwise_data);
-    args.columnwise_data = pointer<uint8_t>(columnwise_data);
-    args.values = pointer<void>(values);
-    for (int layout = 0; layout < kScaleLayouts; ++layout) {
-        args.rowwise_scale[layout] = pointer<uint8_t>(rowwise_scale[layout]);
-        args.columnwise_scale[layout] = pointer<uint8_t>(columnwise_scale[layout]);
-    }
-    args.stored_amax = pointer<float>(stored_amax);
-    args.stored_columnwise_amax = pointer<float>(stored_columnwise_amax);
-    return args;
-}
+// What a call is given besides x and the buffers that it writes, 0 where there is none.
+struct Given {
+    uintptr_t amax, columnwise_amax, rng_state, skip;
+};
 
 // The quantization of matrices of one shape with one set of options, worked out once: what is left for a
 // call are addresses.
@@ -70,31 +24,51 @@ class Quantization {
     using Buffers = std::array<uintptr_t, 2 * (1 + kScaleLayouts) + 2>;
 
     Quantization(int dtype, int64_t rows, int64_t cols, int block_rows, bool hadamard, bool random_signs,
-                 float e4m3_max, bool squared_error)
-        : options_(quantize_options(dtype, rows, cols, block_rows, hadamard, random_signs, e4m3_max,
-                                    squared_error)) {}
+                 float e4m3_max, bool squared_error) {
+        options_.dtype = static_cast<DType>(dtype);
+        options_.rows = rows;
+        options_.cols = cols;
+        options_.block_rows = block_rows;
+        options_.hadamard = hadamard;
+        options_.signs = random_signs ? kRandomSigns : 0;
+        options_.choice = {e4m3_max, squared_error};
+    }
 
-    // A pass for the amaxes that are kept and not given, then the quantization, which stores those given.
-    void run(const Target& target, uintptr_t input, const Buffers& buffers, uintptr_t given_amax,
-             uintptr_t given_columnwise_amax, uintptr_t rng_state, uintptr_t skip, int64_t experts) const {
-        const uintptr_t kept[] = {buffers[buffers.size() - 2], buffers[buffers.size() - 1]};
-        const uintptr_t given[] = {given_amax, given_columnwise_amax};
-        uintptr_t missing[2], used[2], stored[2];
-        for (int i = 0; i < 2; ++i) {
-            missing[i] = given[i] ? 0 : kept[i];
-            used[i] = given[i] ? given[i] : kept[i];
-            stored[i] = given[i] ? kept[i] : 0;
-        }
-        if (missing[0] || missing[1]) {
-            tensor_amax(target, input, static_cast<int>(options_.dtype), options_.rows, options_.cols,
-                        options_.signs != 0, skip, missing[0], missing[1], experts);
-        }
+    // values: where those of the rowwise codes go, or 0. experts: matrices of a stack.
+    void run(const Target& target, uintptr_t input, const Buffers& buffers, uintptr_t amax,
+             uintptr_t columnwise_amax, uintptr_t rng_state, uintptr_t skip, int64_t experts,
+             uintptr_t values) const {
+        auto [missing, args] = passes(input, buffers, {amax, columnwise_amax, rng_state, skip});
+        args.values = pointer<void>(values);
+        if (missing.amax || missing.hadamard_amax) tensor_amax(target, missing, experts);
+        quantize(target, args, experts);
+    }
+
+    // Of one matrix in groups of rows, each with amaxes of its own.
+    void run_groups(const Target& target, uintptr_t input, const Buffers& buffers, uintptr_t amax,
+                    uintptr_t columnwise_amax, uintptr_t rng_state, uintptr_t splits, bool wide,
+                    int32_t count, uintptr_t offsets, uintptr_t error) const {
+        const auto [missing, args] = passes(input, buffers, {amax, columnwise_amax, rng_state, 0});
+        const GroupSplits groups{pointer<const void>(splits), wide, count, args.rows};
+        if (missing.amax || missing.hadamard_amax) grouped_amax(target, {missing, groups});
+        quantize_grouped(target, {args, groups, pointer<int64_t>(offsets), pointer<int32_t>(error)});
+    }
+
+  private:
+    // A pass for the amaxes that are kept and not given, and the quantization, which stores those given.
+    std::pair<AmaxArgs, QuantizeArgs> passes(uintptr_t input, const Buffers& buffers,
+                                             const Given& given) const {
+        const auto kept = pointer<float>(buffers[buffers.size() - 2]);
+        const auto columnwise_kept = pointer<float>(buffers[buffers.size() - 1]);
+        const auto amax = pointer<float>(given.amax), columnwise_amax = pointer<float>(given.columnwise_amax);
         QuantizeArgs args = options_;
         args.input = pointer<const void>(input);
-        args.rng_state = pointer<const int64_t>(rng_state);
-        args.amax = pointer<const float>(used[0] ? used[0] : used[1]);
-        args.columnwise_amax = pointer<const float>(used[1]);
-        args.skip = pointer<const float>(skip);
+        args.rng_state = pointer<const int64_t>(given.rng_state);
+        args.skip = pointer<const float>(given.skip);
+        args.columnwise_amax = columnwise_amax ? columnwise_amax : columnwise_kept;
+        args.amax = amax ? amax : kept ? kept : args.columnwise_amax;
+        args.stored_amax = amax ? kept : nullptr;
+        args.stored_columnwise_amax = columnwise_amax ? columnwise_kept : nullptr;
         const uintptr_t* columnwise = &buffers[1 + kScaleLayouts];
         args.rowwise_data = pointer<uint8_t>(buffers[0]);
         args.columnwise_data = pointer<uint8_t>(columnwise[0]);
@@ -102,32 +76,45 @@ class Quantization {
             args.rowwise_scale[layout] = pointer<uint8_t>(buffers[1 + layout]);
             args.columnwise_scale[layout] = pointer<uint8_t>(columnwise[1 + layout]);
         }
-        args.stored_amax = pointer<float>(stored[0]);
-        args.stored_columnwise_amax = pointer<float>(stored[1]);
-        zerofp4::quantize(target, args, experts);
+        return {{args.input, args.dtype, args.rows, args.cols, args.signs, args.skip, amax ? nullptr : kept,
+                 columnwise_amax ? nullptr : columnwise_kept},
+                args};
     }
 
-  private:
-    QuantizeArgs options_;
+    QuantizeArgs options_{};
 };
 
 }  // namespace
 
 void bind_quantize(py::module_& m) {
-    py::class_<QuantizeArgs>(m, "QuantizeArgs")
-        .def(py::init(&quantize_args), py::kw_only(), "input"_a, "dtype"_a, "rows"_a, "cols"_a,
-             "block_rows"_a, "hadamard"_a = false, "random_signs"_a = true, "e4m3_max"_a = 0.0f,
-             "squared_error"_a = false, "rng_state"_a = 0, "amax"_a, "columnwise_amax"_a = 0, "skip"_a = 0,
-             "rowwise_data"_a = 0, "columnwise_data"_a = 0, "values"_a = 0, "rowwise_scale"_a = Addresses{},
-             "columnwise_scale"_a = Addresses{}, "stored_amax"_a = 0, "stored_columnwise_amax"_a = 0);
     py::class_<Quantization>(m, "Quantization")
         .def(py::init<int, int64_t, int64_t, int, bool, bool, float, bool>(), py::kw_only(), "dtype"_a,
              "rows"_a, "cols"_a, "block_rows"_a, "hadamard"_a, "random_signs"_a, "e4m3_max"_a,
              "squared_error"_a)
-        .def("run", &Quantization::run, NoGil(), "target"_a, "input"_a, "buffers"_a, "given_amax"_a = 0,
-             "given_columnwise_amax"_a = 0, "rng_state"_a = 0, "skip"_a = 0, "experts"_a = 1);
-    m.def("tensor_amax", &tensor_amax, NoGil());
-    m.def("quantize", &zerofp4::quantize, NoGil());
+        .def("run", &Quantization::run, NoGil(), "target"_a, "input"_a, "buffers"_a, "amax"_a,
+             "columnwise_amax"_a, "rng_state"_a, "skip"_a, "experts"_a, "values"_a = 0)
+        .def("run_groups", &Quantization::run_groups, NoGil());
+    using Args = GroupedValuesArgs;
+    struct_class<Args>(m, "GroupedValuesArgs",
+                       {FIELD(Args, data),
+                        FIELD(Args, scale),
+                        FIELD(Args, amax),
+                        FIELD(Args, other_amax),
+                        {"other_e4m3_max",
+                         [](Args& args, const py::handle& value) {
+                             args.other_factor = decode_factor(value.cast<float>());
+                         }},
+                        FIELD(Args, offsets),
+                        FIELD(Args, data_offsets),
+                        FIELD(Args, error),
+                        FIELD(Args, output),
+                        FIELD(Args, ends),
+                        FIELD(Args, tokens),
+                        FIELD(Args, cols),
+                        FIELD(Args, data_rows),
+                        FIELD(Args, count),
+                        FIELD(Args, columnwise)});
+    m.def("grouped_values", &zerofp4::grouped_values, NoGil());
 }
 
 }  // namespace zerofp4::bindings

@@ -7,12 +7,6 @@
 namespace zerofp4::bindings {
 namespace {
 
-py::object attribute(const py::handle& object, const py::str& name) {
-    PyObject* found = PyObject_GetAttr(object.ptr(), name.ptr());
-    if (found == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(found);
-}
-
 // The names of attributes.
 struct Names {
     py::str record{"record"}, fields{"context_fields"}, wait{"_wait"}, amax{"amax"};
@@ -28,9 +22,9 @@ const Names& names() {
 
 // Waits for what is on its way to a side, as Gate.wait() does.
 void wait(const py::object& side, const py::str& gate_name) {
-    const py::object gate = attribute(side, gate_name);
+    const py::object gate = side.attr(gate_name);
     if (gate.is_none()) return;
-    const py::object wait = attribute(gate, names().wait);
+    const py::object wait = gate.attr(names().wait);
     if (!wait.is_none()) wait();
 }
 
@@ -43,8 +37,8 @@ struct Buffer {
     // None where it does not exist.
     py::object of(const py::object& found_side) const {
         if (found_side.is_none()) return py::none();
-        if (layout.is_none()) return attribute(found_side, names().place);
-        const py::dict scales = attribute(found_side, names().scales);
+        if (layout.is_none()) return found_side.attr(names().place);
+        const py::dict scales = found_side.attr(names().scales);
         PyObject* found = PyDict_GetItemWithError(scales.ptr(), layout.ptr());
         if (found == nullptr && PyErr_Occurred()) throw py::error_already_set();
         return found == nullptr ? py::object(py::none()) : py::reinterpret_borrow<py::object>(found);
@@ -52,21 +46,21 @@ struct Buffer {
 
     // Of tensor.record, as Sides.buffer() finds it.
     py::object read(const py::handle& tensor) const {
-        const py::object found_side = attribute(attribute(tensor, names().record), side);
+        const py::object found_side = tensor.attr(names().record).attr(side);
         if (!found_side.is_none()) wait(found_side, layout.is_none() ? names().gate : names().scale_gate);
         return of(found_side);
     }
 };
 
 py::object amax_of(const py::object& side) {
-    return side.is_none() ? py::object(py::none()) : attribute(side, names().amax);
+    return side.is_none() ? py::object(py::none()) : side.attr(names().amax);
 }
 
 // (names of the buffers, values of the context's fields) of tensor.record, as Sides.buffers() gives them.
 py::tuple flatten(const std::vector<Buffer>& buffers, const py::handle& tensor) {
-    const py::object record = attribute(tensor, names().record);
-    const py::object rowwise = attribute(record, buffers.front().side);
-    const py::object columnwise = attribute(record, buffers.back().side);
+    const py::object record = tensor.attr(names().record);
+    const py::object rowwise = record.attr(buffers.front().side);
+    const py::object columnwise = record.attr(buffers.back().side);
     for (const py::object& side : {rowwise, columnwise}) {
         if (!side.is_none()) wait(side, names().gate);
     }
@@ -79,9 +73,9 @@ py::tuple flatten(const std::vector<Buffer>& buffers, const py::handle& tensor) 
     const py::object columnwise_amax = amax_of(columnwise);
     if (!amax.is_none()) found.append(names().amax);
     if (!columnwise_amax.is_none() && !columnwise_amax.is(amax)) found.append(names().columnwise_amax);
-    const py::tuple fields = attribute(record, names().fields);
+    const py::tuple fields = record.attr(names().fields);
     py::tuple context(fields.size());
-    for (size_t i = 0; i < fields.size(); ++i) context[i] = attribute(record, py::str(fields[i]));
+    for (size_t i = 0; i < fields.size(); ++i) context[i] = record.attr(fields[i]);
     return py::make_tuple(found, context);
 }
 
@@ -101,9 +95,9 @@ void bind_records(py::module_& m) {
     // Names of sides: a function of a tensor that gives the amax of the first that exists.
     m.def("amax_reader", [](const std::vector<py::str>& sides) {
         return py::cpp_function([sides](const py::handle& tensor) {
-            const py::object record = attribute(tensor, names().record);
+            const py::object record = tensor.attr(names().record);
             for (const py::str& name : sides) {
-                const py::object side = attribute(record, name);
+                const py::object side = record.attr(name);
                 if (!side.is_none()) return amax_of(side);
             }
             return py::object(py::none());

@@ -94,26 +94,6 @@ ProductScale product_scale(uintptr_t amax_a, int e4m3_max_a, uintptr_t amax_b, i
             reinterpret_cast<float*>(alpha)};
 }
 
-std::unique_ptr<DequantizeList> stacked_values(bool on_cpu, int64_t count, const uintptr_t* data,
-                                               const uintptr_t* scale, uintptr_t output,
-                                               uintptr_t neutral_amax, int64_t rows, int64_t cols,
-                                               int64_t block_rows, int dtype) {
-    const auto data_bytes = static_cast<uintptr_t>(rows * cols / 2);
-    const auto scale_bytes = static_cast<uintptr_t>(ceil_div(rows, block_rows) * ceil_div(cols, kBlock));
-    const auto value_bytes = static_cast<uintptr_t>(rows * cols * size_of(static_cast<DType>(dtype)));
-    bool in_a_row = rows % block_rows == 0;
-    for (int64_t i = 1; in_a_row && i < count; ++i)
-        in_a_row = data[i] == data[i - 1] + data_bytes && scale[i] == scale[i - 1] + scale_bytes;
-    std::vector<DequantizeDescriptor> items;
-    for (int64_t i = 0; i < (in_a_row ? 1 : count); ++i) {
-        const uintptr_t place = output + static_cast<uintptr_t>(i) * value_bytes;
-        items.push_back(dequantize_descriptor(data[i], scale[i], neutral_amax, place,
-                                              in_a_row ? rows * count : rows, cols, false, block_rows,
-                                              kCompact, static_cast<int>(kE4M3Max)));
-    }
-    return std::make_unique<DequantizeList>(on_cpu, std::move(items), dtype);
-}
-
 Mxfp8DequantizeDescriptor mxfp8_dequantize_descriptor(uintptr_t data, uintptr_t scale, uintptr_t output,
                                                       int64_t rows, int64_t cols, bool columnwise,
                                                       int layout) {

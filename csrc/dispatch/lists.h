@@ -1,7 +1,6 @@
 #pragma once
 // Operations on a list of tensors in one launch, without a plan.
 
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -62,13 +61,6 @@ class DequantizeList : public ItemList<DequantizeDescriptor> {
 // Of two amaxes, and where alpha goes.
 ProductScale product_scale(uintptr_t amax_a, int e4m3_max_a, uintptr_t amax_b, int e4m3_max_b,
                            uintptr_t alpha);
-
-// `count` matrices of one shape without their global scales, into one output; those that lie one behind the
-// other, in whole rows of blocks, as one matrix. data, scale: the address of each.
-std::unique_ptr<DequantizeList> stacked_values(bool on_cpu, int64_t count, const uintptr_t* data,
-                                               const uintptr_t* scale, uintptr_t output,
-                                               uintptr_t neutral_amax, int64_t rows, int64_t cols,
-                                               int64_t block_rows, int dtype);
 
 Mxfp8DequantizeDescriptor mxfp8_dequantize_descriptor(uintptr_t data, uintptr_t scale, uintptr_t output,
                                                       int64_t rows, int64_t cols, bool columnwise,

@@ -52,7 +52,7 @@ def step(module, x, recipe, first=None, main_grad=None) -> collections.Counter:
     with Calls() as calls, autocast(recipe), torch.no_grad():
         if first is not None and not is_primary:
             handle = module._weight_cache.handle
-            module._weight_cache.get(weight, quantizers_of(recipe, x.device), first)
+            module._weight_cache.get(weight, quantizers_of(recipe.key, x.device), first)
         primary = [weight.record.buffer(name) for name in BUFFERS] if is_primary else []
         given = (None if is_primary else weight, primary, BF16, 448, recipe.key, handle)
         y, *kept = _linear(x, [], None, module.bias, *given, None, True, True)

@@ -95,14 +95,15 @@ def test_exact_products_read_no_columns(device, monkeypatch, columnwise):
     assert_all_equal(found, expected)
 
 
-def test_a_quantized_backward_pass_is_refused_on_fp4_tensor_cores(device, monkeypatch):
+def test_a_quantized_backward_pass_is_refused_on_fp4_tensor_cores(device, monkeypatch, request):
     model = mlp(device)
     zerofp4.convert_model(model, layers=True, block=(1, 16))
     x = values(32).to(device, torch.bfloat16)
     with autocast(NVFP4Recipe()), pytest.raises(ValueError, match="needs a high-precision parameter"):
         model(x)
     monkeypatch.setattr(quantizers, "chosen_backend", lambda device, backend: "native")
-    monkeypatch.setattr(quantizers, "_quantizers", {})
+    quantizers.quantizers_of.cache_clear()
+    request.addfinalizer(quantizers.quantizers_of.cache_clear)
     with (
         autocast(NVFP4Recipe(weight_block=(1, 16))),
         pytest.raises(ValueError, match="has no columns for a quantized backward pass on FP4 tensor cores"),

@@ -30,7 +30,7 @@ def load(monkeypatch, found: object) -> None:
 
 
 def other(version: str = torch.__version__, fits: bool = True) -> SimpleNamespace:
-    return SimpleNamespace(TORCH_VERSION=version, fits=lambda function: fits)
+    return SimpleNamespace(TORCH_VERSION=version, connect=lambda calls: fits)
 
 
 def test_an_extension_that_fits(monkeypatch):

@@ -97,7 +97,7 @@ def test_layouts_do_not_need_each_other(device, mode, layouts):
     options = with_state(MODES[mode], device)
     record = make_record(x, MODES[mode])
     for _, side in record.sides():
-        side.scales = {layout: side.scales[layout] for layout in layouts}
+        side.scale_places = {layout: side.scales[layout] for layout in layouts}
     ops.quantize_into(x, record, rng_state=options.get("rng_state"))
     assert_record_equals(record, reference.quantize(x, **options), f"{mode} {layouts}")
 

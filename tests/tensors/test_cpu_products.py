@@ -4,6 +4,7 @@ Where this CPU has them, the tests run again with a torch that was told it had n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import nodes
 from cases.gradient_places import memory_of
 from early import waits_for
 from helpers import assert_bytes_equal
@@ -20,7 +22,6 @@ from torch.nn import functional as F
 
 import zerofp4
 from zerofp4 import ops
-from zerofp4.tensors import products
 
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 SLOW = pytest.mark.parametrize(
@@ -39,10 +40,10 @@ TOKENS, OUT, IN = 64, 256, 512
 
 
 @pytest.fixture(params=["native", "python"])
-def node(request, monkeypatch) -> None:
-    """Of F.linear."""
-    if request.param == "python":
-        monkeypatch.setattr(products, "_native_linear", None)
+def node(request):
+    """Where F.linear multiplies."""
+    with nodes.Mode() if request.param == "python" else contextlib.nullcontext():
+        yield
 
 
 class Product:

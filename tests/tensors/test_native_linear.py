@@ -1,5 +1,5 @@
-"""F.linear with an NVFP4 weight by zerofp4._autograd: it gives the bytes of the node in Python, and leaves to
-that node what is not plain.
+"""The node of F.linear in zerofp4._autograd: what it multiplies itself, an NVFP4 weight with what is plain,
+has the bytes of what it leaves to Python, as under a dispatch mode.
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases.nodes import assert_named_equal
+from cases.nodes import Mode, assert_named_equal
 from tensor_helpers import DTYPES, VIEWS, make, values
 from torch import nn
 from torch.nn import functional as F
 
 import zerofp4
-from zerofp4.tensors import products
 
 FORMATS = {
     "16x16": {},
@@ -26,17 +25,10 @@ FORMATS = {
 SHAPES = {"2D": (6, 80), "3D": (2, 3, 80), "1D": (80,), "no rows": (0, 80)}
 
 
-def is_native(y: torch.Tensor) -> bool:
-    """Autograd functions in Python have nodes of this class."""
-    name = type(y.grad_fn).__name__
-    return name == "LinearBackward" and not isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)
-
-
 def by_both(run: Callable) -> tuple:
-    """What run() returns with the node in C++ and with the one in Python."""
+    """What run() returns with products in C++ and in Python."""
     native = run()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "_native_linear", None)
+    with Mode():
         return native, run()
 
 
@@ -83,9 +75,7 @@ def gradients_of(leaves) -> dict[str, torch.Tensor | None]:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bytes(device, dtype, bias, shape, format):
-    product = Product(device, SHAPES[shape], bias, dtype, **FORMATS[format])
-    assert is_native(F.linear(*product.leaves().values()))
-    assert_same(product.run)
+    assert_same(Product(device, SHAPES[shape], bias, dtype, **FORMATS[format]).run)
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -117,8 +107,8 @@ def test_python_dequantizes_nothing(device, monkeypatch):
 
 def test_arguments_by_name(device):
     x, weight, bias = Product(device).leaves().values()
-    assert is_native(F.linear(x, bias=bias, weight=weight))
-    assert is_native(F.linear(input=x, weight=weight))
+    assert torch.equal(F.linear(x, bias=bias, weight=weight), F.linear(x, weight, bias))
+    assert torch.equal(F.linear(input=x, weight=weight), F.linear(x, weight))
 
 
 def test_no_gradient_at_all(device):
@@ -162,19 +152,17 @@ def test_a_wrong_shape_is_the_same_error(device):
 @pytest.mark.parametrize("where", ["forward", "backward", "both"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_autocast(device, dtype, where, shape):
-    product, native = Product(device, SHAPES[shape], dtype=dtype), []
+    product = Product(device, SHAPES[shape], dtype=dtype)
 
     def run():
         leaves = product.leaves()
         with torch.autocast(device.type, torch.bfloat16, enabled=where != "backward"):
             y = F.linear(*leaves.values())
-        native.append(is_native(y))
         with torch.autocast(device.type, torch.bfloat16, enabled=where != "forward"):
             y.backward(product.grad.to(y.dtype))
         return {"y": y, **gradients_of(leaves)}
 
     assert_same(run)
-    assert native == [True, False]
 
 
 def test_autocast_keeps_no_copy_without_history(device):
@@ -198,14 +186,23 @@ class Subclass(torch.Tensor):
     """With nothing of its own."""
 
 
-def test_an_input_of_another_class(device):
-    product = Product(device)
-    leaves = product.leaves()
-    assert not is_native(F.linear(leaves["x"].as_subclass(Subclass), leaves["weight"]))
-    assert not is_native(
-        F.linear(leaves["x"], nn.Parameter(zerofp4.quantize_mxfp8(values(48, 80, device=device))))
-    )
-    assert not is_native(F.linear(leaves["weight"], leaves["weight"]))
+def test_operands_of_other_classes(device):
+    """They have the node, too, which keeps what is quantized, and the bytes of the values of those."""
+    leaves = Product(device, bias=False).leaves()
+    x, weight = leaves["x"], leaves["weight"]
+    mxfp8 = nn.Parameter(zerofp4.quantize_mxfp8(values(48, 80, device=device)))
+    for pair in ((x.as_subclass(Subclass), weight), (x, mxfp8), (weight, mxfp8)):
+        found = []
+        for operands in (
+            pair,
+            [each.detach().dequantize() if hasattr(each, "record") else each for each in pair],
+        ):
+            own = [each.detach().requires_grad_() for each in operands]
+            y = F.linear(*own)
+            y.backward(torch.ones_like(y))
+            found.append({"y": y, "x": own[0].grad, "weight": own[1].grad})
+        assert type(F.linear(*pair).grad_fn).__name__ == "LinearBackward"
+        assert_named_equal(*found)
 
 
 def test_forward_differentiation_by_a_weight_is_refused(device):

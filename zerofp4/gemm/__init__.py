@@ -8,7 +8,7 @@ from zerofp4.gemm.grouped import (
     why_not_grouped,
 )
 from zerofp4.gemm.operand import Operand
-from zerofp4.gemm.product import BACKENDS, chosen_backend, gemm, gemm_into
+from zerofp4.gemm.product import BACKENDS, chosen_backend, gemm
 
 __all__ = [
     "BACKENDS",
@@ -16,7 +16,6 @@ __all__ = [
     "Operand",
     "chosen_backend",
     "gemm",
-    "gemm_into",
     "grouped_gemm",
     "grouped_wgrad",
     "groups_of_rows",

@@ -2,10 +2,8 @@
 
 An E2M1 value has at most 2 significant bits and an E4M3 scale 4, so their product has at most 6 and is exact
 in bfloat16, which has 8, and in float16, whose range from 2^-10 to 2688 it does not leave. MXFP8's elements
-have 4, times a power of two: exact in bfloat16 from 2^-126 on.
-
-On CUDA alpha, bias, accumulation and the rounding belong to the product itself, in cuBLASLt's epilogue, where
-ops.products_by() says so: alpha is written by the kernel that makes the values, and nothing reads it back.
+have 4, times a power of two: exact in bfloat16 from 2^-126 on. The kernel that makes the values on CUDA also
+writes alpha, which cuBLASLt's epilogue reads.
 """
 
 import torch
@@ -27,11 +25,6 @@ def multiply(
         return ops.scaled_product(left, right, alpha, bias, out_dtype)
     ops.add_scaled_product(left, right, alpha, bias, accumulate_into)
     return accumulate_into
-
-
-def multiply_into(a: Operand, b: Operand, out: torch.Tensor) -> torch.Tensor:
-    """[rows of a, rows of b] into out, contiguous, in its dtype."""
-    return ops.scaled_product(*factors(a, b, factor_dtype(a, out.dtype)), None, out.dtype, out)
 
 
 def factor_dtype(operand: Operand, out_dtype: torch.dtype) -> torch.dtype:

@@ -46,25 +46,19 @@ class GroupedOperand:
     """
 
     def __init__(self, records: Sequence[NVFP4Storage], side: str, transposed: bool = False):
-        self._side, self._records, self._transposed = side, records, transposed
-        self._is_stack = records[0].experts is not None
-        first = records[0]
-        copies = unstack(first, first.experts) if self._is_stack else records
+        first, self._transposed = records[0], transposed
+        copies = records if first.experts is None else unstack(first, first.experts)
         sides = [getattr(each, side) for each in copies]
         if any(each is None for each in sides):
             raise ValueError(f"the {side} copies of all weights are to be multiplied, but some have none")
         self._sides, self._scales = sides, [each.scales["compact"] for each in sides]
-        self._amaxes = [each.amax for each in sides]
         self._block_rows, self.e4m3_max = first.block[0], first.e4m3_max
         if any(record.e4m3_max != self.e4m3_max for record in records):
             raise ValueError("the weights of groups must have the same e4m3_max, got different ones")
-
-    def amaxes(self) -> torch.Tensor:
+        amaxes = [each.amax for each in sides]
+        ops.addresses_of("amax", amaxes)  # raises if one was freed: torch does not ask
+        self.amaxes = torch.cat(amaxes) if first.experts is None else getattr(first, side).amax
         """float32 [groups]"""
-        if self._is_stack:
-            return getattr(self._records[0], self._side).amax
-        ops.addresses_of("amax", self._amaxes)  # raises where one was freed: torch does not ask
-        return torch.cat(self._amaxes)
 
     def values(self) -> torch.Tensor:
         """bfloat16 [groups, rows, contraction], exact, without global scales."""
@@ -79,7 +73,7 @@ class GroupedOperand:
 
 def grouped_gemm(groups: Any, weights: GroupedOperand) -> torch.Tensor:
     """bfloat16 [tokens, rows of a weight]: of each row of rowwise `groups` with the weight of its group."""
-    rows, ends = values_of_groups(groups, "rowwise", weights.amaxes(), weights.e4m3_max)
+    rows, ends = values_of_groups(groups, "rowwise", weights.amaxes, weights.e4m3_max)
     return grouped_mm(rows, weights.values().transpose(1, 2), offs=ends)
 
 

@@ -26,27 +26,25 @@ def gemm(
 
     Float32 sums of the products of elements and block scales, times alpha =
     (amax_a * (1/2688)) * (amax_b * (1/2688)) in float32, plus bias in float32, then one rounding to
-    out_dtype. For an operand of four over six with another e4m3_max, 6 * e4m3_max is in place of 2688; MXFP8
-    has no alpha. Backends differ in the order of the sums only.
+    out_dtype. With another e4m3_max of four over six, 6 * e4m3_max replaces 2688; MXFP8 has no alpha.
+    Backends differ in the order of the sums only.
 
     a, b: tensors or records, which stand for their rowwise copies, flattened to [rows, last dimension]; or an
-    `Operand` of one, which says which copy is meant. Of columnwise copies both must carry the same Hadamard
-    transform, which then cancels, or none.
+    `Operand` of one, which names the copy. Columnwise copies must carry the same Hadamard transform, which
+    then cancels, or none.
     out_dtype: float32, bfloat16 or float16; by default what the logical dtypes of a and b promote to.
     bias: [N] of such a dtype.
-    accumulate_into: float32 [M, N], contiguous, to which the result is added, unrounded, and which is
-    returned.
+    accumulate_into: float32 [M, N], contiguous; the unrounded result is added to it, and it is returned.
     backend: "native" is torch's scaled_mm on FP4 tensor cores (compute capability 10.0 or newer), with the
-    contraction and N padded with zeros to the multiples of 32 and 16 that it takes; "exact" a bfloat16
-    product of the exact values of codes and scales, on the CPU a float32 one; "auto" native where it exists.
-    On CUDA the exact product is that of cuBLASLt, the copy that torch has loaded, which takes alpha, bias and
-    accumulation into its epilogue, where sums may be fused with them (one rounding less). Where build_info()
-    names torch.mm instead, and for sizes that cuBLASLt has no algorithm for, they cost a pass each. Nothing
-    waits for the device.
+    contraction and N padded with zeros to multiples of 32 and 16; "exact" a product of the exact values, in
+    bfloat16 on CUDA and in float32 on the CPU; "auto" native if that exists. On CUDA the exact product is
+    cuBLASLt's, which takes alpha, bias and accumulation into its epilogue, where sums may be fused with them
+    (one rounding less). If build_info() names torch.mm instead, and for sizes that cuBLASLt has no algorithm
+    for, they cost a pass each. Nothing waits for the device.
 
-    Raises TypeError for what is not quantized or a dtype that is unknown, ValueError for operands that do not
-    match or a missing copy, RuntimeError where a backend is asked for that the hardware lacks, and for an
-    operand whose memory was freed.
+    Raises TypeError for what is not quantized or an unknown dtype, ValueError for operands that do not match
+    or a missing copy, RuntimeError for a backend that the hardware lacks and for an operand whose memory was
+    freed.
     """
     left, right = as_operand("a", a), as_operand("b", b)
     check_pair(left, right)
@@ -67,33 +65,14 @@ def gemm(
         plain = bias is None and accumulate_into is None
         result = native.multiply(left, right, out_dtype if plain else torch.float32)
     except RuntimeError:
-        _check_held(left, right)
+        left.record.check_memory("a")  # by name, if a buffer was freed
+        right.record.check_memory("b")
         raise
     if bias is not None:
         result.add_(bias)
     if accumulate_into is not None:
         return accumulate_into.add_(result)
     return result.to(out_dtype)
-
-
-def gemm_into(a: Operand, b: Operand, out: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """gemm(a, b, out_dtype=out.dtype, backend=backend) in out, which is contiguous and [M, N]; as layers call
-    it, with what they have made.
-    """
-    check_pair(a, b)
-    try:
-        if chosen_backend(a.device, backend) == "exact" or 0 in (*out.shape, a.shape[1]):
-            return exact.multiply_into(a, b, out)
-        return out.copy_(native.multiply(a, b, out.dtype))
-    except RuntimeError:
-        _check_held(a, b)
-        raise
-
-
-def _check_held(a: Operand, b: Operand) -> None:
-    """Raises RuntimeError, by name, where a product failed because a buffer of a factor was freed."""
-    a.record.check_memory("a")
-    b.record.check_memory("b")
 
 
 def chosen_backend(device: torch.device, backend: str = "auto") -> str:

@@ -105,10 +105,14 @@ def choose_weights(
     tensor_parallel: also those that are DTensors, by the shape of this rank's slice.
     """
     report = ConversionReport()
-    owners, heads = _owners(model), _output_heads(model)
-    total = _count_elements(model)
+    owners, heads = collections.defaultdict(list), _output_heads(model)
+    for _, module_name, parameter_name, parameter in _parameters(model):
+        owners[_address(parameter)].append(join(module_name, parameter_name))
+    total = sum({_address(p): _numel(p) for p in model.parameters()}.values())
     chosen = []
-    for module, module_name, parameter_name, parameter in _matrices(model):
+    for module, module_name, parameter_name, parameter in _parameters(model):
+        if _is_initialized(parameter) and parameter.dim() < 2:
+            continue
         name = join(module_name, parameter_name)
         tied = [other for other in owners[_address(parameter)] if other != name]
         is_head = id(module) in heads
@@ -140,14 +144,13 @@ def is_layer(module: nn.Module, parameter_name: str) -> bool:
     return known and parameter_name == "weight"
 
 
-def _matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
-    """(module, its name, the parameter's name in it, the parameter) of all that have, or may have, a matrix.
-    A module used in several places counts once.
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    """(module, its name, the parameter's name in it, the parameter). A module used in several places counts
+    once.
     """
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if not _is_initialized(parameter) or parameter.dim() >= 2:
-                yield module, module_name, name, parameter
+            yield module, module_name, name, parameter
 
 
 def _is_initialized(parameter: nn.Parameter) -> bool:
@@ -158,20 +161,8 @@ def _numel(parameter: nn.Parameter) -> int:
     return parameter.numel() if _is_initialized(parameter) else 0
 
 
-def _count_elements(model: nn.Module) -> int:
-    return sum({_address(p): _numel(p) for p in model.parameters()}.values())
-
-
-def _owners(model: nn.Module) -> dict[int, list[str]]:
-    """Names of the parameters that start at each address. A module used in several places counts once."""
-    owners = collections.defaultdict(list)
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            owners[_address(parameter)].append(name)
-    return owners
-
-
 def _address(parameter: nn.Parameter) -> int:
+    """Equal for parameters that are tied."""
     in_memory = type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta
     return parameter.data_ptr() if in_memory else id(parameter)
 
@@ -233,8 +224,11 @@ def _why_not(
         name = _called(module, module_name, parameter_name)
         return why_not_quantized(parameter, 3) or tie or _why_not_chosen(filter_fn, module, name)
     if forward is None or parameter_name != "weight":
-        what = "" if not _is_initialized(parameter) or parameter.dim() == 2 else _dimensions(parameter)
-        return f"{kind} is not an nn.Linear{what}" if forward is None else f"it is not the weight of {kind}"
+        if forward is not None:
+            return f"it is not the weight of {kind}"
+        is_matrix = not _is_initialized(parameter) or parameter.dim() == 2
+        what = "" if is_matrix else f", and shape {tuple(parameter.shape)} is no matrix"
+        return f"{kind} is not an nn.Linear{what}"
     if type(module).forward is not forward and not getattr(module, "takes_nvfp4_weight", False):
         return f"{kind} has a forward of its own"
     reason = why_not_quantized(parameter) or tie
@@ -281,7 +275,3 @@ def _why_not_rows(module: nn.Module, parameter: nn.Parameter) -> str | None:
 
 def _why_not_chosen(filter_fn: FilterFn | None, module: nn.Module, name: str) -> str | None:
     return None if filter_fn is None or filter_fn(module, name) else "filter_fn is false for it"
-
-
-def _dimensions(parameter: nn.Parameter) -> str:
-    return f", and shape {tuple(parameter.shape)} is no matrix"

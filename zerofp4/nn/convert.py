@@ -52,59 +52,46 @@ def convert_model(
 ) -> ConversionReport:
     """Replace the weights of linear layers, in place, by NVFP4 parameters.
 
-    Converted are the weights of modules whose forward is that of nn.Linear, or of transformers' Conv1D, which
-    keeps its weight [in, out]; of a dtype that NVFP4 can hold, with two even sizes, not tied to another
-    parameter, for which filter_fn(module, name), if given, is true; name is the module's name in the model.
-    The output head, which is what get_output_embeddings() returns or else a module named lm_head, stays as it
-    is unless there is a filter_fn that is true for it. Everything else stays as it is, too, and the report
-    says why of each parameter with two dimensions or more. Call it before the optimizer is made: the
-    parameters are new ones, each with the dtype, requires_grad, gradient and attributes of the old.
+    Converts the weights of modules whose forward is that of nn.Linear or of transformers' Conv1D, if the
+    dtype is one that NVFP4 can hold, both sizes are even and the weight is not tied. The output head (what
+    get_output_embeddings() returns, else a module named lm_head) needs a filter_fn that is true for it. The
+    report says why any other parameter with two dimensions or more stays. The parameters are new, with the
+    dtype, requires_grad, gradient and attributes of the old: convert before an optimizer or
+    DistributedDataParallel is built.
 
-    layers: the modules among them that are an nn.Linear, and not of a subclass, become zerofp4.nn.Linear, and
-    those that are a Conv1D zerofp4.nn.Conv1D: the same objects, with their names, hooks and state_dict, which
-    inside zerofp4.nn.autocast multiply quantized operands; so do the experts of transformers, where filter_fn
-    took both of their stacked parameters, as zerofp4.nn.Experts. Without layers, and for the other modules,
-    products dequantize the weight.
+    filter_fn: filter_fn(module, name) says whether to convert; name is the module's name in the model.
+    layers: modules whose class is nn.Linear or Conv1D become zerofp4.nn.Linear or zerofp4.nn.Conv1D: the same
+    objects, names, hooks and state_dict, which inside zerofp4.nn.autocast multiply quantized operands. The
+    experts of transformers become zerofp4.nn.Experts if filter_fn took both of their stacked parameters.
+    Otherwise products dequantize the weight.
+    block: (16, 16); or (1, 16) along the inputs, in which serving engines read weights. The latter have rows
+    only, 0.56 bytes per element; stacks of experts and Conv1D are not converted; inside autocast they take
+    NVFP4Recipe(weight_block=(1, 16)), on FP4 tensor cores with backward="dequantized".
+    columnwise: keep the transposed copy, too: 1.01 instead of 0.51 bytes per element. None keeps it if
+    something reads it: layers of zerofp4.nn on a GPU with FP4 tensor cores, if the model is there already,
+    and zerofp4.nn.Conv1D. A reader without it makes it from the rows each time.
+    four_over_six: of two scales for each block use the one with the smaller error, now and in casts.
+    amax_groups: lists of weights of the model, as they are now, that share one amax from the start, as those
+    of zerofp4.serving.amax_groups(model). Give the optimizer groups of the new parameters.
 
-    With layers and a filter_fn that is true for a norm, too, an nn.LayerNorm or nn.RMSNorm that an
-    nn.Sequential calls right before such a linear layer goes into a zerofp4.nn.LayerNormLinear with it, where
-    it was; norm, linear layer, activation (GELU; of transformers also its squared ReLU) and linear layer, if
-    filter_fn is true for all four, into a LayerNormMLP. Both hold the very modules, but for the activation,
-    and compute the same bytes; in the others' places an nn.Identity is left. Their parameters, and so the
-    keys of state dicts, are called as in these layers: load other checkpoints before. filter_fn's word is
-    that the model calls that Sequential as a whole. Modules with hooks, or used in several places, stay.
-    Where a norm and its linear layer meet in a forward of somebody's own, as in transformers' Llama, no name
-    could make them one layer, since that forward would have to call it in place of the two: they stay, which
-    costs nothing, as the fused layers make the same passes over memory.
+    With layers and a filter_fn that is true for an nn.LayerNorm or nn.RMSNorm, too, the norm and a linear
+    layer that an nn.Sequential calls right after it become a zerofp4.nn.LayerNormLinear; norm, linear layer,
+    activation (GELU, or transformers' squared ReLU) and linear layer become a LayerNormMLP if filter_fn is
+    true for all four. Bytes stay the same, an nn.Identity fills the other places, and keys of state dicts
+    change: load other checkpoints before. The filter promises that the model calls that Sequential as a
+    whole. Modules with hooks, or used in several places, stay.
 
-    block: (16, 16), or (1, 16), the blocks along the inputs in which serving engines read weights. These have
-    rows only, 0.56 bytes an element: no stacks of experts and no Conv1D are converted, and inside autocast
-    they take NVFP4Recipe(weight_block=(1, 16)), on FP4 tensor cores with backward="dequantized".
+    Experts in one parameter [E, N, K], with N and K even, get an amax each: the weight of
+    zerofp4.nn.GroupedLinear as that of a linear layer, a parameter of another module that is not torch's own
+    if filter_fn(module, the parameter's name) is true.
 
-    columnwise: keep the transposed copy too: 1.01 bytes an element in place of 0.51. None keeps it only where
-    something reads it: the backward pass of layers of zerofp4.nn on GPUs with FP4 tensor cores, if the model
-    is there already, and zerofp4.nn.Conv1D anywhere. What reads a copy that was not kept makes it from the
-    rows each time.
+    get_high_precision_init_val() of a new parameter is the old value, on the CPU, for a master weight to
+    start from. The optimizer that makes the master frees it; the value of a frozen weight is freed when an
+    optimizer of the model's other parameters is built (ZeroFP4Optimizer) or first steps (torch's).
 
-    four_over_six: of two scales for each block the one with the smaller error, now and in casts.
-
-    amax_groups: lists of weights of the model, as they are now, that share one amax from the first moment, as
-    those of zerofp4.serving.amax_groups(model). Give the optimizer groups of the new parameters.
-
-    Experts in one parameter [E, N, K], with N and K even, are converted, too, each with an amax of its own:
-    the weight of a stacked zerofp4.nn.GroupedLinear as that of a linear layer; the parameter of another
-    module, unless that is torch's own, only where filter_fn(module, the parameter's name) is true.
-
-    get_high_precision_init_val() of a new parameter is the old value, on the CPU: what a master weight should
-    start from. clear_high_precision_init_val() frees it. So does the optimizer that makes the master, and so
-    does one that trains other parameters of the model while this one is frozen: ZeroFP4Optimizer when it is
-    built, an optimizer of torch in its first step.
-
-    Raises ValueError for other blocks, for columnwise=True in blocks of 1x16, where that copy does not follow
-    from the rows, and for amax groups of other weights; RuntimeError when a weight to convert is on the meta
-    device. All before anything is changed. Warns where parameters were sharded before, as none of those is
-    converted. Convert the model before an optimizer or DistributedDataParallel is built of it: those would go
-    on with the parameters that are replaced.
+    Raises ValueError for other blocks, for columnwise=True with (1, 16), where that copy does not follow from
+    the rows, and for amax groups of other weights; RuntimeError for a weight on the meta device; all before
+    anything is changed. Warns if parameters are sharded already, which are not converted.
     """
     weight_columns(block, columnwise)  # raises for a copy that a cast cannot write
     options = {"block": block, "four_over_six": four_over_six}

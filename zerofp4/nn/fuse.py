@@ -91,7 +91,7 @@ class Fusions:
 
     def _replace(self, container: nn.Module, parts: list[_Part]) -> None:
         """Their layer for the first of them, nothing for the others: what follows keeps its name."""
-        fused, moved = _mlp(parts) if len(parts) == 4 else _linear(parts)
+        fused, moved = _fused(parts)
         first, report = parts[0], self._report
         for part in parts:
             made = fused if part is first else nn.Identity()
@@ -107,20 +107,20 @@ class Fusions:
         report.shares = {weights.get(name, name): share for name, share in report.shares.items()}
 
 
-def _linear(parts: list[_Part]) -> tuple[LayerNormLinear, dict[str, _Part]]:
-    """(the layer, its linear layers by their names in it)"""
-    made = LayerNormLinear.__new__(LayerNormLinear)
+def _fused(parts: list[_Part]) -> tuple[LayerNormLinear | LayerNormMLP, dict[str, _Part]]:
+    """(the layer of norm and linear layer, or of these with activation and linear layer; its linear layers by
+    their names in it)
+    """
+    kind = LayerNormMLP if len(parts) == 4 else LayerNormLinear
+    made = kind.__new__(kind)
     nn.Module.__init__(made)
-    made.linear, made.norm = parts[1].module, parts[0].module
-    return made, {"linear": parts[1]}
-
-
-def _mlp(parts: list[_Part]) -> tuple[LayerNormMLP, dict[str, _Part]]:
-    made = LayerNormMLP.__new__(LayerNormMLP)
-    nn.Module.__init__(made)
-    made.activation = activation_of(parts[2].module)
-    made.fc1, made.fc2, made.norm = parts[1].module, parts[3].module, parts[0].module
-    return made, {"fc1": parts[1], "fc2": parts[3]}
+    moved = {"fc1": parts[1], "fc2": parts[3]} if kind is LayerNormMLP else {"linear": parts[1]}
+    for name, part in moved.items():
+        setattr(made, name, part.module)
+    made.norm = parts[0].module
+    if kind is LayerNormMLP:
+        made.activation = activation_of(parts[2].module)
+    return made, moved
 
 
 def activation_of(module: nn.Module) -> str | None:

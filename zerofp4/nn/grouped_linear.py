@@ -31,18 +31,18 @@ class GroupedLinear(nn.Module):
 
     The weights are one parameter `weight` [num_gemms, out_features, in_features], the biases one `bias`
     [num_gemms, out_features]; a primary weight is one NVFP4Tensor with an amax for each group. State dicts
-    name each group's own, as TransformerEngine does: `weight0`, `bias0`, `weight1`, ..., which are views.
-    load_state_dict also takes the whole, and what a list of layers has: `experts.0.weight`, ...
+    have views, named as by TransformerEngine: `weight0`, `bias0`, `weight1`, ... load_state_dict also takes
+    the whole, and the keys of a list of layers: `experts.0.weight`, ...
 
-    Under an NVFP4Recipe without four over six, by the exact backend on a GPU of Hopper's or Blackwell's kind,
-    in bfloat16 with features in multiples of 8, all groups are quantized in one launch and multiplied in
-    one, wherever the splits are; gemm/grouped.py says how that rounds. A bias then costs two passes over the
-    output, and a weight's gradient reaches main_grad rounded to bfloat16. Everywhere else one product comes
-    after another, and splits on a GPU are read back, which waits for it.
+    All groups are quantized in one launch and multiplied in one under an NVFP4Recipe without four over six,
+    with the exact backend on a Hopper or Blackwell GPU, in bfloat16, with features in multiples of 8
+    (gemm/grouped.py says how that rounds). A bias then costs two passes over the output, and main_grad gets
+    gradients rounded to bfloat16. Otherwise one product follows another, and splits on a GPU are read back,
+    which waits for it.
 
-    num_gemms: the number of groups. in_features and what is behind it: as of Linear, for every group.
-    torch.compile takes all groups at once as one operator each way, with splits that may change. One after
-    another it takes them only if the weight is not NVFP4 and has no main_grad, and quantizes it in each call.
+    num_gemms: the number of groups. in_features and what follows: as of Linear, for every group.
+    torch.compile takes all groups at once, with splits that may change, as one operator each way. One after
+    another it takes them only if the weight is not NVFP4 and has no main_grad, and quantizes in each call.
     Raises ValueError for fewer than one group, and what Linear raises.
     """
 
@@ -188,7 +188,7 @@ class GroupedLinear(nn.Module):
             check_primary(weight, recipe)
             state = weight_state(weight)
             return weight.record.matrices(), lambda: weight_state(weight) == state
-        quantizers = quantizers_of(recipe, weight.device)
+        quantizers = quantizers_of(recipe.key, weight.device)
         if is_first is None:
             if quantizers.scheme is None or not quantizers.has_tiles:
                 return None, None

@@ -15,14 +15,13 @@ class Linear(nn.Linear):
     """nn.Linear that inside `autocast(recipe)` quantizes input, weight and gradient, and multiplies those:
     y = x w^T + b in the forward pass, both gradients in the backward pass (see NVFP4Recipe, MXFP8Recipe).
 
-    Outside of autocast it is nn.Linear, also where its weight is NVFP4. Parameters and state_dict are those
-    of nn.Linear: each loads the other's.
+    Outside of autocast it is nn.Linear, also with an NVFP4 weight. Each loads the other's state_dict.
 
     in_features, out_features, bias, device, dtype: as of nn.Linear. NVFP4 needs even sizes.
     primary_weights: the parameter itself is NVFP4, in blocks of 16x16, as convert_model makes it.
-    fuse_wgrad_accumulation: add the weight's gradient, in float32 and unrounded, to weight.main_grad, which
-    has to be there, and give autograd none; weight.grad_added_to_main_grad, if it exists, is set. Outside of
-    autocast too, where torch rounds the gradient to the weight's dtype first.
+    fuse_wgrad_accumulation: add the weight's gradient, in float32 and unrounded (outside of autocast rounded
+    to the weight's dtype), to weight.main_grad, which has to be there, and give autograd none. Sets
+    weight.grad_added_to_main_grad, if that exists.
 
     Raises RuntimeError for primary weights without memory.
     """
@@ -66,10 +65,10 @@ class Linear(nn.Linear):
         """x [..., in_features] of float32, bfloat16 or float16 to [..., out_features] of the same dtype;
         torch.autocast, where it is on, gives both its own. x may be what quantize_input gave.
 
-        is_first_microbatch: None quantizes the weight for this call. True quantizes it into buffers that the
-        layer keeps, False takes what they hold: the same bytes, for all micro-batches of an optimizer step. A
-        weight that was written to in between is quantized again, unless through `.data`, which torch does not
-        count. A weight that is NVFP4 itself is taken as it is. Outside autocast it means nothing.
+        is_first_microbatch: None quantizes the weight for this call; True quantizes it into buffers that the
+        layer keeps; False takes what they hold, for the other micro-batches of a step. A weight that was
+        written to in between is quantized again (torch does not count writes through `.data`). It means
+        nothing for a weight that is NVFP4 itself, and outside of autocast.
 
         Raises ValueError for sizes that cannot be quantized, RuntimeError for False before any True, and in
         the backward pass where the weight was quantized again, or cast into, since.
@@ -147,8 +146,8 @@ def sets_flag(layer: nn.Module) -> bool:
 
 
 def gradient_after_sum(parameter: nn.Parameter) -> torch.Tensor | None:
-    """What autograd gets after the gradient was added: nothing, or, where the framework asks for it by a flag
-    of the parameter, zeros without memory, for the sake of hooks.
+    """What autograd gets after the sum: None, or zeros without memory, for hooks, where the framework's flag
+    asks for them.
     """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None

@@ -6,6 +6,7 @@ NVFP4 recipe quantizes for the exact backend. What it does not multiply comes he
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +16,6 @@ from zerofp4.gemm import (
     GroupedOperand,
     Operand,
     gemm,
-    gemm_into,
     grouped_gemm,
     grouped_wgrad,
     groups_of_rows,
@@ -43,7 +43,6 @@ from zerofp4.tensors import (
     MXFP8Tensor,
     NVFP4Tensor,
     QuantizedTensor,
-    gradient_place,
     multiply,
     quantize_grouped,
     register_handler,
@@ -94,7 +93,7 @@ def layer_product(
             handle = cache.handle
             torch.ops.zerofp4.cache_weight(handle, weight, recipe.key, is_first)
     else:
-        quantizers = quantizers_of(recipe, x.device)
+        quantizers = quantizers_of(recipe.key, x.device)
         if cached:
             records = cache.get(weight, quantizers, is_first)
             is_current = functools.partial(_has_state, cache, cache.state)
@@ -129,23 +128,48 @@ def _buffers_of(record: Storage) -> list[torch.Tensor | None]:
     return [buffers.get(name) for name in BUFFERS]
 
 
-def _record_of(
-    quantizers: Quantizers, buffers: list[torch.Tensor | None], dtype: torch.dtype, e4m3_max: int
-) -> Storage:
-    """Of a weight that was quantized before."""
-    given = {name: buffer for name, buffer in zip(BUFFERS, buffers, strict=True) if buffer is not None}
-    *lines, width = given["rowwise_data"].shape
-    if quantizers.is_nvfp4:
-        # A stack's scales are stacked, too; a matrix of one row is the same in both kinds of blocks.
-        has_rows = given["rowwise_scale"].shape[-2] == lines[-1]
-        chosen = None if e4m3_max == E4M3_MAX else FourOverSix(e4m3_max)
-        block = (1 if has_rows else BLOCK, BLOCK)
-        record: Storage = NVFP4Storage(torch.Size((*lines, 2 * width)), dtype, block, four_over_six=chosen)
-    else:
-        record = MXFP8Storage(torch.Size((*lines, width)), dtype)
-    for name, side in sides_of(given).items():
-        setattr(record, name, side)
-    return record
+class _Weight(NamedTuple):
+    """What both operators are told of the weight: the buffers of one that was quantized before, or else a
+    tensor, which is quantized unless a cache has it.
+    """
+
+    tensor: torch.Tensor | None
+    primary: list[torch.Tensor | None]
+    dtype: torch.dtype
+    e4m3_max: int
+    recipe: str
+    cache: torch.Tensor | None
+
+    @property
+    def is_kept(self) -> bool:
+        return bool(self.primary) or self.cache is not None
+
+    def quantizers(self, device: torch.device) -> Quantizers:
+        return quantizers_of(self.recipe, device)
+
+    def records(self, quantizers: Quantizers) -> list[Storage]:
+        """Of one that is kept."""
+        if not self.primary:
+            return WeightCache.of_handle(self.cache).get(self.tensor, quantizers, False)
+        given = {n: buffer for n, buffer in zip(BUFFERS, self.primary, strict=True) if buffer is not None}
+        *lines, width = given["rowwise_data"].shape
+        if quantizers.is_nvfp4:
+            # A stack's scales are stacked, too; a matrix of one row is the same in both kinds of blocks.
+            has_rows = given["rowwise_scale"].shape[-2] == lines[-1]
+            chosen = None if self.e4m3_max == E4M3_MAX else FourOverSix(self.e4m3_max)
+            block, shape = (1 if has_rows else BLOCK, BLOCK), torch.Size((*lines, 2 * width))
+            record: Storage = NVFP4Storage(shape, self.dtype, block, four_over_six=chosen)
+        else:
+            record = MXFP8Storage(torch.Size((*lines, width)), self.dtype)
+        for name, side in sides_of(given).items():
+            setattr(record, name, side)
+        return [record]
+
+
+def _weight_first(arguments: tuple) -> tuple[_Weight, tuple]:
+    """Arguments of which the first are the weight's."""
+    count = len(_Weight._fields)
+    return _Weight(*arguments[:count]), arguments[count:]
 
 
 def _kept_side(quantizers: Quantizers, role: str) -> str:
@@ -178,32 +202,17 @@ def _restored(quantizers: Quantizers, role: str, shape, dtype: torch.dtype, buff
 
 
 @ops.backend("linear")
-def _linear(
-    x,
-    x_copies,
-    splits,
-    bias,
-    weight,
-    primary,
-    dtype,
-    e4m3_max,
-    recipe,
-    cache,
-    main_grad,
-    x_needs,
-    weight_needs,
-) -> list[torch.Tensor]:
+def _linear(x, x_copies, splits, bias, *others) -> list[torch.Tensor]:
     """[y; of groups where they begin, and whether splits are wrong; x as it is kept for the weight's
     gradient, if that is needed; the weight as it is kept for x's, if that is needed and the weight was
     quantized for this call].
     """
-    quantizers, own = quantizers_of(recipe_of_key(recipe), x.device), []
-    if primary:
-        records = [_record_of(quantizers, primary, dtype, e4m3_max)]
-    elif cache is not None:
-        records = WeightCache.of_handle(cache).get(weight, quantizers, False)
+    weight, (_, x_needs, weight_needs) = _weight_first(others)
+    quantizers, own = weight.quantizers(x.device), []
+    if weight.is_kept:
+        records = weight.records(quantizers)
     else:
-        records = quantizers.weights(weight, x_needs)
+        records = quantizers.weights(weight.tensor, x_needs)
         own = records if x_needs else []
     if splits is None:
         results = _multiply(quantizers, x, x_copies, bias, records[0], weight_needs)
@@ -240,22 +249,9 @@ def _multiply_groups(quantizers, x, splits, bias, weights, weight_needs: bool) -
 
 
 @ops.fake("linear")
-def _(
-    x,
-    x_copies,
-    splits,
-    bias,
-    weight,
-    primary,
-    dtype,
-    e4m3_max,
-    recipe,
-    cache,
-    main_grad,
-    x_needs,
-    weight_needs,
-):
-    quantizers, kept = quantizers_of(recipe_of_key(recipe), x.device), []
+def _(x, x_copies, splits, bias, *others):
+    weight, (_, x_needs, weight_needs) = _weight_first(others)
+    quantizers, kept = weight.quantizers(x.device), []
     if splits is not None:
         groups = splits.shape[0]
         kept += [x.new_empty((3, groups + 1), dtype=torch.int64), x.new_empty(1, dtype=torch.int32)]
@@ -266,10 +262,10 @@ def _(
         copies = {"rowwise": True, "columnwise": quantizers.quantized_backward}
         rows = x.reshape(-1, x.shape[-1])
         kept += _kept(quantizers, "input", quantizers.record("input", rows, **copies))
-    if not primary and cache is None and x_needs:
-        for record in quantizers.weights(weight, x_needs):
+    if x_needs and not weight.is_kept:
+        for record in quantizers.weights(weight.tensor, x_needs):
             kept += _kept(quantizers, "weight", record)
-    features = (primary[0] if primary else weight).shape[-2]
+    features = (weight.primary[0] if weight.primary else weight.tensor).shape[-2]
     return [x.new_empty(*x.shape[:-1], features), *kept]
 
 
@@ -277,31 +273,15 @@ def _(
 
 
 @ops.backend("linear_gradients")
-def _linear_gradients(
-    grad,
-    groups,
-    x,
-    cols,
-    own,
-    weight,
-    primary,
-    dtype,
-    e4m3_max,
-    recipe,
-    cache,
-    out,
-    adds,
-    x_dtype,
-    x_needs,
-    bias_needs,
-) -> tuple[torch.Tensor, ...]:
+def _linear_gradients(grad, groups, x, cols, own, *others) -> tuple[torch.Tensor, ...]:
     """(x's gradient, the weight's, the bias'), empty where none is needed, or where `out` has the weight's.
 
     groups: splits, where groups begin, whether splits are wrong. x, own: what _linear kept; of x nothing
     where the weight needs no gradient. out: memory for the weight's gradient, or, if `adds`, the float32 sum
     to which it is added unrounded.
     """
-    quantizers, features = quantizers_of(recipe_of_key(recipe), grad.device), grad.shape[-1]
+    weight, (out, adds, x_dtype, x_needs, bias_needs) = _weight_first(others)
+    quantizers, features, dtype = weight.quantizers(grad.device), grad.shape[-1], weight.dtype
     weights: list[Storage] = []
     if x_needs and own:
         count = len(x) or (3 if groups else len(own))  # of groups an own weight may be as many records
@@ -309,10 +289,8 @@ def _linear_gradients(
             copy = own[i : i + count]
             shape = (*copy[0].shape[:-2], features, cols)
             weights.append(_restored(quantizers, "weight", shape, dtype, copy))
-    elif x_needs and primary:
-        weights = [_record_of(quantizers, primary, dtype, e4m3_max)]
-    elif x_needs:  # the formula has made sure that it is what it was in the forward pass
-        weights = WeightCache.of_handle(cache).get(weight, quantizers, False)
+    elif x_needs:  # the formula has made sure that a cache has what it had in the forward pass
+        weights = weight.records(quantizers)
     if groups:
         found = _gradients_of_groups(
             quantizers, grad, groups, x, cols, weights, dtype, out if adds else None, bias_needs
@@ -326,6 +304,10 @@ def _linear_gradients(
         )
         if grad_x is not None:
             grad_x = grad_x.view(*grad.shape[:-1], cols)
+        if grad_weight is not None and out is not None:
+            if grad_weight is not out:
+                out.copy_(grad_weight)
+            grad_weight = None
         found = grad_x, grad_weight, rows.sum(0) if bias_needs else None
     return tuple(grad.new_empty(0) if each is None else each for each in found)
 
@@ -349,12 +331,10 @@ def _quantized(quantizers, grad, x: Storage | None, weight: Storage | None, dtyp
         grad_x = gemm(q_grad, columns, out_dtype=dtypes[0], backend=backend)
     if x is not None:
         operands = Operand(q_grad, columnwise=True), Operand(x, columnwise=True)
-        if out is None:
-            grad_weight = gemm(*operands, out_dtype=dtypes[1], backend=backend)
-        elif adds:
+        if adds:
             gemm(*operands, accumulate_into=out, backend=backend)
         else:
-            gemm_into(*operands, out, backend=backend)
+            grad_weight = gemm(*operands, out_dtype=dtypes[1], backend=backend)
     return grad_x, grad_weight
 
 
@@ -368,7 +348,7 @@ def _dequantized(quantizers, grad, x: Storage | None, weight: Storage | None, dt
         made = multiply(torch.mm, grad.t(), _values(x, grad.dtype).flatten(0, -2), out=place)
         if adds:
             out.add_(made)
-        elif place is None:
+        else:
             grad_weight = made.to(dtypes[1])
     return grad_x, grad_weight
 
@@ -404,30 +384,14 @@ def _gradients_of_groups(quantizers, grad, groups, x, cols, weights, dtype, main
 
 
 @ops.fake("linear_gradients")
-def _(
-    grad,
-    groups,
-    x,
-    cols,
-    own,
-    weight,
-    primary,
-    dtype,
-    e4m3_max,
-    recipe,
-    cache,
-    out,
-    adds,
-    x_dtype,
-    x_needs,
-    bias_needs,
-):
+def _(grad, groups, x, cols, own, *others):
+    weight, (out, _, x_dtype, x_needs, bias_needs) = _weight_first(others)
     count, features = [groups[0].shape[0]] if groups else [], grad.shape[-1]
     grad_x, grad_weight, sums = (grad.new_empty(0) for _ in range(3))
     if x_needs:
         grad_x = grad.new_empty((*grad.shape[:-1], cols), dtype=x_dtype)
     if x and out is None:
-        grad_weight = grad.new_empty((*count, features, cols), dtype=dtype)
+        grad_weight = grad.new_empty((*count, features, cols), dtype=weight.dtype)
     if bias_needs:
         sums = grad.new_empty((*count, features), dtype=torch.float32 if groups else grad.dtype)
     return grad_x, grad_weight, sums
@@ -438,7 +402,7 @@ def _(
 
 @ops.backend("cache_weight")
 def _cache_weight(cache, weight, recipe, is_first) -> None:
-    WeightCache.of_handle(cache).get(weight, quantizers_of(recipe_of_key(recipe), weight.device), is_first)
+    WeightCache.of_handle(cache).get(weight, quantizers_of(recipe, weight.device), is_first)
 
 
 @ops.fake("cache_weight")
@@ -462,7 +426,7 @@ def _with_buffers(operator):
             given |= {"weight": None, "primary": given["primary"] or _buffers_of(record)}
             given |= {"dtype": record.dtype, "e4m3_max": record.e4m3_max}
         if isinstance(x, QuantizedTensor):
-            quantizers = quantizers_of(recipe, x.device)
+            quantizers = quantizers_of(recipe.key, x.device)
             columnwise = given["weight_needs"] and quantizers.quantized_backward
             record = quantizers.input(x, columnwise=columnwise)
             sides = (record.rowwise, record.columnwise)[: 1 + columnwise]
@@ -477,15 +441,9 @@ for _operator in (torch.ops.zerofp4.linear.default, torch.ops.zerofp4.linear_gra
     register_handler(_operator, _with_buffers(_operator))
 
 
-@functools.cache
-def _quantizers_of(recipe: str, device: torch.device) -> Quantizers:
-    """Those of a recipe by its key. What was asked before takes no frame of Python."""
-    return quantizers_of(recipe_of_key(recipe), device)
-
-
 def _cached_rows(quantizers: Quantizers, weight: torch.Tensor, cache: torch.Tensor) -> tuple | None:
     records = WeightCache.of_handle(cache).get(weight, quantizers, False)
     return quantizers.rows(records[0]) if len(records) == 1 else None
 
 
-ops.configure_layer(_quantizers_of, _cached_rows, gradient_place)
+ops.configure_layer(quantizers_of, _cached_rows)

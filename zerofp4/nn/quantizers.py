@@ -1,5 +1,6 @@
 """What a layer quantizes with: a recipe's quantizers, and the weight's operands."""
 
+import functools
 import os
 import warnings
 import weakref
@@ -14,7 +15,7 @@ from zerofp4 import ops
 from zerofp4.format import BLOCK, MXFP8_SCALE_LAYOUTS, FourOverSix
 from zerofp4.gemm import chosen_backend
 from zerofp4.layout import as_matrix, check_matrix
-from zerofp4.nn.recipe import NVFP4Recipe, Recipe
+from zerofp4.nn.recipe import NVFP4Recipe, Recipe, recipe_of_key
 from zerofp4.storage import MXFP8Storage, NVFP4Storage, Side, Storage
 from zerofp4.tensors import (
     INIT_VAL,
@@ -38,8 +39,9 @@ class Quantizers:
     products in C++; None where Python multiplies.
     """
 
-    def __init__(self, recipe: Recipe, device: torch.device, backend: str):
+    def __init__(self, recipe: Recipe, device: torch.device):
         self.recipe, self.device = recipe, device
+        backend = chosen_backend(device, recipe.backend)
         # What dequantizes reads compact scales.
         native = backend == "native" and recipe.backward == "quantized"
         self.layout = MXFP8_SCALE_LAYOUTS[int(native)]
@@ -48,13 +50,9 @@ class Quantizers:
         self._is_exact = backend == "exact"
         self.has_tiles = self.is_nvfp4 and recipe.weight_block == (BLOCK, BLOCK)
         self.weight_columns = self.quantized_backward and not (self._is_exact and self.has_tiles)
-        self.scheme = self._scheme()
+        multiplies = self.is_nvfp4 and self._is_exact and self.quantized_backward
+        self.scheme = ops.layer_scheme(device, recipe) if multiplies else None
         self._made: dict[tuple, Quantizer] = {}
-
-    def _scheme(self) -> object | None:
-        if not (self.is_nvfp4 and self._is_exact and self.quantized_backward):
-            return None
-        return ops.layer_scheme(self.device, self.recipe)
 
     def __call__(self, role: str, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         """x, of a role, with these copies."""
@@ -170,17 +168,10 @@ def nvfp4_options(recipe: NVFP4Recipe, role: str, columnwise: bool) -> dict[str,
     return options | {"four_over_six": recipe.four_over_six}
 
 
-_quantizers: dict[tuple[str, torch.device], Quantizers] = {}
-"""Of the recipes that were used, by their keys: a program has few. (A string remembers its hash.)"""
-
-
-def quantizers_of(recipe: Recipe, device: torch.device) -> Quantizers:
-    """Those of a recipe on a device; the same object as long as both are equal."""
-    found = _quantizers.get((recipe.key, device))
-    if found is None:
-        backend = chosen_backend(device, recipe.backend)
-        found = _quantizers[recipe.key, device] = Quantizers(recipe, device, backend)
-    return found
+@functools.cache
+def quantizers_of(key: str, device: torch.device) -> Quantizers:
+    """Those of a recipe by its key on a device, always the same object; in C, without a frame of Python."""
+    return Quantizers(recipe_of_key(key), device)
 
 
 def check_primary(weight: NVFP4Tensor, recipe: Recipe) -> None:
@@ -192,16 +183,13 @@ def check_primary(weight: NVFP4Tensor, recipe: Recipe) -> None:
             f"weight_block {recipe.weight_block} of the recipe needs a high-precision parameter, but weight "
             f"is an NVFP4Tensor with block {weight.record.block}"
         )
-    if weight.record.block[0] == 1 and recipe.backward == "quantized" and not _is_exact(weight, recipe):
+    is_exact = chosen_backend(weight.device, recipe.backend) == "exact"
+    if weight.record.block[0] == 1 and recipe.backward == "quantized" and not is_exact:
         raise ValueError(
             f"weight is an NVFP4Tensor with block {weight.record.block}, which has no columns for a "
             "quantized backward pass on FP4 tensor cores: use NVFP4Recipe(backward='dequantized'), or "
             "backend='exact'"
         )
-
-
-def _is_exact(weight: NVFP4Tensor, recipe: Recipe) -> bool:
-    return chosen_backend(weight.device, recipe.backend) == "exact"
 
 
 def rows_are_enough(record: NVFP4Storage) -> bool:

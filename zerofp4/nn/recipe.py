@@ -24,17 +24,17 @@ BACKWARDS = ("quantized", "dequantized")
 class NVFP4Recipe:
     """All three products of a layer from NVFP4 operands: activations and gradients in blocks of 1x16.
 
-    weight_block: (16, 16), whose columnwise copy is the transpose, or (1, 16): of high-precision parameters,
-    or of those that are NVFP4 in such blocks themselves, on FP4 tensor cores with a dequantized backward.
+    weight_block: (16, 16), whose columnwise copy is the transpose, or (1, 16). Weights that are NVFP4 in the
+    latter themselves need backward="dequantized" on FP4 tensor cores.
     stochastic_rounding: of gradients, with torch's default generator of their device.
     hadamard, random_signs: the transform of both operands of the weight's gradient, and whether with signs.
     four_over_six: how activations and high-precision weights choose their scales; gradients never do.
-    backward: "quantized", or "dequantized": gradients stay in their dtype, and are multiplied with the values
-    of the quantized weight and the quantized input.
+    backward: "quantized", or "dequantized": gradients in their own dtype are multiplied with the values of
+    the quantized weight and input.
     backend: of zerofp4.gemm.
-    modules: (name, recipe) of the modules that follow another recipe, or None and stay as they are outside of
-    autocast, with all that is in them: names as of named_modules(), in which * stands for anything. The first
-    that fits counts; autocast takes the model.
+    modules: pairs (name, recipe) of modules that follow another recipe, with all that is in them, or None,
+    and compute as outside of autocast. Names as of named_modules(); * stands for anything. The first that
+    fits counts; autocast needs the model.
 
     Raises TypeError or ValueError for another value, and for random_signs without hadamard.
     """
@@ -56,9 +56,7 @@ class NVFP4Recipe:
             raise TypeError(f"four_over_six must be a FourOverSix or None, got {kind}")
         if self.hadamard is False and self.random_signs is False:
             raise ValueError("random_signs=False says how hadamard transforms, but hadamard is False")
-        _check_products(self.backward, self.backend)
-        object.__setattr__(self, "modules", _checked_modules(self.modules))
-        object.__setattr__(self, "key", repr(self))
+        _finish(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +71,7 @@ class MXFP8Recipe:
     modules: Sequence[tuple[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        _check_products(self.backward, self.backend)
-        object.__setattr__(self, "modules", _checked_modules(self.modules))
-        object.__setattr__(self, "key", repr(self))
+        _finish(self)
 
 
 Recipe = NVFP4Recipe | MXFP8Recipe
@@ -91,23 +87,20 @@ def recipe_of_key(key: str) -> Recipe:
     return _by_key[key]
 
 
-def _check_products(backward: str, backend: str) -> None:
-    if backward not in BACKWARDS:
-        raise ValueError(f"backward must be one of {BACKWARDS}, got {backward!r}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
-
-
-def _checked_modules(modules: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
-    """As a tuple, which can be hashed."""
-    for name, recipe in modules:
-        if not isinstance(name, str) or not isinstance(recipe, Recipe | None):
-            raise TypeError(f"modules must be pairs of a name and a recipe or None, got {(name, recipe)}")
-        if recipe is not None and recipe.modules:
+def _finish(recipe: Recipe) -> None:
+    """Check what all recipes have, and give the new one its key."""
+    for name, known in (("backward", BACKWARDS), ("backend", BACKENDS)):
+        if getattr(recipe, name) not in known:
+            raise ValueError(f"{name} must be one of {known}, got {getattr(recipe, name)!r}")
+    for name, other in recipe.modules:
+        if not isinstance(name, str) or not isinstance(other, Recipe | None):
+            raise TypeError(f"modules must be pairs of a name and a recipe or None, got {(name, other)}")
+        if other is not None and other.modules:
             raise ValueError(
                 f"modules: the recipe of {name!r} names modules itself, which only the outer one may"
             )
-    return tuple((name, recipe) for name, recipe in modules)
+    object.__setattr__(recipe, "modules", tuple((name, other) for name, other in recipe.modules))
+    object.__setattr__(recipe, "key", repr(recipe))
 
 
 class _Recipes(dict[str, Recipe | None]):
@@ -135,10 +128,10 @@ class autocast(contextlib.ContextDecorator):
     model: the model whose modules compute by it, as they are when the autocast is made; None for all layers.
     Needed if the recipe names others for some modules.
 
-    An autocast belongs to the thread that enters it. They nest: the innermost one whose model has a layer
-    decides about that layer. Only the forward pass has to be inside: a layer that runs inside a backward
-    pass, as torch.utils.checkpoint makes it, uses the recipe of its last forward pass. Compiled code does not
-    tell layers apart there: it uses the contexts of the last forward pass of compiled code in the process.
+    An autocast belongs to the thread that enters it. The innermost one whose model has a layer decides about
+    it. Only the forward pass has to be inside: a layer that torch.utils.checkpoint runs in a backward pass
+    uses the recipe of its last forward pass, compiled code the contexts of the last compiled forward pass in
+    the process.
 
     Raises TypeError for what is no recipe, ValueError for modules without a model and for a name of none.
     """

@@ -27,7 +27,7 @@ def quantize_input(x: torch.Tensor, layer: Linear | None = None) -> torch.Tensor
     if recipe is None or torch.compiler.is_compiling() or isinstance(x, QuantizedTensor):
         return x
     x = by_autocast(x)
-    quantizers = quantizers_of(recipe, x.device)
+    quantizers = quantizers_of(recipe.key, x.device)
     columnwise = torch.is_grad_enabled() and quantizers.quantized_backward
 
     def quantize(values: torch.Tensor) -> QuantizedTensor:

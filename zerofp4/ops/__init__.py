@@ -30,6 +30,7 @@ from zerofp4.ops.native import (
     buffer_reader,
     build_info,
     configure_layer,
+    configure_linear,
     flatten_method,
     layer_scheme,
     native_layer,

@@ -118,7 +118,7 @@ def _dequantize(
 
 
 # The operator itself is dispatched in C++. Arguments that are not plain go on to this implementation.
-_autograd.implement(without_backend("dequantize"), _C.dequantize_function)
+_autograd.implement(without_backend("dequantize"))
 
 
 # MXFP8
@@ -173,15 +173,22 @@ def grouped_values(
     values = data.new_empty((cols, padded) if columnwise else shape, dtype=torch.bfloat16)
     ends = data.new_empty(count, dtype=torch.int32)
     amax = None if other_amax is None else side.amax
-    groups = {"offsets": offsets, "data_offsets": data_offsets, "error": error}
-    _C.grouped_values(
-        target_of(data.device),
-        address_of("data", data),
-        address_of("scale", side.scales["compact"]),
-        (address_of("amax", amax), address_of("other_amax", other_amax)),
-        other_e4m3_max,
-        *map(address_of, groups, groups.values()),
-        *(values.data_ptr(), ends.data_ptr()),
-        *(tokens, cols, padded, count, columnwise),
+    arguments = _C.GroupedValuesArgs(
+        data=address_of("data", data),
+        scale=address_of("scale", side.scales["compact"]),
+        amax=address_of("amax", amax),
+        other_amax=address_of("other_amax", other_amax),
+        other_e4m3_max=other_e4m3_max,
+        offsets=address_of("offsets", offsets),
+        data_offsets=address_of("data_offsets", data_offsets),
+        error=address_of("error", error),
+        output=values.data_ptr(),
+        ends=ends.data_ptr(),
+        tokens=tokens,
+        cols=cols,
+        data_rows=padded,
+        count=count,
+        columnwise=columnwise,
     )
+    _C.grouped_values(target_of(data.device), arguments)
     return values, ends

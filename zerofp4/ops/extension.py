@@ -39,5 +39,5 @@ _C, _autograd = _load("zerofp4._C"), _load("zerofp4._autograd")
 if _autograd.TORCH_VERSION != torch.__version__:
     _built = f"zerofp4._autograd was built for torch {_autograd.TORCH_VERSION}"
     raise ImportError(f"{_built}, this is {torch.__version__}: {_BUILD}")
-if not all(map(_autograd.fits, (_C.dequantize_function, _C.layer_functions))):
+if not _autograd.connect(_C.kernel_calls):
     raise ImportError(f"zerofp4._autograd and zerofp4._C are of different builds: {_BUILD}")

@@ -25,19 +25,28 @@ from zerofp4.ops.quantize import choice_arguments
 from zerofp4.ops.schemas import without_backend
 from zerofp4.storage import SIDES, side_and_layout, side_names
 
+native_linear = _autograd.linear
+"""native_linear(x, weight, bias or None): F.linear where x or the weight is quantized, after
+configure_linear(). None where torch.func or forward AD has to see what it is made of.
+"""
 
-def native_linear(
-    weight_type: type, values_source: Callable, gradient_place: Callable, gradients: Callable
-) -> Callable[..., torch.Tensor | None]:
-    """linear(x, weight, bias or None): F.linear in C++. It returns None for what the Python node has to do.
 
-    weight_type: the class of weights that it takes, no subclass. values_source(record), gradient_place(node,
-    index, dtype) and gradients(node, grad, x, weight, bias_needs) are what it calls in Python.
+def configure_linear(
+    weight_type: type,
+    values_source: Callable,
+    product: Callable,
+    gradients: Callable,
+    gradient_place: Callable,
+) -> None:
+    """What native_linear() calls in Python.
+
+    weight_type: the class of weights that C++ multiplies, no subclass, and values_source(record), whose
+    result is theirs. product(x, weight, bias) and gradients(node, grad, x, weight, bias_needs): for all
+    others. gradient_place(node, dtype): memory for the gradient of a node's weight, or None; of layers, too.
     """
-    called = values_source, gradient_place, gradients, check_cuda, current_stream
+    called = values_source, product, gradients, gradient_place, check_cuda, current_stream
     slow = sum(1 << DTYPE_CODES[dtype] for dtype in SLOW_ON_CPU)
-    _autograd.configure(weight_type, *called, _C.dequantize_function, slow)
-    return _autograd.linear
+    _autograd.configure(weight_type, *called, slow)
 
 
 native_layer = _autograd.layer
@@ -46,26 +55,24 @@ the dispatcher, or None for what that has to see (csrc/autograd/layer.cpp).
 """
 
 
-def configure_layer(quantizers_of: Callable, cached_rows: Callable, gradient_place: Callable) -> None:
+def configure_layer(quantizers_of: Callable, cached_rows: Callable) -> None:
     """Dispatch zerofp4::linear and zerofp4::linear_gradients in C++, which hands what it does not multiply to
     their implementations in Python.
 
     quantizers_of(recipe, device): of a recipe by its key; their `scheme` is that of layer_scheme().
     cached_rows(quantizers, weight, cache): rows, as native_layer takes them, of the weight that a cache
-    keeps, or None. gradient_place(node, index, dtype): memory for the gradient of a node's input, or None.
+    keeps, or None.
     """
     python = map(without_backend, ("linear", "linear_gradients"))
-    called = quantizers_of, cached_rows, gradient_place
-    _autograd.configure_layer(_C.layer_functions, neutral_amax, *python, *called)
+    _autograd.configure_layer(neutral_amax, *python, quantizers_of, cached_rows)
 
 
 def layer_scheme(device: torch.device, recipe: Any) -> object:
-    """How layers of an NVFP4Recipe quantize on a device, for C++."""
+    """How the layers of an NVFP4Recipe quantize on a device, for C++."""
     e4m3_max, error = choice_arguments(recipe.four_over_six)
     by_cublaslt = device.type == "cuda" and why_no_cublaslt() is None
-    has_tiles = recipe.weight_block == (BLOCK, BLOCK)
-    options = recipe.hadamard, recipe.random_signs, recipe.stochastic_rounding
-    return _autograd.scheme(*options, e4m3_max, error == "mse", has_tiles, by_cublaslt)
+    options = recipe.hadamard, recipe.random_signs, recipe.stochastic_rounding, e4m3_max, error == "mse"
+    return _autograd.scheme(*options, recipe.weight_block == (BLOCK, BLOCK), by_cublaslt)
 
 
 # What torch.compile asks a quantized tensor in each call of compiled code, without a frame of Python: guards

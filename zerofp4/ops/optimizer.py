@@ -49,12 +49,11 @@ def average(pieces: torch.Tensor | PeerRows, out, own=None, rank: int = 0, squar
     """
     if isinstance(pieces, PeerRows):
         count, numel = len(pieces.addresses), pieces.numel
-        matrix = {"pieces": 0, "rows": pieces.addresses}
+        matrix = {"rows": pieces.addresses}
     else:
         count, numel = pieces.shape
         matrix = {"pieces": address_of("pieces", pieces)}
-    _C.average(
-        target=target_of(out.device),
+    arguments = _C.AverageArgs(
         **matrix,
         own=address_of("own", own),
         dtype=DTYPE_CODES[pieces.dtype],
@@ -64,6 +63,7 @@ def average(pieces: torch.Tensor | PeerRows, out, own=None, rank: int = 0, squar
         output=address_of("out", out),
         squares=address_of("squares", squares),
     )
+    _C.average(target_of(out.device), arguments)
 
 
 def norm_of_squares(words: torch.Tensor) -> torch.Tensor:
@@ -96,18 +96,19 @@ class Barrier:
         self._device = failed.device
         self._passed = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._held = status, failed
-        self._barrier = _C.Barrier(
+        self._arguments = _C.BarrierArgs(
             flags=list(flags),
             passed=self._passed.data_ptr(),
             failed=address_of("failed", failed),
             status=address_of("status", status),
             rank=rank,
+            count=len(flags),
             timeout_ns=int(timeout_s * 1e9),
         )
 
     def run(self) -> None:
         """On the current stream."""
-        self._barrier.run(target_of(self._device))
+        _C.barrier(target_of(self._device), self._arguments)
 
 
 # Lists of tensors of any dtypes: is there a NaN or Inf, the sums of squares, float32 copies
@@ -247,11 +248,13 @@ class RankGradients(NamedTuple):
 
     def pieces(self) -> _C.GradientPieces:
         if isinstance(self.received, PeerRows):
-            rows = {"rows": self.received.addresses, "count": len(self.received.addresses)}
+            rows = self.received.addresses
+            count, places = len(rows), {"rows": rows}
         else:
             count, stride = self.received.shape
-            rows = {"received": address_of("received", self.received), "stride": stride, "count": count}
-        return _C.GradientPieces(masters=address_of("masters", self.masters), rank=self.rank, **rows)
+            places = {"received": address_of("received", self.received), "stride": stride}
+        masters = address_of("masters", self.masters)
+        return _C.GradientPieces(**places, masters=masters, rank=self.rank, count=count, share=1 / count)
 
 
 class _Split:
@@ -298,21 +301,22 @@ def _descriptor(item: AdamWItem) -> _C.AdamWDescriptor:
     else:
         numel, cols = item.master.numel(), item.master.shape[-1] if item.compact else ROW
         piece = MasterPiece(None, Shard(0, numel), (ceil_div(numel, cols), cols), torch.float32, -1, -1)
-    master, exp_avg, exp_avg_sq = (
-        address_of(name, getattr(item, name)) for name in ("master", "exp_avg", "exp_avg_sq")
+    master, low, exp_avg, exp_avg_sq = (
+        address_of(name, getattr(item, name)) for name in ("master", "low", "exp_avg", "exp_avg_sq")
     )
     state = {}
     if item.compact:
         is_float = item.master.dtype == torch.float32
         state["compact"] = _C.CompactState(
             high=0 if is_float else master,
-            low=address_of("low", item.low),
+            low=low,
             exp_avg=exp_avg,
             exp_avg_sq=exp_avg_sq,
             scales=address_of("scales", item.scales),
             first_group=state_groups(piece.shard, piece.matrix[1]).start,
             first_block=item.first_row * ceil_div(piece.matrix[1], RANDOM_COLUMNS),
             number=item.number,
+            aligned=not any(each % 16 for each in (master, low, exp_avg, exp_avg_sq)),
         )
         master, exp_avg, exp_avg_sq = master if is_float else 0, 0, 0
     return _C.AdamWDescriptor(

@@ -49,38 +49,27 @@ def _write_factors(copies: Sequence[Copy], results: tuple[torch.Tensor, ...]) ->
 # Products
 
 
-def scaled_product(a, b, alpha, bias, out_dtype: torch.dtype, out=None) -> torch.Tensor:
+def scaled_product(a, b, alpha, bias, out_dtype: torch.dtype) -> torch.Tensor:
     """round(alpha * (a b^T) + bias) of a [M, K] and b [N, K]: float32 sums, one rounding to out_dtype.
 
-    alpha: float32 [1], bias: [N], or None. out: [M, N], contiguous and of out_dtype, to write to, past
-    tracing, which has no memory to write to.
+    alpha: float32 [1], bias: [N], or None.
     """
-    if out is None and not is_plain_call(a):
-        return torch.ops.zerofp4.scaled_product(a, b, alpha, bias, out_dtype)
-    return _run(a, b, alpha, bias, out_dtype, out)
+    run = _run if is_plain_call(a) else torch.ops.zerofp4.scaled_product
+    return run(a, b, alpha, bias, out_dtype)
 
 
 @backend("scaled_product")
-def _run(a, b, alpha, bias, out_dtype, out=None) -> torch.Tensor:
+def _run(a, b, alpha, bias, out_dtype) -> torch.Tensor:
     if _by_cublaslt(a, b):
         # The epilogue takes a bias of the output's dtype only, and rounds to the operands' dtype or none.
         # Where rows begin at no multiple of 16 bytes it may round before the bias is added, and after it.
         whole = out_dtype == torch.float32 or b.shape[0] * out_dtype.itemsize % 16 == 0
         plain = bias is None or (bias.dtype == out_dtype and whole)
         direct = out_dtype in (a.dtype, torch.float32) and plain
-        made = out
-        if made is None or not direct:
-            made = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype if direct else torch.float32)
-        if multiply(_strided(a), _strided(b), alpha, _of_dtype(bias, made.dtype), made, False):
-            return _rounded(made, out_dtype, out)
-    return _rounded(_by_torch(a, b, alpha, bias), out_dtype, out)
-
-
-def _rounded(result: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
-    """In out, if there is one."""
-    if out is None:
-        return result.to(dtype)
-    return out if result is out else out.copy_(result)
+        out = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype if direct else torch.float32)
+        if multiply(_strided(a), _strided(b), alpha, _of_dtype(bias, out.dtype), out, False):
+            return out.to(out_dtype)
+    return _by_torch(a, b, alpha, bias).to(out_dtype)
 
 
 def add_scaled_product(a, b, alpha, bias, out: torch.Tensor) -> None:

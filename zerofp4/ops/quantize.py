@@ -59,8 +59,23 @@ class Quantization:
         choice = choice_arguments(record.four_over_six)
         return cls(record.dtype, record.matrix, *options, *choice, record.experts is not None)
 
-    def run(self, x, sides: Sides, amax=None, columnwise_amax=None, rng_state=None, skip=None) -> None:
-        """Quantize x, which has elements; the arguments have been checked."""
+    def run(
+        self, x, sides: Sides, amax=None, columnwise_amax=None, rng_state=None, skip=None, values=None
+    ) -> None:
+        """Quantize x, which has elements; the arguments have been checked. values: where those of the codes
+        go, which need no buffer then.
+        """
+        places = self._places(x, sides, amax, columnwise_amax, rng_state)
+        experts = x.shape[0] if self._stacked else 1
+        self._native.run(*places, address_of("skip", skip), experts, address_of("values", values))
+
+    def run_groups(self, x, splits, sides: Sides, amax, columnwise_amax, rng_state, offsets, error) -> None:
+        """The same in groups of splits[g] rows; offsets and error are written."""
+        places = self._places(x, sides, amax, columnwise_amax, rng_state)
+        groups = address_of("m_splits", splits), splits.dtype == torch.int64, splits.shape[0]
+        self._native.run_groups(*places, *groups, address_of("offsets", offsets), address_of("error", error))
+
+    def _places(self, x, sides: Sides, amax, columnwise_amax, rng_state) -> tuple:
         kept, columnwise_kept = own_amaxes(self._hadamard, sides)
         buffers = (
             *_addresses("rowwise_data", "rowwise_scale", sides.rowwise),
@@ -68,16 +83,14 @@ class Quantization:
             address_of("amax", kept),
             address_of("columnwise_amax", columnwise_kept),
         )
-        given = address_of("amax", amax), address_of("columnwise_amax", columnwise_amax)
-        given += address_of("rng_state", rng_state), address_of("skip", skip)
-        experts = x.shape[0] if self._stacked else 1
-        self._native.run(target_of(x.device), address_of("x", x), buffers, *given, experts)
-
-
-def _matrix(x: torch.Tensor) -> dict[str, int]:
-    """x, or each of a stack of matrices, as the extension takes it."""
-    rows, cols = x.shape[-2:]
-    return {"input": address_of("x", x), "dtype": DTYPE_CODES[x.dtype], "rows": rows, "cols": cols}
+        return (
+            target_of(x.device),
+            address_of("x", x),
+            buffers,
+            address_of("amax", amax),
+            address_of("columnwise_amax", columnwise_amax),
+            address_of("rng_state", rng_state),
+        )
 
 
 def _sides_of(buffers: Sequence[torch.Tensor | None]) -> Sides:
@@ -110,21 +123,10 @@ def _quantize_dequantize(x, block_rows, given_amax, rng_state, e4m3_max, error) 
     values = new_rounded(x, block_rows, given_amax, rng_state, e4m3_max, error)
     if x.numel() == 0:
         return values
-    target, amax, count = target_of(x.device), given_amax, count_of(x)
-    matrix = _matrix(x)
-    if amax is None:
-        amax = torch.empty(count, dtype=torch.float32, device=x.device)
-        _C.tensor_amax(target, *matrix.values(), True, 0, address_of("amax", amax), 0, count)
-    arguments = _C.QuantizeArgs(
-        **matrix,
-        block_rows=block_rows,
-        e4m3_max=e4m3_max,
-        squared_error=error == "mse",
-        rng_state=address_of("rng_state", rng_state),
-        amax=address_of("amax", amax),
-        values=values.data_ptr(),
-    )
-    _C.quantize(target, arguments, count)
+    amax = torch.empty(count_of(x), dtype=torch.float32, device=x.device)  # is written unless it is given
+    options = (block_rows, False, True, e4m3_max, error, x.dim() == 3)
+    whole = Quantization(x.dtype, x.shape[-2:], *options)
+    whole.run(x, Sides(rowwise=Side(None, {}, amax)), given_amax, rng_state=rng_state, values=values)
     return values
 
 
@@ -146,33 +148,8 @@ def _quantize_grouped(
     *buffers, offsets, error = outputs
     sides, given = _sides_of(buffers), (given_amax, given_columnwise_amax)
     check_groups(x, splits, *given, hadamard, sides.rowwise is not None)
-    wide, target = splits.dtype == torch.int64, target_of(x.device)
-    rows = _C.GroupSplits(address_of("m_splits", splits), wide, splits.shape[0], x.shape[0])
-    kept = tuple(zip(own_amaxes(hadamard, sides), given, strict=True))
-    matrix = _matrix(x)
-    missing = [0 if value is not None else address_of("amax", buffer) for buffer, value in kept]
-    if any(missing):
-        _C.grouped_amax(target, *matrix.values(), random_signs, rows, *missing)
-    used, columnwise_used = (buffer if value is None else value for buffer, value in kept)
-    stored = [0 if value is None else address_of("amax", buffer) for buffer, value in kept]
-    rowwise = _addresses("rowwise_data", "rowwise_scale", sides.rowwise)
-    columnwise = _addresses("columnwise_data", "columnwise_scale", sides.columnwise)
-    whole = _C.QuantizeArgs(
-        **matrix,
-        block_rows=1,
-        hadamard=hadamard,
-        random_signs=random_signs,
-        rng_state=address_of("rng_state", rng_state),
-        amax=address_of("amax", columnwise_used if used is None else used),
-        columnwise_amax=address_of("columnwise_amax", columnwise_used),
-        rowwise_data=rowwise[0],
-        columnwise_data=columnwise[0],
-        rowwise_scale=rowwise[1:],
-        columnwise_scale=columnwise[1:],
-        stored_amax=stored[0],
-        stored_columnwise_amax=stored[1],
-    )
-    _C.quantize_grouped(target, whole, rows, address_of("offsets", offsets), address_of("error", error))
+    whole = Quantization(x.dtype, x.shape, 1, hadamard, random_signs, 0, "mae", False)
+    whole.run_groups(x, splits, sides, *given, rng_state, offsets, error)
 
 
 @backend("quantize_mxfp8")
@@ -186,7 +163,7 @@ def _quantize_mxfp8(x, skip, *buffers) -> None:
     addresses = [address_of("out", buffer) for buffer in buffers]
     if x.numel() and any(addresses):
         options = (address_of("skip", skip), addresses[:3], addresses[3:])
-        _C.quantize_mxfp8(target_of(x.device), *_matrix(x).values(), *options)
+        _C.quantize_mxfp8(target_of(x.device), address_of("x", x), DTYPE_CODES[x.dtype], *x.shape, *options)
 
 
 # What the layers above call

@@ -138,8 +138,12 @@ def padded_scale_list(
 
 def transpose_descriptor(rowwise: torch.Tensor, columnwise: torch.Tensor) -> _C.TransposeDescriptor:
     """Of packed codes [M, K/2], and of [K, M/2] that they are transposed into."""
-    places = address_of("rowwise_data", rowwise), address_of("columnwise_data", columnwise)
-    return _C.TransposeDescriptor(*places, rowwise.shape[0], 2 * rowwise.shape[1])
+    return _C.TransposeDescriptor(
+        input=address_of("rowwise_data", rowwise),
+        output=address_of("columnwise_data", columnwise),
+        rows=rowwise.shape[0],
+        cols=2 * rowwise.shape[1],
+    )
 
 
 @backend("transpose_packed")

@@ -18,7 +18,7 @@ gradients_of: Callable[[_Tensors], list[torch.Tensor | None]] = _native.gradient
 versions_of: Callable[[_Tensors], list[int]] = _native.versions
 """autograd's counts of the writes to each."""
 
-increment_versions: Callable[[_Tensors], None] = _native.increment_versions
+increment_versions: Callable[[_Tensors], None] = torch.autograd.graph.increment_version
 """As after any write in place, a backward pass that needs the old values fails."""
 
 pointers: Callable[[_Tensors], bytes] = _native.addresses

@@ -73,15 +73,13 @@ class GradientPlace:
             return given
 
 
-def gradient_place(node: Any, index: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """In a backward pass, the buffer to write the gradient of a node's input to, and to return; None if the
-    gradient needs memory of its own.
-
-    node: the context of an autograd.Function. index: of the input, a parameter. dtype: of the gradient.
+def gradient_place(node: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    """In a backward pass, the buffer to write the gradient of a node's second input to, the weight, and to
+    return; None if the gradient needs memory of its own. dtype: of the gradient.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _places:
         return None
-    accumulation = node.next_functions[index][0]
+    accumulation = node.next_functions[1][0]
     with torch._C.DisableTorchFunctionSubclass():
         parameter = getattr(accumulation, "variable", None)
         place = _places.get(id(parameter))

@@ -95,33 +95,18 @@ class GroupedNVFP4(Sides):
         Raises ValueError where the host does not know the splits, and for an odd number of rows with a
         columnwise copy without hadamard, which an NVFP4Tensor cannot have; IndexError past the last group.
         """
-        splits = self._host_splits()
-        if not -len(splits) <= group < len(splits):
-            raise IndexError(f"group must be below {len(splits)}, got {group}")
-        group %= len(splits)
-        before = splits[:group]
-        data_row = sum(round_up(rows, BLOCK) for rows in before)
-        return self._view(group, data_row, sum(round_up(rows, ATOM_ROWS) for rows in before))
-
-    def tensors(self) -> list[NVFP4Tensor]:
-        """All groups as NVFP4Tensors (see `grouped[g]`)."""
-        tensors, data_row, scale_row = [], 0, 0
-        for group, rows in enumerate(self._host_splits()):
-            tensors.append(self._view(group, data_row, scale_row))
-            data_row += round_up(rows, BLOCK)
-            scale_row += round_up(rows, ATOM_ROWS)
-        return tensors
-
-    def _host_splits(self) -> tuple[int, ...]:
-        if self.m_splits is None:
+        splits = self.m_splits
+        if splits is None:
             raise ValueError(
                 f"m_splits are known on {self.device} only, and reading them would wait for it: give them as "
                 "a list or a CPU tensor to have groups as NVFP4Tensors"
             )
-        return self.m_splits
-
-    def _view(self, group: int, data_row: int, scale_row: int) -> NVFP4Tensor:
-        rows, cols = self.m_splits[group], self.shape[1]
+        if not -len(splits) <= group < len(splits):
+            raise IndexError(f"group must be below {len(splits)}, got {group}")
+        group %= len(splits)
+        rows, cols, before = splits[group], self.shape[1], splits[:group]
+        data_row = sum(round_up(each, BLOCK) for each in before)
+        scale_row = sum(round_up(each, ATOM_ROWS) for each in before)
         if rows % 2 and self.columnwise is not None and not self.hadamard:
             raise ValueError(
                 f"group {group} has {rows} rows, but the columnwise copy of an NVFP4Tensor needs an even "
@@ -138,6 +123,10 @@ class GroupedNVFP4(Sides):
         if record.rowwise is not None and self.columnwise_amax is self.amax:
             record.columnwise.amax = record.rowwise.amax
         return wrap(NVFP4Tensor, record)
+
+    def tensors(self) -> list[NVFP4Tensor]:
+        """All groups as NVFP4Tensors (see `grouped[g]`)."""
+        return [self[group] for group in range(len(self))]
 
     def _rowwise(self, rows: int, data_row: int, scale_row: int) -> Side:
         padded = slice(scale_row, scale_row + round_up(rows, ATOM_ROWS))

@@ -11,6 +11,7 @@ from zerofp4.layout import as_matrix, stacked_matrices
 from zerofp4.storage import SIDES, NVFP4Storage, Scheme, Side, side_of
 from zerofp4.tensors import products
 from zerofp4.tensors.arguments import check_generator, check_values, detached, weight_columns
+from zerofp4.tensors.gradient_places import gradient_place
 from zerofp4.tensors.initial_value import INIT_VAL, initial_value
 from zerofp4.tensors.quantized_tensor import QuantizedTensor, buffer_property
 
@@ -102,7 +103,9 @@ class NVFP4Tensor(QuantizedTensor):
 
 
 torch.serialization.add_safe_globals([NVFP4Tensor])
-products.use_native_linear(NVFP4Tensor, values_source)
+ops.configure_linear(
+    NVFP4Tensor, values_source, products.linear_product, products.linear_gradients, gradient_place
+)
 
 
 def quantize_dequantize(

@@ -4,8 +4,9 @@ The products save the quantized tensor itself, so the dequantized weight lives n
 take values from the record, because a trip through __torch_dispatch__ costs the host more than most kernels.
 (torch.compile traces such trips, and merges the dequantizations of forward and backward.)
 
-F.linear of a plain x and an NVFP4 weight runs in C++ (csrc/autograd/linear.cpp). Linear here is for what that
-leaves: traced calls, modes and subclasses, MXFP8 weights, and gradients of gradients.
+The node of F.linear is in C++ (csrc/autograd/linear.cpp). It multiplies a plain x with an NVFP4 weight, and
+calls linear_product() and linear_gradients() for all else: modes and subclasses, MXFP8 weights, and gradients
+of gradients. A trace sees what F.linear is made of, and differentiates that.
 """
 
 from collections.abc import Callable
@@ -86,21 +87,12 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-class Linear(torch.autograd.Function):
-    """F.linear(x [..., K], weight [N, K], bias [N] or None), where x or weight is quantized."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        x_needs, weight_needs, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if weight_needs else None, weight if x_needs else None)
-        return multiply(F.linear, plain(x), plain(weight), bias)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        return _linear_gradients(ctx, grad, *ctx.saved_tensors, ctx.needs_input_grad[2])
+def linear_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """F.linear(x [..., K], weight [N, K], bias [N] or None) without history."""
+    return multiply(F.linear, plain(x), plain(weight), bias)
 
 
-def _linear_gradients(
+def linear_gradients(
     node: Any, grad: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, bias_needs: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Of x, weight and bias. node: the one of F.linear that runs; x and weight: what it has saved, x for the
@@ -112,7 +104,7 @@ def _linear_gradients(
             grad_x = multiply(torch.matmul, grad, plain(weight, grad.dtype))
         rows = _rows(grad)
         if x is not None:
-            out = gradient_place(node, 1, grad.dtype)
+            out = gradient_place(node, grad.dtype)
             grad_weight = multiply(torch.mm, rows.t(), _rows(plain(x, grad.dtype)), out=out)
         if bias_needs:
             grad_bias = rows.sum(0)
@@ -120,26 +112,34 @@ def _linear_gradients(
 
 
 class MatMul(torch.autograd.Function):
-    """torch.matmul(a, b) with its broadcasting, where a or b is quantized."""
+    """torch.matmul(a, b) with its broadcasting, or torch.addmm(bias, a, b) of matrices, where a or b is
+    quantized.
+    """
 
     @staticmethod
-    def forward(ctx, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        a_needs, b_needs = ctx.needs_input_grad
+    def forward(ctx, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        a_needs, b_needs, _ = ctx.needs_input_grad
         ctx.save_for_backward(a if b_needs else None, b if a_needs else None)
         ctx.a, ctx.b = (a.shape, a.dtype), (b.shape, b.dtype)
-        return multiply(torch.matmul, plain(a), plain(b))
+        if bias is None:
+            return multiply(torch.matmul, plain(a), plain(b))
+        ctx.bias = bias.shape, bias.dtype
+        return multiply(torch.addmm, bias, plain(a), plain(b))
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
         a, b = ctx.saved_tensors
         (a_shape, a_dtype), (b_shape, b_dtype) = ctx.a, ctx.b
+        grad_a = grad_b = grad_bias = None
         # A vector on the left is a matrix of one row, on the right one of one column.
         left = (1, *a_shape) if len(a_shape) == 1 else a_shape
         right = (*b_shape, 1) if len(b_shape) == 1 else b_shape
-        grad = grad.unsqueeze(-2) if len(a_shape) == 1 else grad
-        grad = grad.unsqueeze(-1) if len(b_shape) == 1 else grad
-        grad_a = grad_b = None
         with torch._C.DisableTorchFunctionSubclass():
+            if ctx.needs_input_grad[2]:
+                shape, dtype = ctx.bias
+                grad_bias = grad.sum_to_size(shape).to(dtype)
+            grad = grad.unsqueeze(-2) if len(a_shape) == 1 else grad
+            grad = grad.unsqueeze(-1) if len(b_shape) == 1 else grad
             if b is not None:
                 grad_a = multiply(torch.matmul, grad, plain(b, grad.dtype).reshape(right).mT)
                 grad_a = grad_a.sum_to_size(left).reshape(a_shape).to(a_dtype)
@@ -149,64 +149,39 @@ class MatMul(torch.autograd.Function):
                     a, grad = a.reshape(-1, left[-1]), grad.reshape(-1, right[-1])
                 grad_b = multiply(torch.matmul, a.mT, grad)
                 grad_b = grad_b.sum_to_size(right).reshape(b_shape).to(b_dtype)
-        return grad_a, grad_b
+        return grad_a, grad_b, grad_bias
 
 
-class AddMM(torch.autograd.Function):
-    """torch.addmm(bias, a [M, K], b [K, N]), where a or b is quantized: a layer with its weight [in, out]."""
-
-    @staticmethod
-    def forward(ctx, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        _, a_needs, b_needs = ctx.needs_input_grad
-        ctx.save_for_backward(a if b_needs else None, b if a_needs else None)
-        ctx.bias, ctx.dtypes = (bias.shape, bias.dtype), (a.dtype, b.dtype)
-        return multiply(torch.addmm, bias, plain(a), plain(b))
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        a, b = ctx.saved_tensors
-        (shape, dtype), (a_dtype, b_dtype) = ctx.bias, ctx.dtypes
-        with torch._C.DisableTorchFunctionSubclass():
-            grad_bias = grad.sum_to_size(shape).to(dtype) if ctx.needs_input_grad[0] else None
-            grad_a = grad_b = None
-            if b is not None:
-                grad_a = multiply(torch.mm, grad, plain(b, grad.dtype).t()).to(a_dtype)
-            if a is not None:
-                grad_b = multiply(torch.mm, plain(a, grad.dtype).t(), grad).to(b_dtype)
-        return grad_bias, grad_a, grad_b
-
-
-_native_linear: Callable[..., torch.Tensor | None] | None = None
-
-
-def use_native_linear(weight_type: type, values_source: Callable) -> None:
-    """Let zerofp4._autograd make the node of F.linear for weights of this class."""
-    global _native_linear
-    _native_linear = ops.native_linear(weight_type, values_source, gradient_place, _linear_gradients)
+_native_linear = ops.native_linear
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if _native_linear is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         out = _native_linear(input, weight, bias)
         if out is not None:
             return out
-    return Linear.apply(input, weight, bias)
+    return multiply(F.linear, _values(input), _values(weight), bias)
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a factor, with history."""
+    return Dequantize.apply(tensor, tensor.dtype) if is_quantized(tensor) else tensor
 
 
 def _matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return MatMul.apply(input, other)
+    return MatMul.apply(input, other, None)
 
 
 def _mm(input: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
     if input.dim() != 2 or mat2.dim() != 2:
         return torch.mm(input, mat2)  # which says what is wrong
-    return MatMul.apply(input, mat2)
+    return MatMul.apply(input, mat2, None)
 
 
 def _addmm(input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, *, beta=1, alpha=1) -> torch.Tensor:
     if beta != 1 or alpha != 1 or is_quantized(input) or mat1.dim() != 2 or mat2.dim() != 2:
         return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha)
-    return AddMM.apply(input, mat1, mat2)
+    return MatMul.apply(mat1, mat2, input)
 
 
 FUNCTIONS = {

@@ -26,24 +26,22 @@ def buffer_property(name: str) -> property:
 class QuantizedTensor(torch.Tensor):
     """A torch.Tensor of a logical shape and dtype whose bytes, quantized, are in a storage record.
 
-    - Operations that are not named here dequantize and give plain tensors; gradients flow through them. A
-      view is one of a dequantized copy: writing to it does not change the codes. (A matrix of a stack, t[e],
-      is a tensor of the format over t's own buffers.)
-    - `dequantize()` gives the values in the logical dtype, as an ordinary parameter of it would have them;
-      `float()`, `half()`, `double()` and `.to(dtype)` convert these. Only `dequantize(torch.float32)` gives
-      the exact values of the codes, which a logical bfloat16 may not hold.
-    - F.linear, matmul, mm, addmm and @ save the quantized tensor for backward and dequantize it again there,
-      also in checkpoints, hooks and autograd functions of any backward pass.
+    - Operations not named here dequantize and give plain tensors; gradients flow through them. Writing to a
+      view changes no codes: it is one of a dequantized copy. (A matrix of a stack, t[e], is a tensor over t's
+      own buffers.)
+    - `dequantize()` gives the values in the logical dtype; `float()`, `half()`, `double()` and `.to(dtype)`
+      convert these. Only `dequantize(torch.float32)` gives the codes' exact values.
+    - F.linear, matmul, mm, addmm and @ save the quantized tensor and dequantize it again in the backward
+      pass. (In code by torch.compile the compiler decides what is saved.)
     - clone, deepcopy, pickling, pin_memory, `.to(device)`, and empty_like and new_empty of its size with a
-      device given keep the format. detach (so nn.Parameter(t), p.data, state_dict()) shares the record: what
-      is written or rebound through one is seen through all.
-    - Module.half(), .to(dtype) and their like give a parameter another logical dtype and keep its codes. If
-      Module.to() keeps the dtype, torch swaps each parameter with a new tensor: hooks and grad_dtype stay,
-      attributes that others have set do not.
+      device given keep the format. detach (so nn.Parameter(t), p.data, state_dict()) shares the record.
+    - Module.half(), .to(dtype) and their like change a parameter's logical dtype and keep its codes. Other
+      calls of Module.to() swap each parameter with a new tensor: hooks and grad_dtype stay, attributes that
+      others have set do not.
     - copy_ from a tensor of the same format, shape and block copies bytes; any other copy_, fill_ and zero_
-      quantize into the existing buffers, whose addresses stay. Any other operation that writes raises.
+      quantize into the existing buffers, which stay where they are. Other operations that write raise.
     - torch.distributed's broadcast sends the buffers: all ranks must have the same formats. Other collectives
-      read the values; one that would write to the tensor raises. FSDP and DTensor, which would make plain
+      read the values, and raise if they would write to the tensor. FSDP and DTensor, which would make plain
       parameters of the values, raise NotImplementedError.
 
     torch does not let a subclass refuse `plain.data = t`, which breaks the plain tensor: give the module a

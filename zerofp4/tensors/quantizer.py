@@ -90,14 +90,8 @@ class Quantizer:
         """
         return wrap(NVFP4Tensor, self.record(x, amax=amax, columnwise_amax=columnwise_amax))
 
-    def record(
-        self,
-        x: torch.Tensor,
-        *,
-        amax: torch.Tensor | None = None,
-        columnwise_amax: torch.Tensor | None = None,
-    ) -> NVFP4Storage:
-        """q(x).record, for who has no use for the tensor around it."""
+    def record(self, x: torch.Tensor, *, amax=None, columnwise_amax=None) -> NVFP4Storage:
+        """q(x).record, without the tensor around it."""
         layout = self._layout(x)
         if layout is None:
             record = self._scheme.allocate(x.shape, x.dtype, x.device)
@@ -216,38 +210,33 @@ def quantize(
 ) -> NVFP4Tensor:
     """Quantize x [..., K] of float32, bfloat16 or float16, K even, flattened to [M, K].
 
-    With block (16, 16) x is [M, K], or [E, N, K]: E matrices, the weights of experts, each quantized alone,
-    with E as the first dimension of every buffer and amaxes of shape [E]; one pair of launches for each.
-
-    Two passes over x, one for its amax and one for all else; the first falls away where amaxes are given. An
-    x that is not contiguous is copied first.
+    In blocks of (16, 16) x is [M, K], or [E, N, K]: E matrices, the weights of experts, each quantized alone,
+    with E as the first dimension of every buffer and amaxes of shape [E]. One pass over x for its amax, which
+    falls away if amaxes are given, and one for all else. An x that is not contiguous is copied first.
 
     block: (16, 16) for weights, where the columnwise copy is exactly the transpose; (1, 16) for activations.
     rowwise, columnwise: which copies to make; columnwise needs M even, unless hadamard completes the last
     group of rows.
-    amax: float32 [1] on x's device, [E] for E matrices, the global amax to use instead of x's own; what is
-    larger saturates.
-    hadamard: the columnwise copy is of the random Hadamard transform of x along M, in groups of 16 rows, and
-    has an amax of its own: columnwise_amax, if given. Block (1, 16) only. Both operands of a product over M
-    carry the transform, so it cancels; dequantize gives the rowwise copy. random_signs=False leaves out the
-    transform's signs.
+    amax: float32 [1] on x's device, [E] for E matrices, the global amax instead of x's own; what is larger
+    saturates.
+    hadamard: the columnwise copy is of the random Hadamard transform of x along M, in groups of 16 rows, with
+    an amax of its own (columnwise_amax, if given). Block (1, 16) only. It cancels in a product over M if both
+    operands carry it; dequantize gives the rowwise copy. random_signs=False leaves out the signs.
     stochastic_rounding: round up with a probability that is the distance from the next lower value, in steps
-    of the grid; for gradients. One call of torch.randint draws a seed from `generator` (torch's default one
-    for x's device if None), on the generator's device: with one on the CPU the same seed gives the same codes
-    on every device, with one on x's device the call can be captured in a CUDA graph. Under 2D scaling both
-    copies hold the codes that the rowwise one drew.
+    of the grid; for gradients. In blocks of (16, 16) both copies hold the codes that the rowwise one drew.
+    generator: for the one torch.randint that draws the seed, on the generator's device (None: torch's default
+    of x's device). One on the CPU gives the same codes on every device; with one on x's device a CUDA graph
+    can capture the call.
     four_over_six: choose each block's scale by its error. Not with stochastic rounding.
     scale_layouts: persistent scale buffers out of "compact" (always there), "expanded", "swizzled".
-    out: a tensor of x's shape, dtype and device, of this block, transform and four_over_six, to write to. It
-    must have the buffers asked for; every buffer it has is written and stays where it is.
-    skip: float32 [1] on x's device, with out only: where it is not 0, out keeps what it has. The kernels read
-    it, so that a captured CUDA graph can refresh a weight, or not (GradScaler's found_inf is such a flag).
+    out: a tensor of x's shape, dtype and device, of this block, transform and four_over_six, with the buffers
+    asked for. Every buffer that it has is written and stays where it is.
+    skip: float32 [1] on x's device, with out only: if it is not 0, out keeps what it has. The kernels read
+    it, so a captured CUDA graph can skip a weight (GradScaler's found_inf is such a flag).
+    straight_through: the gradient of the result is x's, also where x is larger than a given amax. Not with
+    out. Otherwise the result has no autograd history.
 
-    straight_through: the result is differentiable: its gradient is passed on to x as it is, also where x is
-    larger than a given amax (see quantize_dequantize). Not with out. Else the result has no autograd history.
-
-    An x whose negative bit is set (x.imag of a conjugate is such a view) is quantized with its values' signs.
-    TypeError for a wrong dtype or a tensor without memory of its own (a DTensor: pass its to_local()),
+    Raises TypeError for a wrong dtype or a tensor without memory of its own (for a DTensor pass to_local()),
     ValueError for a wrong shape, option or combination of options, RuntimeError for an x whose storage was
     freed.
     """
