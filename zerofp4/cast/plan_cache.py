@@ -62,6 +62,9 @@ class PlanCache:
         return kept if kept is not None and kept.group.refers_to(self._group) else None
 
     def keep(self, kept: Kept) -> None:
+        """Those of groups that were destroyed go."""
+        for key in [key for key, other in self._plans.items() if not other.group.is_alive()]:
+            del self._plans[key]
         self._plans[self._key] = kept
 
     def drop(self, *, captured: bool = False) -> None:
