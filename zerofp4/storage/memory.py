@@ -43,7 +43,7 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
     """Raises RuntimeError if the storage was freed or shrunk in place, as FSDP frees what it has gathered;
     ValueError if it is on a GPU and the address is no multiple of the elements' size.
     """
-    if torch.compiler.is_compiling() or dispatches(tensor):
+    if torch.compiler.is_compiling() or dispatches(tensor) or holds(tensor):
         return
     if is_freed(tensor):
         held = tensor.untyped_storage().nbytes()
@@ -51,11 +51,15 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
             f"{name} needs {_end(tensor)} bytes of its storage, which has {held}: it was freed or shrunk in "
             "place (resize_)"
         )
-    if tensor.is_cuda and tensor.data_ptr() % tensor.itemsize:
-        raise ValueError(
-            f"{name} is at address {tensor.data_ptr():#x} of a GPU, which is no multiple of the "
-            f"{tensor.itemsize} bytes of its elements: pass a copy of its bytes"
-        )
+    raise ValueError(
+        f"{name} is at address {tensor.data_ptr():#x} of a GPU, which is no multiple of the "
+        f"{tensor.itemsize} bytes of its elements: pass a copy of its bytes"
+    )
+
+
+def holds(tensor: torch.Tensor) -> bool:
+    """Whether check_memory() passes a plain tensor."""
+    return not (is_freed(tensor) or (tensor.is_cuda and tensor.data_ptr() % tensor.itemsize))
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
@@ -65,11 +69,12 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 def _end(tensor: torch.Tensor) -> int:
     """Bytes from the beginning of the storage to the end of the tensor's last element."""
+    if tensor.is_contiguous():
+        held = tensor.nbytes
+        return held and tensor.storage_offset() * tensor.itemsize + held
     if not tensor.numel():
         return 0
-    last = tensor.numel() - 1
-    if not tensor.is_contiguous():
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (tensor.storage_offset() + last + 1) * tensor.itemsize
 
 

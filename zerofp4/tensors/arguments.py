@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zerofp4 import ops
 from zerofp4.format import BLOCK, WEIGHT_DTYPES
-from zerofp4.storage import check_block, check_plain, scale_name
+from zerofp4.storage import check_block, check_plain
 from zerofp4.tensors.quantized_tensor import QuantizedTensor
 
 
@@ -90,8 +90,9 @@ def check_out(
         if getattr(out.record, name) != wanted:
             raise ValueError(f"out must have {name} {wanted}, got {getattr(out.record, name)}")
     for side in sides:
+        copy = getattr(out.record, side)
         for layout in scale_layouts:
-            if out.record.buffer(scale_name(side, layout)) is None:
+            if copy is None or layout not in copy.scale_places:
                 raise ValueError(f"out must have {side} scales in the {layout} layout, got {out}")
     out.record.check_memory("out")
 
