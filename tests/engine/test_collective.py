@@ -94,7 +94,7 @@ def early(monkeypatch, wire, count, rank, size):
         bucket.replica_count = 1
         bucket.allocate()
     transport = CollectiveTransport(several, in_flight=2)
-    return ArrivingMeans(transport, False), calls
+    return ArrivingMeans(transport), calls
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,7 @@ def test_at_most_two_buckets_are_on_their_way(monkeypatch):
     assert averaged == [*range(5), 0]
 
 
-@pytest.mark.parametrize("adds", [False, True])
-def test_how_often_a_backward_pass_reads_gradients(monkeypatch, adds):
+def test_how_often_a_backward_pass_reads_gradients(monkeypatch):
     """Once to send each, and once to see whether it has changed since."""
     parameters, reads, sent = [torch.zeros(8, requires_grad=True) for _ in range(30)], [], []
     read = ops.gradients_of
@@ -161,9 +160,7 @@ def test_how_often_a_backward_pass_reads_gradients(monkeypatch, adds):
         error=None,
         memory=[None] * 30,
     )
-    options = {"early": True, "adds": adds, "find_word": lambda *_: None}
-    trained = [Trained(p, "") for p in parameters]
-    schedule = BackwardSchedule(trained, Holder(parameters), exchange, **options)
+    schedule = BackwardSchedule([Trained(p, "") for p in parameters], Holder(parameters), exchange)
     sum(p.sum() for p in parameters).backward()
     schedule.close(OwnError(), reduces=True)
     assert sent == list(range(30)) and len(reads) == 60

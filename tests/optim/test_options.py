@@ -90,9 +90,6 @@ def test_options_must_be_finite(device, optimizer_class, name, value):
     ("options", "message"),
     [
         ({"overlap": "forwards"}, "overlap must be one of"),
-        ({"accumulate": None}, "accumulate must be one of"),
-        ({"accumulate": "sharded", "transport": "peer"}, "is not supported with transport"),
-        ({"accumulate": "sharded", "overlap": "update"}, "is not supported with overlap='update'"),
         ({"transport": "nvlink"}, "transport must be one of"),
         ({"gradient_wire": torch.float64}, "gradient_wire must be one of"),
         ({"gradient_dtype": torch.float16}, "gradient_dtype must be one of"),

@@ -56,7 +56,7 @@ class CollectiveTransport(Transport):
         self.dtypes = [bucket.sent_as for bucket in buckets]
         self.sent_bytes = [bucket.sent_bytes for bucket in buckets]
         rounds = buckets[0].wire not in (None, torch.float32)
-        travels = [bool(in_flight or rounds or b.world_size * b.replica_count > 1) for b in buckets]
+        travels = [rounds or b.world_size * b.replica_count > 1 for b in buckets]
         sent = list(itertools.compress(buckets, travels))
         made = iter(gradient_memory(sent, zeros, self.in_flight, aliased))
         self.memory = [next(made) if is_sent else None for is_sent in travels]
@@ -146,14 +146,7 @@ class CollectiveTransport(Transport):
         self._error.raise_if_any()
         return Arrived(self._own_views[b], RankGradients(self._received[b], bucket.masters, bucket.rank))
 
-    def average(
-        self,
-        b: int,
-        gradients: Gradients,
-        squares: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> None:
-        """As Transport.average(). out: float32 [slice_numel] in place of the bucket's `gradients`."""
+    def average(self, b: int, gradients: Gradients, squares: torch.Tensor | None = None) -> None:
         bucket = self.buckets[b]
         squares = squares if bucket.is_counted else None
         if self.memory[b] is None:
@@ -163,9 +156,8 @@ class CollectiveTransport(Transport):
             if squares is not None:
                 ops.add_squares([bucket.gradients], squares)
             return
-        out = bucket.gradients if out is None else out
         self._wait(b)
-        has_replicas = bucket.replica_count > 1
+        out, has_replicas = bucket.gradients, bucket.replica_count > 1
         counted = None if has_replicas else squares
         if self._ordered or bucket.world_size == 1:
             ops.average(self._received[b], out, self.memory[b].flat[bucket.rank], bucket.rank, counted)

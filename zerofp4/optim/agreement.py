@@ -40,13 +40,12 @@ class Call(NamedTuple):
     options: int = 0  # the first of OptionsHash.of(), which begin() fills in
 
 
-_EQUAL = len(Call._fields) + 2
-"""Words that must be equal on all ranks: a Call, the number of rounds, the hash of tensor options. Each goes
-with its negative, so that the maximum of both shows whether ranks differ."""
+_EQUAL = len(Call._fields) + 1
+"""Words that must be equal on all ranks: a Call, the hash of tensor options. Each goes with its negative, so
+that the maximum of both shows whether ranks differ."""
 
 _FLAGS = 4
-"""Words behind them: Rounds.again, Rounds.broken, the word of a NaN or Inf, and 1 + the number of a rank with
-an error."""
+"""Words behind them: Rounds, the word of a NaN or Inf, and 1 + the number of a rank with an error."""
 
 FOUND_INF = 1
 """The word of a found_inf that a user gave the inner optimizer. Those of parameters are even, and larger."""
@@ -185,10 +184,9 @@ class Agreement:
         if not error:
             for slot, is_present in zip(own, present, strict=True):
                 there[slot] = float(is_present)
-            equal[:-2] = map(float, call)
-        equal[-2] = float(rounds.count)
+            equal[:-1] = map(float, call)
         failed = self.rank + 1.0 if error else 0.0
-        flags = float(rounds.again), float(rounds.broken), 0.0, failed
+        flags = float(rounds.count), float(rounds.again), 0.0, failed
         return [*there, *equal, *(-word for word in equal), *flags]
 
     def _to_host(self, vector: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
@@ -249,24 +247,17 @@ class Agreement:
     ) -> str | None:
         """Why no rank takes the step, the same words on every rank; None where all do."""
         equal, minus = words[-_FLAGS - 2 * _EQUAL :][:_EQUAL], words[-_FLAGS - _EQUAL : -_FLAGS]
-        again, broken, _, failed = words[-_FLAGS:]
-        count, behind = equal[-2], equal[-2] + minus[-2]
-        self.rounds = Rounds(int(count), bool(again), bool(broken) or behind != 0)
+        count, again, _, failed = words[-_FLAGS:]
+        self.rounds = Rounds(int(count), bool(again))
         if failed:
             return f"rank {int(failed) - 1} found an error, and no rank takes this step"
-        highest, lowest = Call(*equal[:-2]), Call(*(-word for word in minus[:-2]))
+        highest, lowest = Call(*equal[:-1]), Call(*(-word for word in minus[:-1]))
         difference = _find_difference(lowest, highest)
         if difference is None and (lowest.options != highest.options or equal[-1] != -minus[-1]):
             if param_groups is not None:
                 difference = self._find_different_option(param_groups)
             if difference is None and earlier:  # by now they may be equal again
                 difference = "options of param_groups differed between ranks"
-        if difference is None and behind:
-            difference = (
-                f"the ranks took part in different numbers of backward passes, some in {int(behind)} more "
-                "than others, and accumulate='sharded' adds up every one: run as many outside of no_sync() "
-                "on each of them"
-            )
         return difference
 
     def _find_different_option(self, param_groups: Sequence[dict]) -> str | None:

@@ -183,13 +183,11 @@ class Checked:
             why = "parameter groups name a process_group of some ranks"
             for what, is_given in (
                 ("hosts", self.hosts is not None),
-                (f"overlap={options.overlap!r}, accumulate={options.accumulate!r}", options.sends_early),
+                (f"overlap={options.overlap!r}", options.sends_early),
                 ("transport='peer'", options.transport == "peer"),  # all ranks that step share memory
             ):
                 if is_given:
                     raise ValueError(f"{what} cannot be where {why}")
-        elif options.adds_to_slices:
-            why = "accumulate='sharded' adds up every backward pass"
         elif not options.is_ordered:
             why = "reduction='reduce_scatter' is a collective"
         if why is None or options.transport == "collective":
@@ -492,9 +490,7 @@ def _check_equal(what: str, ranks: Sequence[int], pairs: Sequence[Sequence[tuple
         name, values = f"the number of {what}", [len(own) for own in pairs]
     else:
         name, values = pairs[0][i][0], [own[i][1] for own in pairs]
-    raise ValueError(
-        f"{name} is {values[0]} on rank {ranks[0]} and {values[other]} on rank {ranks[other]}"
-    )
+    raise ValueError(f"{name} is {values[0]} on rank {ranks[0]} and {values[other]} on rank {ranks[other]}")
 
 
 class Slots(NamedTuple):

@@ -16,15 +16,11 @@ _CHOICES = {
     "transport": TRANSPORTS,
     "reduction": REDUCTIONS,
     "overlap": (None, "backward", "forward", "both", "update"),
-    "accumulate": ("local", "sharded"),
     "gradient_dtype": (None, torch.float32),
     "gradient_wire": (None, *WEIGHT_DTYPES),
 }
 
 _EXCLUDED = (
-    ("accumulate='sharded'", "transport='peer'"),  # memory that ranks share is added up once, in step()
-    ("accumulate='sharded'", "overlap='update'"),  # uses each gradient as soon as it is there
-    ("hosts", "accumulate='sharded'"),
     ("hosts", "overlap='backward'"),
     ("hosts", "overlap='update'"),
     ("hosts", "transport='peer'"),  # with "auto" the ranks of each host share memory, too
@@ -45,7 +41,6 @@ class Communication:
     overlap: "backward" sends gradients during backward passes, "forward" lets weights arrive during the next
         forward pass, "both", or None. "update" has backward passes update each weight as soon as its gradient
         is there, and free the gradient (page on the optimizer).
-    accumulate: "local" adds up micro-batches in p.grad, "sharded" in this rank's FP32 slices.
     bucket_mb: megabytes of gradients that are sent at once; None is a 14th of all, from 256 to 1024.
     gradient_dtype: torch.float32 to add up micro-batches in FP32; None is the parameter's dtype.
     gradient_wire: what gradients are rounded to before they are sent; None is the dtype that they have.
@@ -57,7 +52,6 @@ class Communication:
     transport: str = "auto"
     reduction: str = "ordered"
     overlap: str | None = None
-    accumulate: str = "local"
     bucket_mb: float | None = None
     gradient_dtype: torch.dtype | None = None
     gradient_wire: torch.dtype | None = None
@@ -76,7 +70,6 @@ class Communication:
         if not (hosts is None or isinstance(hosts, DeviceMesh)):
             raise TypeError(f"hosts must be None or a DeviceMesh, got {type(hosts).__name__}")
         given = {
-            "accumulate='sharded'": self.adds_to_slices,
             "hosts": hosts is not None and 1 not in hosts.mesh.shape,
             "overlap='backward'": self.overlaps_backward,
             "overlap='update'": self.updates_early,
@@ -103,14 +96,9 @@ class Communication:
         return self.overlap in ("forward", "both")
 
     @property
-    def adds_to_slices(self) -> bool:
-        """Whether each backward pass adds to this rank's FP32 slices."""
-        return self.accumulate == "sharded"
-
-    @property
     def sends_early(self) -> bool:
         """Whether backward passes send gradients, or step() does."""
-        return self.overlaps_backward or self.adds_to_slices or self.updates_early
+        return self.overlaps_backward or self.updates_early
 
     @property
     def updates_early(self) -> bool:

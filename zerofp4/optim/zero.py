@@ -157,9 +157,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     broadcast_frozen(parameter, place.sharding)
         free_frozen(self._parameters)
         masters = zip(map(id, trainable), self._shards.optimized, strict=True)
-        self.inners = InnerOptimizers(
-            checked.classes, self.param_groups, dict(masters), self._shards.slices
-        )
+        self.inners = InnerOptimizers(checked.classes, self.param_groups, dict(masters), self._shards.slices)
         """The optimizers of the masters, in the order in which their classes come first in the groups."""
         me = weakref.ref(self)
         self._saved = SavedState(
@@ -182,7 +180,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._offer_parts()
         self._transport, self._schedule = self._make_transport()
         is_local = all(memory is None for memory in self._transport.memory)
-        self._averages_nothing = self.world_size == 1 and is_local and self._schedule is None
+        self._averages_nothing = self.world_size == 1 and is_local
         """Whether gradients are their own means, in p.grad: in a world of one where nothing rounds them."""
         self._why_at_once = self._find_why_at_once()
         """Why all masters are updated at once; None where they are updated bucket by bucket."""
@@ -235,28 +233,24 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def _make_transport(self) -> tuple[Transport, BackwardSchedule | None]:
         """The transport, and what has backward passes send gradients for a step; None where none does."""
         shards, options = self._shards, self.communication
-        early, adds = options.overlaps_backward and self.world_size > 1, options.adds_to_slices
+        early = options.overlaps_backward and self.world_size > 1
         if self._hosts is not None:
             return HostTransport(shards.buckets, self._hosts, self._peers), None
         if self._peers is not None:
             transport = PeerTransport(shards.buckets, self._peers, early, in_turns=options.updates_early)
         else:
             in_flight = None
-            if early or adds:  # on a CPU only the host could wait for a bucket in a backward pass
+            if early:  # on a CPU only the host could wait for a bucket in a backward pass
                 in_flight = len(shards.buckets) if self.found_inf.device.type == "cpu" else 2
-            aliased = not (adds or options.updates_early)
+            aliased = not options.updates_early
             transport = CollectiveTransport(
                 shards.buckets, in_flight, aliased=aliased, ordered=options.is_ordered
             )
-            transport = transport if in_flight is None else ArrivingMeans(transport, adds)
+            transport = ArrivingMeans(transport) if early else transport
         if options.updates_early and not all(transport.adds_in_update):
             shards.share_gradients()
-        if not (early or adds):
-            return transport, None
-        find_word = self._agreement.find_word
-        return transport, BackwardSchedule(
-            shards.trained, shards.holder, transport, early=early, adds=adds, find_word=find_word
-        )
+        schedule = BackwardSchedule(shards.trained, shards.holder, transport) if early else None
+        return transport, schedule
 
     def _offer_parts(self) -> None:
         """Let FusedAdamW update its masters bucket by bucket, and leave the amaxes that casts need."""
@@ -386,9 +380,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "optimizer without it, or leave out the clipping"
             )
         if self._is_capturing():
-            raise RuntimeError(
-                "clip_grad_norm_ of several ranks cannot be captured: capture step() alone"
-            )
+            raise RuntimeError("clip_grad_norm_ of several ranks cannot be captured: capture step() alone")
         self._sat_out_next_step = False
         self._settle_earlier_calls()
         call, gradients, word, sent, error = None, NOTHING, None, None, OwnError()
@@ -527,10 +519,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         present = [gradient for gradient in gradients if gradient is not None]
         if schedule is not None:
             self._scaler_found_inf = None  # GradScaler leaves it behind an error
-            obstacle = (
-                "overlap='backward' and accumulate='sharded' send them while they are scaled, and unscale_() "
-                "comes too late"
-            )
+            obstacle = "overlap='backward' sends them while they are scaled, and unscale_() comes too late"
         elif self._reduced is not None:
             obstacle = "clip_grad_norm_ has clipped scaled ones: call scaler.unscale_(optimizer) before it"
         elif any(gradient.dtype == torch.float16 for gradient in present):
@@ -565,7 +554,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         except Exception:
             self._shards.check_unchanged(self.param_groups)  # its error may be the reason
             raise
-        return gradients if self._schedule is None else self._schedule.merged(gradients)
+        return gradients
 
     def _word(self, gradients: Gradients, when: torch.Tensor | None = None) -> torch.Tensor | None:
         """Which of this rank's gradients is the first with a NaN or Inf, as a word of the agreement. when: as
@@ -577,9 +566,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         flags = [flag.reshape(()) for flag in given if isinstance(flag, torch.Tensor)]
         found_inf = sum(flags) if flags else None
         find_word = in_phase("scan", self._agreement.find_word)
-        launches = None if self.communication.adds_to_slices else self._launches  # not of stand-ins
-        word = find_word(gradients, found_inf=found_inf, when=when, launches=launches)
-        return word if self._schedule is None else self._schedule.merged_word(word)
+        return find_word(gradients, found_inf=found_inf, when=when, launches=self._launches)
 
     def _agree(
         self, call: Call | None, gradients: Gradients, word: torch.Tensor | None, error: OwnError
@@ -667,8 +654,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         with self._sound.breaking("clip_grad_norm_()"):  # the others have a norm that is of no use
             error.raise_if_any()
         if call.reduces:
-            in_slices = self.communication.adds_to_slices  # and not in p.grad any more
-            self._reduced = GradientSnapshot(self._collect_gradients() if in_slices else gradients)
+            self._reduced = GradientSnapshot(gradients)
             if self._schedule is not None:
                 self._schedule.is_reduced = True
         return total
@@ -904,11 +890,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """The masters for a later optimizer, and which parameters were written to since the last step."""
         if self.broken is not None:
             raise ValueError(f"masters_from is of no more use: {self.broken}")
-        if self.communication.adds_to_slices and self._schedule.is_holding:
-            raise ValueError(
-                "masters_from holds gradients of backward passes that no step has used, which would be lost: "
-                "call its step() or zero_grad() first"
-            )
         if self._early is not None and self._early.is_open:
             raise ValueError("masters_from is in the middle of a step: call its step() first")
         return self._saved, self._shards.written()
@@ -959,12 +940,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
         transport: "peer", "collective", or "none" in a world of one; why_collective. hosts: their number and
         that of the ranks of each, or None. in_buckets: whether each bucket is updated as soon as its
-        gradients are here; obstacle: why not. reduction, overlap, accumulate: as given. world_size,
-        bucket_mb. buckets: in their order, each with its kind, parameters, elements, optimizer, gathered_in
-        ("step", "forward" or None), state, of which "compact24" has masters of 24 bits, and the bytes of
-        gradients, amaxes and weights that this rank sends for it in a step. bytes_sent: by
-        this rank in a step, by phase. shared_bytes: memory that other ranks can access. host_waits: why
-        the host waits for the ranks' vote in each step, or None.
+        gradients are here; obstacle: why not. reduction, overlap: as given. world_size, bucket_mb. buckets:
+        in their order, each with its kind, parameters, elements, optimizer, gathered_in ("step", "forward" or
+        None), state, of which "compact24" has masters of 24 bits, and the bytes of gradients, amaxes and
+        weights that this rank sends for it in a step. bytes_sent: by this rank in a step, by phase.
+        shared_bytes: memory that other ranks can access. host_waits: why the host waits for the ranks' vote
+        in each step, or None.
         """
         described = self._step.describe()
         for entry, bucket in zip(described["buckets"], self._shards.buckets, strict=True):
@@ -978,7 +959,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             "in_buckets": self._why_at_once is None,
             "obstacle": self._why_at_once,
             "overlap": self.communication.overlap,
-            "accumulate": self.communication.accumulate,
             "host_waits": self._why_host_waits,
             "world_size": self.world_size,
             "bucket_mb": self._bucket_mb,

@@ -55,7 +55,10 @@ def test_describe(world):
     alone = "a world of one has nobody to share memory with"
     for options, reason in (
         ({"transport": "collective"}, "it was asked for"),
-        ({"accumulate": "sharded"}, "accumulate='sharded' adds up every backward pass"),
+        (
+            {"reduction": "reduce_scatter", "gradient_wire": torch.bfloat16},
+            "reduction='reduce_scatter' is a collective",
+        ),
     ):
         described = build(world, FusedAdamW, **options)[1].describe()
         assert described["why_collective"] == (reason if world.world_size > 1 else alone)

@@ -211,7 +211,6 @@ def test_hosts_that_cannot_be_meant(world):
         (2, TypeError, "hosts must be None or a DeviceMesh, got int", {}),
         (square, ValueError, "hosts is not supported with transport='peer'", {"transport": "peer"}),
         (square, ValueError, "not supported with overlap='backward'", {"overlap": "backward"}),
-        (square, ValueError, "accumulate='sharded'", {"accumulate": "sharded"}),
     ]:
         with pytest.raises(error, match=message):
             Communication(hosts=hosts, **options)
@@ -240,7 +239,6 @@ def test_auto_adds_up_on_each_host_first(world):
         ("aaaa", {}, None),
         ("aabb", {"transport": "collective"}, None),
         ("aabb", {"overlap": "backward"}, None),
-        ("aabb", {"accumulate": "sharded"}, None),
         ("aabb", {"reduction": "reduce_scatter", "gradient_wire": torch.float32}, None),
     ]:
         parameters, optimizer = with_hosts(world, names=names, shares=False, **{"hosts": None, **options})

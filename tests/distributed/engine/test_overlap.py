@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, keywords
+from cases.optim import assert_all_equal
 
 from distributed.engine import overlap_checks as checks
 from distributed.engine.file_peers import sharing_files
@@ -22,7 +22,7 @@ from distributed.engine.overlap_cases import (
 )
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
+from zerofp4.optim import zero
 
 FEW = 0.01
 """bucket_mb for some of several parameters."""
@@ -141,8 +141,8 @@ def test_no_rank_waits_in_a_backward_pass(world):
     def check(alone, transport, **options):
         net, optimizer = make(alone, transport="auto", overlap="backward", **options)
         described = optimizer.describe()
-        ways = ("transport", "why_collective", "overlap", "accumulate", "in_buckets")
-        assert [described[way] for way in ways] == ["peer", None, "backward", "local", True]
+        ways = ("transport", "why_collective", "overlap", "in_buckets")
+        assert [described[way] for way in ways] == ["peer", None, "backward", True]
         gradients = sum(bucket["gradients"] for bucket in described["buckets"])
         assert described["bytes_sent"]["gradients"] == gradients > 0
         if world.rank == 0:
@@ -162,14 +162,12 @@ def test_no_rank_waits_in_a_backward_pass(world):
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize(
-    ("overlap", "accumulate"), [(None, "local"), ("backward", "local"), ("backward", "sharded")]
-)
+@pytest.mark.parametrize("overlap", [None, "backward"])
 @pytest.mark.parametrize("options", [{}, {"gradient_wire": torch.float16}])
-def test_a_backward_pass_between_a_read_and_its_load(world, overlap, accumulate, options):
+def test_a_backward_pass_between_a_read_and_its_load(world, overlap, options):
     """What was read is not mixed with gradients."""
     with mock.patch.object(zero, "CollectiveTransport", in_two_places):
-        net, optimizer = make(world, overlap=overlap, accumulate=accumulate, bucket_mb=SMALL, **options)
+        net, optimizer = make(world, overlap=overlap, bucket_mb=SMALL, **options)
     step_of(world, [(net, optimizer)], 0)
     state_dict = optimizer.state_dict()
     for own in state_dict["state"].values():
@@ -179,21 +177,3 @@ def test_a_backward_pass_between_a_read_and_its_load(world, overlap, accumulate,
     loss_of(net, world, 1).backward()
     optimizer.load_state_dict(state_dict)
     assert_all_equal(optimizer.gathered_masters(), expected, "masters")
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("overlap", [None, "backward"])
-def test_masters_from_an_optimizer_that_holds_sums(world, overlap):
-    """They would be lost: all ranks raise, and its step uses them."""
-    options = {"overlap": overlap, "accumulate": "sharded", "bucket_mb": SMALL}
-    models = [make(world, bucket_mb=SMALL), make(world, **options)]
-    for net, optimizer in models:
-        loss_of(net, world, 0).backward()
-        if optimizer is models[1][1]:
-            with pytest.raises(ValueError, match="masters_from holds gradients"):
-                ZeroFP4Optimizer(
-                    net.named_parameters(), FusedAdamW, masters_from=optimizer, **keywords(options)
-                )
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same(models, "the step")

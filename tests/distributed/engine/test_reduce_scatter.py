@@ -51,7 +51,6 @@ def test_means_within_the_error_of_the_dtype(world, wire):
     [
         {"bucket_mb": 0.003},
         {"bucket_mb": 0.003, "overlap": "both"},
-        {"accumulate": "sharded"},
         {"gradient_wire": torch.bfloat16, "bucket_mb": 1e-4},
         {"cls": torch.optim.AdamW},
     ],

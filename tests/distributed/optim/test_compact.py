@@ -41,7 +41,6 @@ def run(parameters, optimizer, steps):
         {},
         {"bucket_mb": 0.01, "overlap": "backward"},
         {"bucket_mb": 0.01, "overlap": "forward"},
-        {"accumulate": "sharded", "gradient_wire": torch.float32},
         {"bucket_mb": 0.003, "reduction": "reduce_scatter", "gradient_wire": torch.float32},
     ],
 )

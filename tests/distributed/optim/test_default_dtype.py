@@ -18,7 +18,6 @@ WAYS = [
     (FusedAdamW, {"overlap": "update"}),  # of fp16 gradients, among others
     (FusedAdamW, {"overlap": "update", "reduction": "reduce_scatter", "gradient_wire": torch.bfloat16}),
     (FusedAdamW, {"overlap": "both", "gradient_wire": torch.bfloat16}),
-    (FusedAdamW, {"accumulate": "sharded"}),
     (torch.optim.AdamW, {"gradient_dtype": torch.float32}),
 ]
 

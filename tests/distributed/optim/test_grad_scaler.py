@@ -89,12 +89,14 @@ def test_an_inf_that_the_scaler_alone_has_seen_counts(world):
 @pytest.mark.parametrize(
     ("options", "clip", "message"),
     [
-        ({"accumulate": "sharded"}, False, "send them while they are scaled"),
+        ({"overlap": "backward"}, False, "sends them while they are scaled"),
         ({}, True, r"call scaler.unscale_\(optimizer\) before it"),
         ({"dtype": torch.float16}, False, "gradient_dtype=torch.float32"),
     ],
 )
 def test_gradients_that_cannot_be_unscaled_are_refused(world, options, clip, message):
+    if world.world_size == 1 and "overlap" in options:
+        return  # which sends nothing
     model, optimizer = build(world, **options)
     scaler = scaler_of(world)
     scaler.scale(loss_of(world, model, 0)).backward()
@@ -149,7 +151,7 @@ def test_gradients_that_were_sent_before_unscale_are_refused(world, options, alo
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", [*SENDING, {"accumulate": "sharded"}])
+@pytest.mark.parametrize("options", SENDING)
 def test_gradients_that_were_clipped_before_unscale_are_refused(world, options):
     """However often step() is called, until zero_grad()."""
     model, optimizer, scaler, found = unscaled_too_late(world, options, clips=True)
@@ -165,7 +167,7 @@ def test_gradients_that_were_clipped_before_unscale_are_refused(world, options):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", [*SENDING, {"accumulate": "sharded"}])
+@pytest.mark.parametrize("options", SENDING)
 def test_gradients_that_were_not_sent_may_be_unscaled(world, options):
     """As passes under no_sync() leave them. And an Inf in what was sent is no change of it."""
     model, optimizer = build(world, **options)
