@@ -170,18 +170,16 @@ def sent_of(shapes: Shapes, ranks: int, way: str, of_host: int) -> dict[str, tup
     """By what it is, bytes of a step that a rank sends to its host and to other hosts; bf16 gradients.
 
     way: how gradients travel. "collective": a rank sends 2n to every other rank. "reduce_scatter": 2N around
-        rings. "default", on H hosts: a rank serves 2Hn to every other rank of its host, and sends an FP32
-        mean, 4n, to every other host.
+        rings.
     of_host: ranks of a host, which are numbered host by host.
 
     Codes, half a byte of an element, are all-gathered around rings; amaxes, 2 bytes of a tile, all-reduced.
     """
-    elements, hosts = elements_of(shapes), ranks // of_host
+    elements = elements_of(shapes)
     rings = {"amaxes": 2 * 2 * tiles_of(shapes), "weights": elements / 2}
     to_each = GRADIENT_BYTES * elements / ranks
     ways = {
         "collective": (to_each * (of_host - 1), to_each * (ranks - of_host)),
-        "default": (to_each * hosts * (of_host - 1), 4 * elements / ranks * (hosts - 1)),
         "reduce_scatter": around(GRADIENT_BYTES * elements, ranks, of_host),
     }
     return {kind: around(nbytes, ranks, of_host) for kind, nbytes in rings.items()} | {"gradients": ways[way]}

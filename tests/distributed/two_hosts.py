@@ -2,9 +2,9 @@
 
 From tests/:
 
-    python -m distributed.two_hosts                            two hosts of two ranks, all with all others
-    python -m distributed.two_hosts --way default --ranks 3    gradients averaged on each host first
-    python -m distributed.two_hosts --rate 100                 a link of 100 Mbit/s each way
+    python -m distributed.two_hosts                           two hosts of two ranks, all with all others
+    python -m distributed.two_hosts --way reduce_scatter      the default of several hosts
+    python -m distributed.two_hosts --ranks 3 --rate 100      three ranks each; a link of 100 Mbit/s each way
 
 The hosts are network namespaces of this machine, joined by a pair of veth devices whose rate `tc` limits.
 Each runs `torchrun --nnodes 2` on the CPU with gloo. The script needs Linux, root, and the commands `ip`,
@@ -17,8 +17,7 @@ timestamps), and an acknowledgement is nothing else. Votes are counted too; the 
 and codes.
 
 The model is benchmarks/traffic.py, with one rule of gloo: its reduce-scatter is an all-reduce,
-so gradients go around the ring twice. With two ranks a host, "default" sends as many bytes as "collective":
-one FP32 mean in place of two bfloat16 gradients. Three ranks and more tell them apart.
+so gradients go around the ring twice.
 
 The status is 0 where the bytes are within 5% of the model's, and 2 where no namespaces can be made.
 """
@@ -38,9 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULE = ("-m", "distributed.two_hosts")  # beside this file lie folders that are called as modules of Python
 HOSTS, DEVICE, ADDRESS, PORT = 2, "veth0", "10.77.0.{}", 29500
 WAYS = {
-    "collective": {"transport": "collective"},
-    "default": {},
-    "reduce_scatter": {"reduction": "reduce_scatter"},
+    "collective": {"reduction": "ordered"},
+    "reduce_scatter": {},
 }
 """Arguments of Communication, by what the model calls the way."""
 AROUND_TWICE = ("reduce_scatter",)
@@ -202,7 +200,7 @@ def work(options: argparse.Namespace) -> int:
     status = 0
     if world.rank == 0:
         described = optimizer.describe()
-        how = {name: described[name] for name in ("transport", "hosts", "bytes_sent")}
+        how = {name: described[name] for name in ("transport", "hosts", "reduction", "bytes_sent")}
         print(f"describe() of the first rank: {how}")
         found = [(more - less) / options.steps for more, less in zip(many, few, strict=True)]
         status = report(options, shapes, found, (seconds - few_seconds) / options.steps)

@@ -81,11 +81,8 @@ def _end_groups() -> None:
     """
     from torch.distributed.tensor import debug
 
-    from zerofp4.engine import topology
-
     debug._clear_python_sharding_prop_cache()
     debug._clear_fast_path_sharding_prop_cache()
-    topology._groups_of_hosts.clear()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

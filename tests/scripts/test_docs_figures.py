@@ -68,7 +68,7 @@ def prediction(way: str, gpus: int) -> list[str]:
 def predictions() -> list[str]:
     """What the model was given."""
     memory, link = result("step_2_ranks_cuda")["copy_gbps"], of_step("link")
-    return [f"at {memory:,.0f} GB/s (the copy ceiling)", f"at {link:.0f} GB/s (measured)", "At 50 GB/s the"]
+    return [f"at {memory:,.0f} GB/s (the copy ceiling)", f"at {link:.0f} GB/s (measured)"]
 
 
 def readme() -> list[str]:
@@ -91,7 +91,7 @@ def readme() -> list[str]:
     )
     small, large = pages.runs()
     return [
-        f"for four of them the model says {prediction('default', 4)[0]} ms, and four H100s, whose memory is "
+        f"for four of them the model says {prediction('peer', 4)[0]} ms, and four H100s, whose memory is "
         f"slower, took {of_step('peer_step', 4):.1f} ms.",
         f"| {small.model} within {small.card / 1e9:.0f} GB | {speed(small)} |",
         f"| Llama with {large.parameters / 1e9:.2f} billion parameters | {speed(large)} |",
@@ -99,9 +99,8 @@ def readme() -> list[str]:
         f"| 1 H200 | {measured('', 1)}",
         f"| 2 H200s, shared memory | {measured('peer_', 2)}",
         f"| 4 H100s, shared memory | {measured('peer_', 4)}",
-        f"| 8 of a host, **predicted** | {predicted('default', 8)}",
-        f"| 64, 50 GB/s each between hosts, **predicted** | {predicted('default', 64)}",
-        f"| the same with | {predicted('reduce_scatter', 64)}",
+        f"| 8 of a host, **predicted** | {predicted('peer', 8)}",
+        f"| 64, 50 GB/s each between hosts, **predicted** | {predicted('reduce_scatter', 64)}",
         f"it takes {of_step('peer_step_clipped_over_bf16'):.2f} of the time in bf16 on two GPUs",
         f"a linear layer takes {linear:.2f} times as long as in bf16",
         f"Without resharding after the forward pass it trains {kept:.2f}x",

@@ -143,7 +143,7 @@ PROGRAMS: dict[str, list[tuple[int, Callable[[Ran], None]]]] = {
     "checkpoints.md": [(1, has_saved), (2, has_exported_averages)],
     "experts.md": [(2, has_stacks)],
     "fsdp2.md": [(2, exchanges_checkpoints)],
-    "groups.md": [(1, trains), (1, trains), (1, trains)],
+    "groups.md": [(1, trains), (1, trains)],
     "index.md": [(1, converts_and_trains), (2, quantizes), (1, calls_a_layer)],
     "layers.md": [(4, calls_all_layers)],
     "megatron.md": [(1, hands_over_to_megatron)],

@@ -23,12 +23,11 @@ from zerofp4.engine.buckets import (
     zeros_on,
 )
 from zerofp4.engine.collective import CollectiveTransport
-from zerofp4.engine.hosts import HostTransport
 from zerofp4.engine.late_gather import LateGathers
 from zerofp4.engine.peer import PeerTransport
 from zerofp4.engine.peers import Peers
 from zerofp4.engine.step import NOTHING, UPDATE_DTYPES, Arrived, Step, Transport, are_as_sent, check_gradients
-from zerofp4.engine.topology import Hosts, find_topology
+from zerofp4.engine.topology import Hosts, find_hosts, find_peers, host_name
 
 __all__ = [
     "ALIGNMENT",
@@ -42,7 +41,6 @@ __all__ = [
     "GradientMemory",
     "GradientSnapshot",
     "Gradients",
-    "HostTransport",
     "Hosts",
     "LateGathers",
     "PeerTransport",
@@ -58,8 +56,10 @@ __all__ = [
     "build_buckets",
     "check_gradients",
     "find_bucket_mb",
-    "find_topology",
+    "find_hosts",
+    "find_peers",
     "gradient_dtype",
+    "host_name",
     "is_sendable",
     "joined",
     "kind_key",

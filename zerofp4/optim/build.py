@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from zerofp4.cast import check_castable, number_groups
 from zerofp4.distributed import first_difference, rank_and_size
-from zerofp4.engine import Trained, find_bucket_mb, gradient_dtype, kind_key
+from zerofp4.engine import Hosts, Trained, find_bucket_mb, find_hosts, gradient_dtype, host_name, kind_key
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.communication import Communication
-from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_hosts, find_names, find_places, parameter_name
+from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_names, find_places, parameter_name
 from zerofp4.optim.initial import take_over
 from zerofp4.optim.inner import (
     OF_MATRICES,
@@ -100,22 +100,23 @@ class Checked:
         if communication.updates_early:
             _check_updates_early(self.classes, on_nonfinite)
         _check_gradients(communication, self.trained, self.classes)
-        self.hosts = find_hosts(communication.hosts, group)
-        self.transport, self.why_collective = self._choose_transport(group)
-        """The transport to try, and why it is "collective" if nobody asked for that."""
+        self.why_collective = self._find_why_collective(group)
+        """Why parameters keep the ranks from sharing memory; None where they do not."""
         self.held = take_over(masters_from, self.trained, group)
         """The masters of an earlier optimizer."""
         trainable = [one.parameter for one in self.trained]
         made_as = communication.gradient_wire or communication.gradient_dtype
+        float16 = (o.name for o in self.trained if (made_as or gradient_dtype(o.parameter)) == torch.float16)
         self.announcement = Announcement(
             members=self._announce(),
             common=[
                 ("optimizer_class of param_groups", [inner.name for inner in self.classes]),
                 ("on_nonfinite", on_nonfinite),
-                ("hosts", self.hosts and self.hosts.shape),
                 *communication.compared(),
             ],
             bucket_mb=communication.bucket_mb or find_bucket_mb(trainable, made_as),
+            host=host_name(),
+            sends_float16=next(float16, None),
         )
 
     def doubts(self, rank: int, coarse: Sequence[int]) -> list[str]:
@@ -173,26 +174,18 @@ class Checked:
                 )
         return found
 
-    def _choose_transport(self, group: dist.ProcessGroup | None) -> tuple[str, str | None]:
-        """The transport to try, and why it is "collective" if nobody asked for that.
-
-        Raises ValueError for options that parameters which are sharded over some ranks do not support.
-        """
-        options, why = self.communication, None
-        if any(place.sharding.group is not group for place in self.places):
-            why = "parameter groups name a process_group of some ranks"
-            for what, is_given in (
-                ("hosts", self.hosts is not None),
-                (f"overlap={options.overlap!r}", options.sends_early),
-                ("transport='peer'", options.transport == "peer"),  # all ranks that step share memory
-            ):
-                if is_given:
-                    raise ValueError(f"{what} cannot be where {why}")
-        elif not options.is_ordered:
-            why = "reduction='reduce_scatter' is a collective"
-        if why is None or options.transport == "collective":
-            return options.transport, None
-        return "collective", why
+    def _find_why_collective(self, group: dist.ProcessGroup | None) -> str | None:
+        """Raises ValueError for options that parameters which are sharded over some ranks do not support."""
+        options, why = self.communication, "parameter groups name a process_group of some ranks"
+        if all(place.sharding.group is group for place in self.places):
+            return None
+        for what, is_given in (
+            (f"overlap={options.overlap!r}", options.overlaps_backward or options.updates_early),
+            ("transport='peer'", options.transport == "peer"),  # all ranks that step share memory
+        ):
+            if is_given:
+                raise ValueError(f"{what} is not supported because {why}")
+        return why
 
     def _announce(self) -> list["Member"]:
         """All parameters, frozen ones too."""
@@ -200,6 +193,7 @@ class Checked:
         members = []
         for (g, i), p, label in zip(self._positions, self.parameters, self.names, strict=True):
             place, saved_as = self.places[g], self.param_groups[g].get("param_names")
+            parts = rank_and_size(place.sharding.group)[1]
             number = numbers.get(id(p))
             one = Trained(p, label) if number is None else self.trained[number]
             # Random bytes of compact state are those of the number: it must be that of all who have the
@@ -211,11 +205,12 @@ class Checked:
                 f"in amax_groups with {self.trained[one.leader].name}": number not in (None, one.leader),
                 f"in compact state as number {number}": one.is_compact,
                 "of masters_from": p in self.held,
-                f"in {rank_and_size(place.sharding.group)[1]} parts": place.sharding.replicas is not None,
+                f"in {parts} parts": place.sharding.replicas is not None,
             }
             facts = [f"{kind_of(p)} in group {g}", *(fact for fact, holds in facts.items() if holds)]
             kind, name = ", ".join(facts), saved_as and own_name(saved_as[i])
-            members.append(Member(g, i, label, name, kind, number is not None, place.ranks, place.copies))
+            held_by = place.ranks, place.copies, parts
+            members.append(Member(g, i, label, name, kind, number is not None, *held_by))
         return members
 
 
@@ -399,9 +394,7 @@ def _check_updates_early(classes: Sequence[InnerClass], on_nonfinite: str) -> No
 def _check_gradients(
     options: Communication, trained: Sequence[Trained], classes: Sequence[InnerClass]
 ) -> None:
-    """Raise ValueError for gradients that cannot be made in the dtype that they need, TypeError for those
-    that cannot be added up in the dtype in which they are sent.
-    """
+    """Raise ValueError for gradients that cannot be made in the dtype that they need."""
     dtype = options.gradient_dtype
     others = [inner.optimizer_class.__name__ for inner in classes if inner.optimizer_class is not FusedAdamW]
     for one in trained:
@@ -417,11 +410,6 @@ def _check_gradients(
             raise ValueError(
                 f"gradient_dtype={dtype}: {one.name} has a gradient of {one.parameter.grad.dtype} by now; "
                 "call zero_grad() first"
-            )
-        if not options.is_ordered and (options.gradient_wire or dtype or own) == torch.float16:
-            raise TypeError(
-                f"{one.name} has gradients of torch.float16, whose sums may overflow: "
-                'reduction="reduce_scatter" needs gradient_wire=torch.float32 or torch.bfloat16'
             )
 
 
@@ -444,6 +432,7 @@ class Member(NamedTuple):
     name: its name in checkpoints; None without one.
     kind: what ranks that share it must have in common.
     ranks, copies: as in the Place of its group.
+    parts: how many ranks it is sharded over, consecutive ones of `ranks`.
     """
 
     group: int
@@ -454,6 +443,7 @@ class Member(NamedTuple):
     is_trainable: bool
     ranks: Ranks
     copies: Ranks
+    parts: int
 
 
 class Announcement(NamedTuple):
@@ -461,11 +451,15 @@ class Announcement(NamedTuple):
 
     common: what all ranks must have in common, with what error messages call it.
     bucket_mb: the size of buckets that suits this rank.
+    host: the name of its host.
+    sends_float16: the first parameter whose gradients are sent in float16; None without one.
     """
 
     members: list[Member]
     common: list[tuple[str, Any]]
     bucket_mb: float
+    host: str
+    sends_float16: str | None
 
 
 def check_announcements(by_rank: Sequence[Announcement]) -> None:
@@ -491,6 +485,47 @@ def _check_equal(what: str, ranks: Sequence[int], pairs: Sequence[Sequence[tuple
     else:
         name, values = pairs[0][i][0], [own[i][1] for own in pairs]
     raise ValueError(f"{name} is {values[0]} on rank {ranks[0]} and {values[other]} on rank {ranks[other]}")
+
+
+class Way(NamedTuple):
+    """How gradients travel, the same on every rank.
+
+    hosts: the hosts of the ranks; None if they have different numbers of ranks.
+    reduction: "ordered" or "reduce_scatter".
+    transport: the one to try.
+    why_collective: why "auto" does not try to share memory; None if it does, or was not given.
+    """
+
+    hosts: Hosts | None
+    reduction: str
+    transport: str
+    why_collective: str | None
+
+
+def choose_way(checked: Checked, by_rank: Sequence[Announcement]) -> Way:
+    """Choose what the options leave open: reduce-scatters if a parameter is sharded over several hosts.
+
+    Raises TypeError, the same on every rank, for gradients whose sums may overflow.
+    """
+    options, names = checked.communication, [rank.host for rank in by_rank]
+    is_across = any(
+        names[one.ranks[i]] != names[one.ranks[i // one.parts * one.parts]]
+        for rank in by_rank
+        for one in rank.members
+        for i in range(len(one.ranks))
+    )
+    reduction = options.reduction or ("reduce_scatter" if is_across else "ordered")
+    why, origin = checked.why_collective, "" if options.reduction else ", the default over several hosts,"
+    if reduction == "reduce_scatter":
+        why = why or f"reduction='reduce_scatter'{origin} is a collective"
+        for name in filter(None, (rank.sends_float16 for rank in by_rank)):
+            raise TypeError(
+                f"{name} has gradients of torch.float16, whose sums may overflow: "
+                f'reduction="reduce_scatter"{origin} needs gradient_wire=torch.float32 or torch.bfloat16; '
+                'reduction="ordered" takes them'
+            )
+    why = why if options.transport == "auto" else None
+    return Way(find_hosts(names), reduction, "collective" if why else options.transport, why)
 
 
 class Slots(NamedTuple):

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofp4.distributed import GroupReference, rank_and_size
-from zerofp4.engine import Hosts, Sharding
+from zerofp4.distributed import rank_and_size
+from zerofp4.engine import Sharding
 from zerofp4.nn import names_in_converted_model
 from zerofp4.optim.state_dict import own_name
 from zerofp4.storage import called
@@ -63,23 +63,6 @@ class Place(NamedTuple):
     sharding: Sharding
     ranks: Ranks
     copies: Ranks
-
-
-def find_hosts(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Hosts | None:
-    """The hosts of the optimizer's ranks; None if there is one host, or one rank on each, or no mesh.
-
-    Raises ValueError for a mesh that is not of these ranks, host by host.
-    """
-    if mesh is None:
-        return None
-    named, ranks = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(group)
-    if mesh.ndim != 2 or named != ranks:
-        raise ValueError(
-            "hosts must be a DeviceMesh of two dimensions, of hosts and of the ranks of each, with the ranks "
-            f"{ranks} of the optimizer's process_group in this order, got {named} in {mesh.ndim} dimensions"
-        )
-    hosts = Hosts(*mesh.mesh.shape, GroupReference(mesh.get_group(1)))
-    return None if 1 in hosts.shape else hosts
 
 
 def find_places(param_groups: Sequence[dict], group: dist.ProcessGroup | None) -> list[Place]:

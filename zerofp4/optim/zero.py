@@ -29,7 +29,6 @@ from zerofp4.engine import (
     CollectiveTransport,
     Gradients,
     GradientSnapshot,
-    HostTransport,
     LateGathers,
     PeerTransport,
     Rounds,
@@ -37,7 +36,7 @@ from zerofp4.engine import (
     Transport,
     are_as_sent,
     check_gradients,
-    find_topology,
+    find_peers,
     write_master,
 )
 from zerofp4.launch import backend_for
@@ -48,6 +47,7 @@ from zerofp4.optim.agreement import Agreement, Call
 from zerofp4.optim.build import (
     Checked,
     check_announcements,
+    choose_way,
     find_slots,
     set_gradient_dtype,
 )
@@ -132,24 +132,22 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         told = exchange((announcement, draw_token()), error, group, "building ZeroFP4Optimizer")
         announced, (token, *_) = zip(*told, strict=True)
         check_announcements(announced)  # from here on the same on every rank
+        self._way = choose_way(checked, announced)
         if masters_from is not None and masters_from._schedule is not None:
             masters_from._schedule.stop()
         # Memory: weights, masters, state
         self._on_nonfinite, self.communication = on_nonfinite, communication
         self._parameters, device = checked.parameters, checked.parameters[0].device
         """All parameters, frozen ones too."""
-        may_use_hosts = not communication.sends_early
-        self._peers, self._hosts, obstacle = find_topology(
-            checked.transport, checked.hosts, group, device, may_use_hosts
-        )
-        self._why_collective = obstacle if self.world_size == 1 else checked.why_collective or obstacle
-        shares_all = self._peers is not None and self._hosts is None
-        self._transport_name = "none" if self.world_size == 1 else "peer" if shares_all else "collective"
+        self._peers, obstacle = find_peers(self._way.transport, group, device)
+        self._why_collective = obstacle if self.world_size == 1 else self._way.why_collective or obstacle
+        shared_by = "collective" if self._peers is None else "peer"
+        self._transport_name = "none" if self.world_size == 1 else shared_by
         trainable = [one.parameter for one in checked.trained]
         set_gradient_dtype(communication.gradient_dtype, trainable)
         self._bucket_mb = max(other.bucket_mb for other in announced)
         late = LateGathers(device) if communication.overlaps_forward else None
-        self._shards = ShardedParameters(checked, self._bucket_mb, self._peers if shares_all else None, late)
+        self._shards = ShardedParameters(checked, self._bucket_mb, self._peers, late)
         coarse = initialize_masters(self._shards.buckets, checked.held)
         for param_group, place in zip(self.param_groups, checked.places, strict=True):
             for parameter in param_group["params"]:
@@ -234,18 +232,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """The transport, and what has backward passes send gradients for a step; None where none does."""
         shards, options = self._shards, self.communication
         early = options.overlaps_backward and self.world_size > 1
-        if self._hosts is not None:
-            return HostTransport(shards.buckets, self._hosts, self._peers), None
         if self._peers is not None:
             transport = PeerTransport(shards.buckets, self._peers, early, in_turns=options.updates_early)
         else:
             in_flight = None
             if early:  # on a CPU only the host could wait for a bucket in a backward pass
                 in_flight = len(shards.buckets) if self.found_inf.device.type == "cpu" else 2
-            aliased = not options.updates_early
-            transport = CollectiveTransport(
-                shards.buckets, in_flight, aliased=aliased, ordered=options.is_ordered
-            )
+            aliased, ordered = not options.updates_early, self._way.reduction == "ordered"
+            transport = CollectiveTransport(shards.buckets, in_flight, aliased, ordered)
             transport = ArrivingMeans(transport) if early else transport
         if options.updates_early and not all(transport.adds_in_update):
             shards.share_gradients()
@@ -938,14 +932,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def describe(self) -> dict[str, Any]:
         """How steps are taken; plain values, not collective.
 
-        transport: "peer", "collective", or "none" in a world of one; why_collective. hosts: their number and
-        that of the ranks of each, or None. in_buckets: whether each bucket is updated as soon as its
-        gradients are here; obstacle: why not. reduction, overlap: as given. world_size, bucket_mb. buckets:
-        in their order, each with its kind, parameters, elements, optimizer, gathered_in ("step", "forward" or
-        None), state, of which "compact24" has masters of 24 bits, and the bytes of gradients, amaxes and
-        weights that this rank sends for it in a step. bytes_sent: by this rank in a step, by phase.
-        shared_bytes: memory that other ranks can access. host_waits: why the host waits for the ranks' vote
-        in each step, or None.
+        transport: "peer", "collective", or "none" in a world of one; why_collective. hosts: the number of
+        hosts and of the ranks of each; None if these differ. reduction: "ordered" or "reduce_scatter".
+        in_buckets: whether each bucket is updated as soon as its gradients are here; obstacle: why not.
+        overlap: as given. world_size, bucket_mb. buckets: in their order, each with its kind, parameters,
+        elements, optimizer, gathered_in ("step", "forward" or None), state, of which "compact24" has masters
+        of 24 bits, and the bytes of gradients, amaxes and weights that this rank sends for it in a step.
+        bytes_sent: by this rank in a step, by phase. shared_bytes: memory that other ranks can access.
+        host_waits: why the host waits for the ranks' vote in each step, or None.
         """
         described = self._step.describe()
         for entry, bucket in zip(described["buckets"], self._shards.buckets, strict=True):
@@ -954,8 +948,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return {
             "transport": self._transport_name,
             "why_collective": self._why_collective,
-            "hosts": None if self._hosts is None else self._hosts.shape,
-            "reduction": self.communication.reduction,
+            "hosts": self._way.hosts and tuple(self._way.hosts),
+            "reduction": self._way.reduction,
             "in_buckets": self._why_at_once is None,
             "obstacle": self._why_at_once,
             "overlap": self.communication.overlap,

@@ -117,8 +117,8 @@ def sharing_files(world, late: bool) -> Iterator[tuple[SimpleNamespace, dist.Pro
     """
     alone = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=torch.device("cpu"))
 
-    def find(transport, hosts, given, *_):
-        return None if transport == "collective" else FilePeers(given, late), None, None
+    def find(transport, given, _):
+        return None if transport == "collective" else FilePeers(given, late), None
 
-    with mock.patch.object(zero, "find_topology", find):
+    with mock.patch.object(zero, "find_peers", find):
         yield alone, dist.new_group(backend="gloo")

@@ -5,19 +5,14 @@ from __future__ import annotations
 import re
 import time
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases.optim import assert_all_equal, keywords, make_gradients, make_parameters, set_gradients
-from torch.distributed.device_mesh import init_device_mesh
 
 from distributed.cases import raised_by
 from distributed.optim.cases import SPECIFICATIONS, gradients_of, model_bytes
-from distributed.optim.group_cases import check_order_of_addition
-from zerofp4.distributed import start_exchange
-from zerofp4.engine import hosts as host_transport
 from zerofp4.engine.peers import Peers
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
@@ -60,32 +55,6 @@ def equal_steps(world, inner, bucket_mb, wire=None):
         norms = [take_step(world, *model, step) for model in (cpu, shared)]
         assert norms[0] == norms[1] and len(norms[0]) == {2: 1, 4: 2}.get(step, 0)
         assert_all_equal(all_bytes(*shared), all_bytes(*cpu), f"step {step}")
-
-
-def hosts(world, bucket_mb):
-    """Two hosts of two ranks on the GPUs that there are; what travels between them goes through the CPU, as
-    gloo has no messages of GPUs.
-    """
-    alike = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=gpu_of(world))
-
-    def build(parameters, *arguments, **options):
-        mesh = init_device_mesh("cpu", (2, 2))
-        return ZeroFP4Optimizer(parameters, *arguments, **keywords(options, hosts=mesh))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_transport, "start_exchange", exchange_on_the_cpu)
-        for name in ("FusedAdamW", "AdamW"):
-            for clip in (False, True):
-                check_order_of_addition(alike, (2, 2), build, name, clip, bucket_mb=bucket_mb)
-
-
-def exchange_on_the_cpu(received, sent, group, stage):
-    copies = [[[t.cpu() for t in messages] for messages in rows] for rows in (received, sent)]
-    start_exchange(*copies, group, stage).wait()
-    for rank, messages in enumerate(received):
-        if messages and rank != dist.get_rank(group):
-            torch._foreach_copy_(messages, copies[0][rank])
-    return SimpleNamespace(wait=lambda: None)
 
 
 def take_step(world, parameters, optimizer, step):

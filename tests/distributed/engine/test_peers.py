@@ -21,7 +21,7 @@ from distributed.optim.cases import built, check_weights
 from distributed.processes import device_for
 from distributed.run import Check, Launch, Setting, on_ranks, run_ranks
 from zerofp4.engine import topology
-from zerofp4.engine.topology import Location, find_obstacle, find_topology
+from zerofp4.engine.topology import Location, find_hosts, find_obstacle, find_peers
 from zerofp4.optim import FusedAdamW
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -120,21 +120,6 @@ def test_more_ranks(early, size, name):
     assert early(LARGER[size]).outcome(name) == [None] * size
 
 
-HOSTS = {f"hosts, {mb}": (peer_checks.hosts, {"bucket_mb": mb}) for mb in (None, 1e-4)}
-
-
-def checks_of_hosts(_) -> Launch:
-    """Those of four ranks, whatever GPUs there are."""
-    return done(Setting(4, "torchrun"), HOSTS, shared_gpus())
-
-
-@needs_gpu
-@waits_for(checks_of_hosts)
-@pytest.mark.parametrize("name", HOSTS)
-def test_hosts_of_two_ranks(early, name):
-    assert early(checks_of_hosts).outcome(name) == [None] * 4
-
-
 @on_ranks(2, 3)
 def test_what_is_refused(world):
     peer_checks.refusals(world)
@@ -168,11 +153,10 @@ def test_auto_without_the_permission_to_share_memory(world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology, "locate", lambda _: FINE._replace(index=world.rank, reachable=[0, 1]))
         patch.setattr(topology, "Peers", share)
-        found = find_topology("auto", None, dist.group.WORLD, world.device)
-        assert found == (None, None, "rank 1: no permission")
-        arguments = "peer", None, dist.group.WORLD, world.device
-        message = raised_everywhere(world, ValueError, find_topology, *arguments)
-        assert 'transport="peer" cannot be: rank 1: no permission' in message
+        arguments = dist.group.WORLD, world.device
+        assert find_peers("auto", *arguments) == (None, "rank 1: no permission")
+        message = raised_everywhere(world, ValueError, find_peers, "peer", *arguments)
+        assert 'transport="peer" is not available: rank 1: no permission' in message
 
 
 @pytest.mark.parametrize(
@@ -184,10 +168,28 @@ def test_auto_without_the_permission_to_share_memory(world):
         ([FINE, Location("a", 1, [], None)], "cuda:1 of rank 1 cannot access the memory of cuda:0"),
         ([FINE, Location("a", 1, [0, 2], None), Location("a", 2, [1], None)], "cuda:2 of rank 2 cannot"),
         ([FINE, Location("a", 1, [0], "this torch has none")], "on rank 1: this torch has none"),
-        ([FINE, Location("a", 1, [0], None, 1, 3)], "ranks 0 and 1 differ (0 and 3) in how often"),
+        ([FINE, Location("a", 1, [0], None, 3)], "ranks 0 and 1 differ (0 and 3) in how often"),
         ([FINE] * 17, "17 ranks are more than 16"),
     ],
 )
 def test_who_can_share_memory(locations, message):
-    found = find_obstacle(locations, range(len(locations)))
+    found = find_obstacle(locations)
     assert (found is None) if message is None else (message in found)
+
+
+@pytest.mark.parametrize(
+    ("names", "hosts"),
+    [
+        ("aabb", (2, 2)),
+        ("aabbcc", (3, 2)),
+        ("aaaa", (1, 4)),
+        ("abcd", (4, 1)),
+        ("abab", None),
+        ("aabba", None),
+        ("aab", None),
+        ("a", (1, 1)),
+    ],
+)
+def test_hosts_of_names(names, hosts):
+    """Only ranks that are numbered host by host, as many on each, have a shape."""
+    assert find_hosts(names) == hosts

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 from cases.optim import assert_all_equal, keywords, make_gradients, make_parameters, set_gradients
@@ -69,6 +72,38 @@ def test_exact_sums_give_the_bytes_of_ordered_ones(world, options):
     assert_all_equal(*sides, "tensor")
 
 
+@on_ranks(2, 3)
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+def test_the_default_over_several_hosts(world, transport):
+    """Whatever the numbers of their ranks; what is given stays, and no memory is shared between hosts."""
+    name = "first" if world.rank == 0 else "second"
+    with mock.patch.dict(os.environ, {"NCCL_HOSTID": name}):
+        for given, reduction in [(None, "reduce_scatter"), ("ordered", "ordered")]:
+            way = Communication(transport=transport, reduction=given)
+            optimizer = ZeroFP4Optimizer(parameters_of(world), FusedAdamW, communication=way, **OPTIONS)
+            described = optimizer.describe()
+            assert described["hosts"] == ((2, 1) if world.world_size == 2 else None)
+            assert [described[k] for k in ("transport", "reduction")] == ["collective", reduction]
+        if transport == "auto" and world.device.type == "cuda":
+            assert "differ (first and second) in the host" in described["why_collective"]
+        arguments = {"params": parameters_of(world), "lr": 0.1}
+        peer = keywords(arguments, transport="peer")
+        message = raised_everywhere(world, ValueError, ZeroFP4Optimizer, **peer)
+        assert 'transport="peer" is not available' in message
+    on_one = ZeroFP4Optimizer(**arguments).describe()
+    assert (on_one["hosts"], on_one["reduction"]) == ((1, world.world_size), "ordered")
+
+
+@on_ranks(4)
+def test_the_default_of_parameters_that_are_sharded_inside_of_hosts(world):
+    mesh, group = init_device_mesh(world.device.type, (2, 2)), expert_group(world)
+    with mock.patch.dict(os.environ, {"NCCL_HOSTID": str(world.rank // 2)}):
+        for named, reduction in [(mesh, "ordered"), (group, "reduce_scatter")]:
+            groups = [{"params": parameters_of(world), "process_group": named}]
+            described = ZeroFP4Optimizer(groups, lr=0.1).describe()
+            assert (described["hosts"], described["reduction"]) == ((2, 2), reduction)
+
+
 @on_ranks(4)
 def test_replicas_and_groups_of_some_ranks(world):
     """Each sum is of the ranks that share its parameters."""
@@ -95,6 +130,9 @@ def test_float16_gradients_need_another_dtype_to_be_added_up_in(world):
     arguments = keywords({"params": parameters, "lr": 0.1}, BY_LIBRARY)
     message = raised_everywhere(world, TypeError, ZeroFP4Optimizer, **arguments)
     assert "has gradients of torch.float16, whose sums may overflow" in message
+    with mock.patch.dict(os.environ, {"NCCL_HOSTID": str(world.rank)}):
+        message = raised_everywhere(world, TypeError, ZeroFP4Optimizer, parameters, lr=0.1)
+    assert 'reduction="reduce_scatter", the default over several hosts, needs' in message
     optimizer = ZeroFP4Optimizer(**keywords(arguments, BY_LIBRARY, gradient_wire=torch.float32))
     parameters[0].grad = torch.full_like(parameters[0], 6e4)
     optimizer.step()

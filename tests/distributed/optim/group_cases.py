@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -206,12 +205,6 @@ def check_steps(model, build: Callable[..., ZeroFP4Optimizer], name: str, clip: 
         check(optimizer, plain, f"step {step}:")
         model.check_same()
     assert optimizer.describe()["in_buckets"] == (name == "FusedAdamW")
-
-
-def check_order_of_addition(world, shape, build, name: str, clip: bool, **options) -> None:
-    """check_steps() of what `build` makes of parameters, the class of that name and options."""
-    model = Mesh(world, shape)
-    check_steps(model, functools.partial(build, model.parameters), name, clip, **options)
 
 
 def assert_same_on(world, ranks: Sequence[int], tensors: Sequence[torch.Tensor], what: str) -> None:

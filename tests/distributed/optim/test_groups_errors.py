@@ -141,7 +141,7 @@ def test_meshes_that_cannot_be_meant(world):
         (line, "rank 0: process_group of param_groups[0] may be a DeviceMesh of two dimensions", {}),
         (other, "in 2 parts on rank 0 and", {}),
         (outside, "rank 2: process_group of param_groups[0] does not contain the calling process", {}),
-        (square, "transport='peer' cannot be where", {"transport": "peer"}),
+        (square, "transport='peer' is not supported because", {"transport": "peer"}),
     ]:
         check_refused(model, [{"params": model.parameters, "process_group": group}], message, **options)
 

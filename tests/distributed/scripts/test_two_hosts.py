@@ -41,15 +41,14 @@ def test_what_the_model_has_cross_the_link():
     model = {way: two_hosts.model_bytes(way, [(64, 64)], 2) for way in two_hosts.WAYS}
     assert model == {
         "collective": rings | {"gradients": 2 * 2 * 2 * 1024},  # bf16 rows of two ranks for two owners
-        "default": rings | {"gradients": 2 * 4 * 1024},  # FP32 means of two ranks, for an owner each
         "reduce_scatter": rings | {"gradients": 2 * 8192 * 3 / 4},  # as gloo's all-reduce
     }
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("options", ["--way collective", "--way default --ranks 3", "--way reduce_scatter"])
+@pytest.mark.parametrize("options", ["--way collective --ranks 3", "--way reduce_scatter"])
 def test_the_bytes_that_cross_are_the_models(needs_namespaces, options):
-    """With 3 ranks a host, since "default" sends as much as "collective" with 2."""
+    """The hosts have names of their own, so that ranks reduce-scatter by default."""
     command = [*COMMAND, *options.split()]
     run = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
