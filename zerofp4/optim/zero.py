@@ -2,6 +2,7 @@
 
 import contextlib
 import operator
+import secrets
 import sys
 import warnings
 import weakref
@@ -56,7 +57,7 @@ from zerofp4.optim.early_updates import EarlyUpdates, check_trainer
 from zerofp4.optim.initial import broadcast_frozen, initialize_masters
 from zerofp4.optim.inner import InnerOptimizers
 from zerofp4.optim.norm import global_norm
-from zerofp4.optim.seal import agree_on_save, draw_token, steps_of
+from zerofp4.optim.seal import agree_on_save
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.soundness import Soundness
 from zerofp4.optim.state_dict import SavedState, load_error, read_state_dict
@@ -129,7 +130,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             )
             self.param_groups, self.defaults = checked.param_groups, checked.defaults
             announcement = checked.announcement
-        told = exchange((announcement, draw_token()), error, group, "building ZeroFP4Optimizer")
+        told = exchange((announcement, secrets.token_hex(8)), error, group, "building ZeroFP4Optimizer")
         announced, (token, *_) = zip(*told, strict=True)
         check_announcements(announced)  # from here on the same on every rank
         self._way = choose_way(checked, announced)
@@ -837,7 +838,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             except Exception as failure:  # whatever it is, every rank raises it
                 error = OwnError(load_error(failure))
             save_id, token = agree_on_save(saves, error, self.process_group(), "load_state_dict()")
-            steps = steps if save_id is None else steps_of(save_id)
+            steps = steps if save_id is None else int(save_id.partition("-")[2])
         except BaseException:
             self.inners.restore(before)
             raise
