@@ -11,17 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases.optim import through_a_file
 from helpers import assert_bytes_equal
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerofp4
-from zerofp4.distributed import GroupReference
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.piece import About, Home, Piece
+from zerofp4.optim.piece import Piece
 from zerofp4.optim.seal import SavedOptions
 
 
@@ -40,24 +36,6 @@ def test_copies_are_pieces_with_values_of_their_own():
         assert isinstance(one, Piece) and one.shape == (4, 6) and one.shard == (3, 14)
         assert torch.equal(one.values, whole.view(-1)[3:17])
     assert piece.new_empty((4, 6), device="cpu").shard == piece.shard
-
-
-def test_operators_take_a_piece_for_no_dtensor(world_of_one):
-    """Though isinstance() does: torch 2.11 would read a DTensor's specification."""
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.extend(isinstance(arg, DTensor) for arg in args if type(arg) is Piece)
-            return func(*args, **kwargs or {})
-
-    piece, _ = make_piece()
-    piece.about = About(home=Home(GroupReference(dist.group.WORLD), torch.device("cpu")))
-    assert isinstance(piece, DTensor)
-    with Watch():
-        copies = [piece.to(torch.float64), piece.clone(), piece.detach()]
-    assert len(seen) >= 3 and not any(seen)
-    assert all(isinstance(one, DTensor) for one in copies)
 
 
 def test_operations_need_the_whole_tensor_and_what_is_copied_in_leaves_the_values_alone():

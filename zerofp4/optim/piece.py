@@ -1,7 +1,5 @@
 """A tensor of which a rank holds a flat range, and which torch.distributed.checkpoint saves and loads so."""
 
-import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -10,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from zerofp4.distributed import GroupReference, Stage
 from zerofp4.engine import with_own_storage
@@ -27,10 +23,6 @@ ONE_PART = (
 )
 
 
-_operators = threading.local()
-"""`run` is true while this thread calls an operator of a piece."""
-
-
 class Home:
     """The ranks that hold the pieces of a tensor, and the device on which they meet. Copies are the same."""
 
@@ -39,10 +31,6 @@ class Home:
 
     def __deepcopy__(self, memo: dict) -> "Home":
         return self
-
-    @functools.cached_property
-    def mesh(self) -> DeviceMesh:
-        return DeviceMesh.from_group(self.group(), self.device.type)
 
 
 class About(NamedTuple):
@@ -74,10 +62,6 @@ class Piece(torch.Tensor):
 
     Copies, pickles and moves to another device are pieces too. copy_ into one loads it. Other operations see
     the whole tensor where it is all here, else they raise RuntimeError.
-
-    [Note: a DTensor in name] torch's full state dicts gather nothing but DTensors. So isinstance() takes a
-    piece of several ranks for one, and it has the methods that torch then calls. Operators take it for what
-    it is, since those of torch 2.11 read what only a DTensor has before they ask for its __torch_dispatch__.
     """
 
     values: torch.Tensor
@@ -90,13 +74,7 @@ class Piece(torch.Tensor):
     boxes: dict[tuple[int, ...], Rectangle]
     """The rectangles that the last save or load has asked for, by their offsets."""
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        before, _operators.run = getattr(_operators, "run", False), True
-        try:
-            return torch._C._disabled_torch_function_impl(function, types, arguments, options or {})
-        finally:
-            _operators.run = before
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(
@@ -232,26 +210,6 @@ class Piece(torch.Tensor):
                 return piece
         args, kwargs = torch.utils._pytree.tree_map(_whole, (args, kwargs))
         return func(*args, **kwargs)
-
-    # What torch does with DTensors. [Note: a DTensor in name]
-
-    def _is_sharded(self) -> bool:
-        home = self.about.home
-        return home is not None and not home.group.refers_to(None)
-
-    @property
-    def __class__(self) -> type:
-        return DTensor if self._is_sharded() and not getattr(_operators, "run", False) else Piece
-
-    device_mesh = property(lambda self: self.about.home.mesh)
-    placements = property(lambda self: (Replicate(),))  # who distributes a whole tensor leaves it whole
-
-    def redistribute(self, *_: Any, **__: Any) -> DTensor:
-        """Collective: the whole tensor on every rank, as a replicated DTensor."""
-        return DTensor.from_local(self.full_tensor(), self.device_mesh, [Replicate()], run_check=False)
-
-    def to_local(self) -> "Piece":
-        return self
 
 
 _aten = torch.ops.aten

@@ -218,13 +218,13 @@ class SavedParameter(NamedTuple):
         (shape, shard), what = self.extent(entry), f"state_dict does not fit: {self.label}.{name}"
         if isinstance(value, numbers.Number):
             value = torch.tensor(value, dtype=entry.dtype, device="cpu")
-        home = value.about.home if type(value) is Piece else None
+        home = value.about.home if isinstance(value, Piece) else None
         is_elsewhere = home not in (None, self.home) and home.group.is_alive()
-        if is_elsewhere or (type(value) is not Piece and isinstance(value, DTensor)):
+        if is_elsewhere or isinstance(value, DTensor):
             value = value.full_tensor()
         if math.prod(shape) != value.numel() or (shape and shape != tuple(value.shape)):
             raise ValueError(f"{what} has shape {tuple(value.shape)}, here {shape}")
-        if type(value) is not Piece:
+        if not isinstance(value, Piece):
             return value.detach().reshape(-1)[shard.start : shard.end].to(entry.dtype, copy=True)
         if value.unread:
             raise ValueError(f"{what} is not whole in the checkpoint")
@@ -342,7 +342,7 @@ class SavedState(Mapping):
         """Whether an entry is what somebody wrote to a weight, in a state dict that was taken since and not
         saved. The master decides there: accelerate loads such a one after DDP has written to all weights.
         """
-        is_overwritten = type(value) is Piece and value.about.is_overwritten and value.unread is None
+        is_overwritten = isinstance(value, Piece) and value.about.is_overwritten and value.unread is None
         return is_overwritten and value.saves == {self.save_id}
 
     def entries(self, i: int) -> dict[str, Piece]:
@@ -513,7 +513,7 @@ def _read_parameter(
     own, template, found, error = saved.parameters[i], saved.template(i), {}, OwnError()
     known = KNOWN | template
     for name, value in entries.items():
-        if value is None or (was_in_file and type(value) is Piece and value.unread is None):
+        if value is None or (was_in_file and isinstance(value, Piece) and value.unread is None):
             continue  # what was not read is what the optimizer had
         if name not in known:  # a first step does not make it
             is_tensor = torch.is_tensor(value) and value.dim()
@@ -590,7 +590,7 @@ def _option_like(present: Any, value: Any) -> Any:
 
 def pieces_of(state_dict: Mapping) -> Iterator[Piece]:
     for entries in state_dict["state"].values():
-        yield from (value for value in entries.values() if type(value) is Piece)
+        yield from (value for value in entries.values() if isinstance(value, Piece))
 
 
 def find_saves(state_dict: Mapping, present: str | None = None) -> tuple[bool, set[str]]:
