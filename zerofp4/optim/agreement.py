@@ -15,7 +15,6 @@ from zerofp4.distributed import (
     GroupReference,
     OwnError,
     exchange,
-    first_difference,
     raised_by_all,
     rank_and_size,
     reduce_max,
@@ -24,7 +23,7 @@ from zerofp4.engine import Rounds, are_sendable, is_sendable
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import MultiTensor, find_nonfinite, is_capturing
 from zerofp4.optim.build import Slots
-from zerofp4.optim.inner import OptionsHash, compared_options, show_option
+from zerofp4.optim.inner import OptionsHash, show_options
 
 _dtype = operator.attrgetter("dtype")
 
@@ -205,7 +204,7 @@ class Agreement:
         this rank whether any rank that shares it has a gradient; None without one, or in buckets. Local,
         unless options differ.
 
-        param_groups: the agreements count as read, and ranks are asked which option differs; None is to look.
+        param_groups: the agreements count as read, and ranks list options that differ; None is to look.
         error: of this rank in the present step, which it raises where no rank takes the step. None where the
             agreements are of an earlier step, as messages say then.
 
@@ -219,7 +218,7 @@ class Agreement:
             if event is not None and not is_capturing(self._device):  # else it came before the capture
                 event.synchronize()
             found = words.tolist()
-            problem = self._find_problem(found, param_groups, earlier)
+            problem = self._find_problem(found, param_groups)
             if problem is not None:
                 is_partial = self._in_buckets and self.taken > 0
                 taken = "all ranks have taken in part" if is_partial else "no rank has taken"
@@ -242,9 +241,7 @@ class Agreement:
         self._unread = []
         self.refused.zero_()
 
-    def _find_problem(
-        self, words: list[float], param_groups: Sequence[dict] | None, earlier: bool
-    ) -> str | None:
+    def _find_problem(self, words: list[float], param_groups: Sequence[dict] | None) -> str | None:
         """Why no rank takes the step, the same words on every rank; None where all do."""
         equal, minus = words[-_FLAGS - 2 * _EQUAL :][:_EQUAL], words[-_FLAGS - _EQUAL : -_FLAGS]
         count, again, _, failed = words[-_FLAGS:]
@@ -254,26 +251,18 @@ class Agreement:
         highest, lowest = Call(*equal[:-1]), Call(*(-word for word in minus[:-1]))
         difference = _find_difference(lowest, highest)
         if difference is None and (lowest.options != highest.options or equal[-1] != -minus[-1]):
-            if param_groups is not None:
-                difference = self._find_different_option(param_groups)
-            if difference is None and earlier:  # by now they may be equal again
-                difference = "options of param_groups differed between ranks"
+            listed = None if param_groups is None else self._list_options(param_groups)
+            difference = listed or "options of param_groups differed between ranks"  # and may be equal again
         return difference
 
-    def _find_different_option(self, param_groups: Sequence[dict]) -> str | None:
-        """Which option of param_groups differs; None where only the bits of a NaN do. Collective."""
-        own = [(name, show_option(value)) for name, value in compared_options(param_groups)]
-        by_rank = exchange(own, None, self._group(), stage="comparing options")
-        difference = first_difference(by_rank)
-        if difference is None:
-            return None
-        rank, i = difference
-        if i is None:
-            return f"param_groups: rank 0 has {len(by_rank[0])} options, rank {rank} has {len(by_rank[rank])}"
-        (name, mine), (other, theirs) = by_rank[0][i], by_rank[rank][i]
-        if name != other:
-            return f"the options of param_groups differ: rank 0 has {name} where rank {rank} has {other}"
-        return f"{name} must be the same on every rank, but is {mine} on rank 0 and {theirs} on rank {rank}"
+    def _list_options(self, param_groups: Sequence[dict]) -> str | None:
+        """The options of rank 0 and of the first rank that has others; None without one. Collective."""
+        first, *others = exchange(show_options(param_groups), None, self._group(), "comparing options")
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                rule = "options of param_groups must be the same on every rank"
+                return f"{rule}: rank 0 has {first}; rank {rank} has {other}"
+        return None
 
     # What updates read on the device
 

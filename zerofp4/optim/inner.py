@@ -346,11 +346,13 @@ def compared_options(param_groups: Sequence[dict]) -> list[tuple[str, Any]]:
     return sorted(found, key=operator.itemgetter(0))
 
 
-def show_option(value: Any) -> str:
-    """One of compared_options() as text. Waits for the device of a tensor."""
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(show_option, value))})"
-    return f"a tensor of {value.tolist()}" if isinstance(value, torch.Tensor) else str(float(value))
+def show_options(param_groups: Sequence[dict]) -> str:
+    """compared_options() as text. Waits for the device of a tensor."""
+    shown = []
+    for name, value in compared_options(param_groups):
+        items = (f"tensor({i.tolist()})" if torch.is_tensor(i) else str(float(i)) for i in _items(value))
+        shown.append(f"{name} {' '.join(items)}")
+    return ", ".join(shown)
 
 
 class OptionsHash:

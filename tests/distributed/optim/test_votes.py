@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_a_sum_that_overflows_is_left_to_the_cast(world):
 
 
 @on_ranks(2, 3, time_limit=30)
-def test_options_that_differ_are_named(world):
+def test_options_that_differ_are_listed(world):
     parameters, bad = parameters_of(world), is_last(world)
     tensor = lambda value: torch.tensor(value, device=world.device)  # noqa: E731
     groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": tensor(0.5)}]
@@ -100,21 +101,23 @@ def test_options_that_differ_are_named(world):
     take_step(parameters, optimizer, 0)
     with unchanged(parameters, optimizer):
         for g, name, other, here, there in [
-            (0, "lr", tensor(0.125), "a tensor of 0.25", "a tensor of 0.125"),
-            (0, "lr", 0.25, "a tensor of 0.25", "0.25"),
-            (1, "betas", (0.9, 0.99), "(0.9, 0.999)", "(0.9, 0.99)"),
+            (0, "lr", tensor(0.125), "tensor(0.25)", "tensor(0.125)"),
+            (0, "lr", 0.25, "tensor(0.25)", "0.25"),
+            (1, "betas", (0.9, 0.99), "0.9 0.999", "0.9 0.99"),
             (1, "weight_decay", 0.2, "0.0", "0.2"),
         ]:
             group = optimizer.param_groups[g]
             good, group[name] = group[name], other if bad else group[name]
             place = f"param_groups[{g}]['{name}']"
-            message = f"{place} must be the same on every rank, but is {here} on rank 0 and {there} on rank "
             for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
-                assert message in raised_everywhere(world, RuntimeError, raise_in_turn, optimizer, call)
+                message = raised_everywhere(world, RuntimeError, raise_in_turn, optimizer, call)
+                _, first, other = re.split(r"rank \d has ", message)
+                assert "options of param_groups must be the same on every rank" in message
+                assert f"{place} {here}" in first and f"{place} {there}" in other
             group[name] = good
         optimizer.param_groups[0] |= {} if bad else {"mine": 1}
         raised = raised_everywhere(world, RuntimeError, raise_in_turn, optimizer, optimizer.step)
-        assert "param_groups: rank 0 has" in raised
+        assert raised.count("param_groups[0]['mine'] 1.0") == 1
         optimizer.param_groups[0].pop("mine", None)
     optimizer.param_groups[1]["weight_decay"] = 0 if bad else 0.0  # the same number
     for _ in range(2):
