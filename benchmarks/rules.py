@@ -219,9 +219,7 @@ _BY_KIND: dict[str, dict[str, float]] = {
         "states/peak_in_backward": 5.9,
     },
     "megabytes": {"export/host_memory": 2000, "export/gpu_memory": 2000},
-    "milliseconds": {
-        f"step/{prefix}{name}": 0.5 for prefix in ("", "peer_") for name in ("host_step", "host_graph_step")
-    },
+    "milliseconds": {f"step/{prefix}host_step": 0.5 for prefix in ("", "peer_")},
     "launches": {
         "launches/quantize_grouped/64x4096x2048": 1,
         **{f"launches/swizzles/{count}": 0 for count in (1, 4, 16)},

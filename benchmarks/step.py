@@ -99,7 +99,7 @@ class Ours:
     def measure(self) -> tuple[dict[str, float], Step]:
         """Milliseconds by part, of all but the publication, and what a step moves."""
         timer, found = self.timer, {}
-        optimizer, parameters = self.build(FusedAdamW, capturable=True, **ADAMW)
+        optimizer, parameters = self.build(FusedAdamW, **ADAMW)
         with_gradients(parameters)
         shared, bucket_mb = (optimizer.describe()[name] for name in ("shared_bytes", "bucket_mb"))
         clip, clipped = partial(optimizer.clip_grad_norm_, MAX_NORM), partial(clip_and_step, optimizer)
@@ -130,8 +130,6 @@ class Ours:
             for phase, nbytes in optimizer.describe()["bytes_sent"].items():
                 rule = f"sent by a rank in a step, {len(optimizer.describe()['buckets'])} buckets"
                 timer.count(f"sent_{phase}", "megabytes", nbytes / MEGABYTES, rule)
-            if self.on_gpu and self.several:
-                self.measure_graph(optimizer)
         self.count_above("memory_above_clipped", peak, bucket_mb, parameters, self.several)
         return found, step_of(self.shapes, optimizer.describe())
 
@@ -150,16 +148,6 @@ class Ours:
         rule = "of the peak, above weights, gradients, masters, moments and FP32 slices"
         target = 0.01 * masters + 2 * bucket
         self.timer.count(name, "megabytes", above, rule, target=target)
-
-    def measure_graph(self, optimizer: ZeroFP4Optimizer) -> None:
-        optimizer.step()  # one as it is captured: without clipping
-        self.timer.session.clock.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            optimizer.step()
-        self.timer.ms("graph_step", graph.replay, "step() replayed from a CUDA graph")
-        rule = "until the host is done, of such a replay"
-        self.timer.ms("host_graph_step", graph.replay, rule, of_host=True)
 
     def measure_publication(self) -> dict[str, float]:
         """From masters to weights on every rank: what is behind the update of an optimizer that updates all

@@ -105,8 +105,6 @@ class Peers:
 
     def arrive(self) -> None:
         """What is queued next on the current stream finds what the others have queued before theirs, done."""
-        # Whoever comes has waited for what was sent: an event of one CUDA graph is not for another, or none.
-        self._sent = None
         self._arrivals.run()
 
     def open(self) -> None:

@@ -3,7 +3,6 @@
 It also says which gradient is the first with a NaN or Inf on any rank.
 """
 
-import itertools
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -146,16 +145,9 @@ class Agreement:
         self.calls += 1
         options, tensors = (0, None) if error else self._options_hash.of(param_groups)
         words = self._ballot(present, call and call._replace(options=options), error, rounds)
-        if is_capturing(self._device):  # each replay finds them in the arguments of kernels
-            position = 0
-            for word, run in itertools.groupby(words):
-                end = position + len(list(run))
-                self._vector[position:end].fill_(word)
-                position = end
-        else:
-            on_gpu = self._device.type == "cuda"
-            ballot = torch.tensor(words, dtype=torch.float64, device="cpu", pin_memory=on_gpu)
-            self._vector[-len(words) :].copy_(ballot, non_blocking=True)
+        on_gpu = self._device.type == "cuda"
+        ballot = torch.tensor(words, dtype=torch.float64, device="cpu", pin_memory=on_gpu)
+        self._vector[-len(words) :].copy_(ballot, non_blocking=True)
         if tensors is not None:
             last = self._count + _EQUAL - 1
             self._vector[last], self._vector[last + _EQUAL] = tensors, -tensors
@@ -170,8 +162,7 @@ class Agreement:
         if self._unread:  # a step that no rank takes stays so, whatever a later call of it agrees on
             refused |= self.refused.ne(0)
         self.refused.copy_(refused)
-        if not is_capturing(self._device):
-            self._unread.append(self._to_host(vector))
+        self._unread.append(self._to_host(vector))
 
     def _ballot(
         self, present: Sequence[bool], call: Call | None, error: OwnError, rounds: Rounds
@@ -215,7 +206,7 @@ class Agreement:
         if param_groups is not None:
             self._unread = []
         for words, event in unread:
-            if event is not None and not is_capturing(self._device):  # else it came before the capture
+            if event is not None:
                 event.synchronize()
             found = words.tolist()
             problem = self._find_problem(found, param_groups)
@@ -285,7 +276,7 @@ class Agreement:
     @property
     def skip_in_kernels(self) -> torch.Tensor:
         """What FusedAdamW reads. [Note: flags on the device]"""
-        return self.skip if self._failed is None or is_capturing(self._device) else self._failed
+        return self.skip if self._failed is None else self._failed
 
     def check_one_rank_has_all(self, call: str) -> None:
         """Raise ValueError, on every rank, where ranks train different parameters. call: what cannot be done

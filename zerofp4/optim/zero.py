@@ -295,17 +295,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         betas, eps, weight_decay or momentum that is not finite (of tensors only new ones on a CPU are read);
         FloatingPointError, with on_nonfinite="raise", for gradients with a NaN or Inf.
 
-        A CUDA graph of several ranks may capture it where masters are updated in buckets, after an eager step
-        with gradients of the same parameters. In a replay a NaN or Inf skips the step on every rank, whatever
-        on_nonfinite is.
+        A CUDA graph may capture it in a world of one, after an eager step with gradients of the same
+        parameters. In a replay a NaN or Inf skips the step, whatever on_nonfinite is.
         """
         self._consolidated = None
         self._shards.holder.end_watch()
         if self._early is not None:
             is_scaled = self._take_scale() is not None or self._scaler_found_inf is not None
             return self._early.step(closure, is_scaled)
-        if self._is_capturing():
-            self._check_can_capture(closure)
+        self._check_not_captured("step()")
         if self._sat_out_next_step:
             self._sat_out_next_step = False
             raise RuntimeError("clip_grad_norm_ has raised an error on this rank: no rank takes this step")
@@ -374,8 +372,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "clip_grad_norm_ needs all gradients, and overlap='update' has used them by now: build the "
                 "optimizer without it, or leave out the clipping"
             )
-        if self._is_capturing():
-            raise RuntimeError("clip_grad_norm_ of several ranks cannot be captured: capture step() alone")
+        self._check_not_captured("clip_grad_norm_()")
         self._sat_out_next_step = False
         self._settle_earlier_calls()
         call, gradients, word, sent, error = None, NOTHING, None, None, OwnError()
@@ -466,16 +463,22 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _raises_at_once(self, failure: BaseException, calls: int) -> bool:
         """Whether an error before the agreement is raised at once; else the agreement tells the other ranks.
-        At once is raised what all ranks raise in a clip_grad_norm_ of a closure, an error of a collective,
-        which leaves no rank to tell, and any error of a capture: NCCL cannot end a group with a collective of
-        a graph that never came to be.
+        At once is raised what all ranks raise in a clip_grad_norm_ of a closure, and an error of a
+        collective, which leaves no rank to tell.
 
         calls: how many agreements there were before.
         """
         in_closure = self._agreement.calls > calls and getattr(failure, "all_ranks_raise", False)
-        at_once = in_closure or isinstance(failure, CollectiveError) or self._is_capturing()
+        at_once = in_closure or isinstance(failure, CollectiveError)
         self._sat_out_next_step &= not at_once
         return at_once
+
+    def _check_not_captured(self, call: str) -> None:
+        if self.world_size > 1 and is_capturing(self.found_inf.device):
+            raise RuntimeError(
+                f"{call} of {self.world_size} ranks cannot be captured in a CUDA graph: each step waits for "
+                "a vote of the ranks"
+            )
 
     def _check_usable(self) -> None:
         if self._peers is not None:
@@ -583,7 +586,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             else:
                 ballot = present, call, error, word, self.param_groups, rounds
                 in_phase("vote", agreement.begin)(*ballot)
-                if agreement.defers or self._is_capturing():
+                if agreement.defers:
                     return None
                 present = agreement.read(self.param_groups, error)
         except Exception:
@@ -722,25 +725,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._reduced = self._factor = None
         if self._schedule is not None:
             self._schedule.is_reduced = False
-
-    # In a CUDA graph
-
-    def _is_capturing(self) -> bool:
-        return self.world_size > 1 and is_capturing(self.found_inf.device)
-
-    def _check_can_capture(self, closure: Callable[[], Any] | None) -> None:
-        """Raise RuntimeError for a step of several ranks that a CUDA graph cannot capture."""
-        obstacle = self._why_at_once
-        if closure is not None:
-            obstacle = "what a closure computes is not known before"
-        elif self._reduced is not None:
-            obstacle = "clip_grad_norm_ has reduced the gradients"
-        elif self._schedule is not None:
-            obstacle = "gradients travel before it"
-        elif self.communication.overlaps_forward:
-            obstacle = "weights travel behind it"
-        if obstacle is not None:
-            raise RuntimeError(f"step() of {self.world_size} ranks cannot be captured: {obstacle}")
 
     # State
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -135,14 +133,6 @@ def averages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ranks = torch.full_like(total[:1], dist.get_world_size())  # not by the rounded reciprocal
     means = (total / ranks).split([tensor.numel() for tensor in tensors])
     return [mean.view(tensor.shape) for mean, tensor in zip(means, tensors, strict=True)]
-
-
-@contextlib.contextmanager
-def as_if_captured():
-    with contextlib.ExitStack() as patches:
-        for module in ("optim.zero", "optim.agreement", "ops"):
-            patches.enter_context(mock.patch(f"zerofp4.{module}.is_capturing", lambda device: True))
-        yield
 
 
 LATER = "of the last step, which no rank has taken"
