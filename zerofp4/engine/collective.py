@@ -38,21 +38,16 @@ class CollectiveTransport(Transport):
     bucket of one rank where they are, unless they are rounded.
 
     buckets: those of each process group side by side.
-    in_flight: how many buckets are on their way at once where a BackwardSchedule sends them; None where a
-        step does, which has two.
+    in_flight: how many buckets are on their way at once.
     aliased: whether p.grad may alias the memory that it is sent from.
     ordered: whether gradients are added up in rank order, or by reduce-scatter.
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        in_flight: int | None = None,
-        aliased: bool = True,
-        ordered: bool = True,
+        self, buckets: Sequence[Bucket], in_flight: int = 2, aliased: bool = True, ordered: bool = True
     ):
         self.buckets, self._ordered, device = buckets, ordered, buckets[0].device
-        self.in_flight, zeros = in_flight or 2, zeros_on(device)
+        self.in_flight, zeros = in_flight, zeros_on(device)
         self.dtypes = [bucket.sent_as for bucket in buckets]
         self.sent_bytes = [bucket.sent_bytes for bucket in buckets]
         rounds = buckets[0].wire not in (None, torch.float32)

@@ -236,9 +236,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._peers is not None:
             transport = PeerTransport(shards.buckets, self._peers, early, in_turns=options.updates_early)
         else:
-            in_flight = None
-            if early:  # on a CPU only the host could wait for a bucket in a backward pass
-                in_flight = len(shards.buckets) if self.found_inf.device.type == "cpu" else 2
+            # On a CPU only the host could wait for a bucket in a backward pass.
+            in_flight = len(shards.buckets) if early and self.found_inf.device.type == "cpu" else 2
             aliased, ordered = not options.updates_early, self._way.reduction == "ordered"
             transport = CollectiveTransport(shards.buckets, in_flight, aliased, ordered)
             transport = ArrivingMeans(transport) if early else transport

@@ -92,9 +92,9 @@ def go_on(world, net, first):
     return net, second
 
 
-def in_two_places(buckets, in_flight, **options):
+def in_two_places(buckets, in_flight, *options):
     """A CollectiveTransport whose buckets arrive in two places, as on a GPU."""
-    return CollectiveTransport(buckets, in_flight and 2, **options)
+    return CollectiveTransport(buckets, 2, *options)
 
 
 class Broken(Exception):

@@ -502,5 +502,5 @@ def test_groups_of_some_ranks(world):
     parameters = make_parameters(world.device)
     group = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
     param_groups, options = [{"params": parameters, "process_group": group}], {"overlap": "update"}
-    with pytest.raises(ValueError, match=r"overlap='update'.* where parameter groups"):
+    with pytest.raises(ValueError, match=r"overlap='update'.* because parameter groups"):
         ZeroFP4Optimizer(param_groups, FusedAdamW, **keywords(OPTIONS, options))
