@@ -422,6 +422,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's; also forgets what clip_grad_norm_ averaged. Not collective."""
         self._forget_clipped()
+        self._scaler_found_inf = None  # GradScaler leaves it after an error, and it is of these gradients
         self._sat_out_next_step = False
         if self._schedule is not None:
             self._schedule.drop()

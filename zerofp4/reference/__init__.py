@@ -19,4 +19,5 @@ from zerofp4.reference.mxfp8 import *
 from zerofp4.reference.quantize import *
 from zerofp4.reference.scales import *
 from zerofp4.reference.shards import *
+from zerofp4.reference.step import *
 from zerofp4.reference.stochastic import *

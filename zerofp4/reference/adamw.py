@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from zerofp4.reference.scales import divide
+
 
 def power(base: float, exponent: int) -> float:
     """base**exponent by repeated squaring: the same bits everywhere, which no pow() promises."""
@@ -93,16 +95,16 @@ def root(values: torch.Tensor) -> torch.Tensor:
     return values.double().sqrt().float()
 
 
-def average(pieces: torch.Tensor) -> torch.Tensor:
+def average(pieces: torch.Tensor, ranks: int | None = None) -> torch.Tensor:
     """float32 [n]: the mean of gradients of all ranks.
 
     pieces [ranks, n] of any floating dtype: converted to float32, added in rank order from the first on, then
-    divided by their number.
+    divided by their number. ranks: what to divide by, if a piece is a sum of several ranks.
     """
     total, *others = pieces.float()
     for other in others:
         total = total + other
-    return total / len(pieces)
+    return divide(total, float(ranks or len(pieces)))
 
 
 def square_sums(values: torch.Tensor) -> torch.Tensor:
@@ -125,3 +127,11 @@ def square_sums(values: torch.Tensor) -> torch.Tensor:
     words = torch.where(finite, exponent >> 3, 32 + (bits > 0x7F800000).long())
     added = torch.where(finite, mantissa << (exponent & 7), 1)
     return torch.zeros(34, dtype=torch.int64).index_add_(0, words, added)
+
+
+def norm_of_squares(words: torch.Tensor) -> torch.Tensor:
+    """float32 []: the root of what square_sums() found, added up over parameters and ranks."""
+    *sums, infinite, nan = words.double()
+    if nan or infinite:
+        return torch.tensor(math.nan if nan else math.inf)
+    return sum(word * 2.0 ** (8 * i - 150) for i, word in enumerate(sums)).sqrt().float()

@@ -86,6 +86,23 @@ def test_an_inf_that_the_scaler_alone_has_seen_counts(world):
 
 
 @on_ranks(1, 2)
+def test_an_inf_of_a_step_that_raised_is_forgotten_with_its_gradients(world):
+    """GradScaler leaves its flag on the optimizer whose step() raises, and clipping comes before the next."""
+    model, optimizer = build(world, on_nonfinite="raise")
+    scaler = scaler_of(world)
+    scaler.scale(loss_of(world, model, 1)).backward()
+    with pytest.raises(FloatingPointError):
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    scaler = scaler_of(world)
+    scaler.scale(loss_of(world, model, 0)).backward()
+    scaler.unscale_(optimizer)
+    optimizer.clip_grad_norm_(0.1)
+    scaler.step(optimizer)
+    assert optimizer.found_inf.item() == 0
+
+
+@on_ranks(1, 2)
 @pytest.mark.parametrize(
     ("options", "clip", "message"),
     [

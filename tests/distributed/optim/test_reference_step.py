@@ -1,0 +1,83 @@
+"""ZeroFP4Optimizer beside reference.zero_step(): the same bytes, however gradients and weights travel."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed.cases import is_last
+from distributed.engine.file_peers import sharing_files
+from distributed.optim.step_cases import TINY, Pair, gradient_values
+from distributed.run import on_ranks
+
+SPECIFICATIONS = [
+    ((34, 48), torch.bfloat16, True),
+    ((24, 128), torch.bfloat16, True),
+    ((16, 66), torch.float32, True),
+    ((18, 34), torch.float16, True),
+    ((9, 80), torch.float16, False),
+    ((6, 192), torch.bfloat16, False),
+    ((300,), torch.bfloat16, False),
+    ((5, 3), torch.float32, False),
+    ((), torch.float32, False),
+]
+"""In compact state masters of 24 bits and of 32, and rows that groups divide and that they do not."""
+
+EXCHANGES = {
+    "collective": {"transport": "collective"},
+    "reduce_scatter": {"transport": "collective", "reduction": "reduce_scatter"},
+    "early peers": {"transport": "peer"},
+    "late peers": {"transport": "peer"},
+}
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("state", ["full", "compact"])
+@pytest.mark.parametrize("overlap", [None, "backward", "forward", "both", "update"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_the_bytes_of_the_reference(world, exchange, overlap, state, clips):
+    """With gradients that ranks lack, micro-batches, and a NaN that skips a step, or a bucket."""
+    if "peers" in exchange and world.world_size == 1:
+        pytest.skip("one rank has no peers")
+    options = EXCHANGES[exchange] | {"overlap": overlap, "state": state}
+    options["bucket_mb"] = TINY if overlap == "update" else 0.003 if state == "full" else None
+    exact = exchange == "reduce_scatter"
+    if exact:
+        options["gradient_wire"] = torch.bfloat16
+    peers = sharing_files(world, late=exchange == "late peers") if "peers" in exchange else None
+    with peers or contextlib.nullcontext((None, dist.group.WORLD)) as (_, group):
+        pair = Pair(SPECIFICATIONS, group, **options)
+        pair.check("before the first step")
+        for step in range(5):
+            if step == 1 and overlap != "update":
+                with pair.optimizer.no_sync():
+                    pair.loss(gradients_of(world, 10 + step, exact)).backward()
+            gradients = gradients_of(world, step, exact)
+            if step == 2 and is_last(world):
+                gradients[3][1, 1] = math.nan
+            pair.loss(gradients).backward()
+            if clips and overlap != "update":
+                pair.clip(*[(0.5, 2.0), (math.inf, math.inf), (0.3, 2.0), (1.0, 1.0), (0.1, 3.0)][step])
+                if step == 1:
+                    pair.clip(0.01)
+            pair.optimizer.step()
+            pair.optimizer.zero_grad()
+            assert pair.step() == (step == 2)
+            pair.check(f"step {step}")
+            pair.forget()
+
+
+def gradients_of(world, step: int, exact: bool) -> list[torch.Tensor | None]:
+    """Each rank lacks some, and all lack one."""
+    seeds = [100 * step + 10 * i + world.rank for i in range(len(SPECIFICATIONS))]
+    specified = zip(seeds, SPECIFICATIONS, strict=True)
+    made = [gradient_values(seed, shape, dtype, exact) for seed, (shape, dtype, _) in specified]
+    return [
+        gradient if i == 3 or ((i + step) % 4 and (i + step + world.rank) % 5) else None
+        for i, gradient in enumerate(made)
+    ]

@@ -1,0 +1,379 @@
+"""Programs of random events on random options, in worlds of 1 to 3: after each step and each load an
+optimizer has the bytes of reference.zero_step().
+
+Every rank draws the same program, since hypothesis begins with the same seed on all of them. An event that
+concerns one rank is drawn by all.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_values_equal
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import nn
+
+from distributed.engine.file_peers import sharing_files
+from distributed.optim.step_cases import TINY, Pair, gradient_values
+from distributed.run import on_ranks
+from zerofp4 import reference
+from zerofp4.optim import master_state_dict
+
+SPECIFICATIONS = [
+    ((18, 64), torch.bfloat16, True),
+    ((16, 34), torch.float32, True),
+    ((6, 66), torch.bfloat16, False),
+    ((300,), torch.bfloat16, False),
+    ((), torch.float32, False),
+]
+RANKS, COUNT = 3, len(SPECIFICATIONS)
+
+SEEDS = st.integers(0, 999)
+PLACES = st.tuples(st.integers(0, RANKS - 1), st.integers(0, COUNT - 1))
+MISSING = st.frozensets(PLACES, max_size=8)
+NONFINITE = st.none() | st.tuples(PLACES, st.sampled_from([math.nan, math.inf, -math.inf]))
+NORM_TYPES = st.sampled_from([2.0, math.inf, 1.0, 3.0, 0.5])
+
+
+@st.composite
+def worlds(draw) -> tuple[int, dict]:
+    """The size of a world, and options that do not exclude each other."""
+    size = draw(st.integers(1, RANKS))
+    options = {
+        "transport": draw(st.sampled_from(["collective", "peer"] if size > 1 else ["collective"])),
+        "overlap": draw(st.sampled_from([None, "backward", "forward", "both", "update"])),
+        "state": draw(st.sampled_from(["full", "compact"])),
+        "gradient_dtype": draw(st.sampled_from([None, torch.float32])),
+        "gradient_wire": draw(st.sampled_from([None, torch.float32, torch.bfloat16])),
+        "bucket_mb": TINY,
+    }
+    if options["transport"] == "collective":
+        options["reduction"] = draw(st.sampled_from(["ordered", "reduce_scatter"]))
+    if options["overlap"] != "update":
+        options["bucket_mb"] = draw(st.sampled_from([None, 0.001, TINY]))
+        options["on_nonfinite"] = draw(st.sampled_from(["skip", "raise"]))
+    return size, options
+
+
+class Program(RuleBasedStateMachine):
+    """One optimizer at a time, from its first step through loads into others.
+
+    What is true of every rank is in the attributes of all of them, those outside of the world too.
+    """
+
+    def __init__(self, world, groups: dict[int, dist.ProcessGroup]):
+        super().__init__()
+        self.rank, self.groups = world.rank, groups
+        self.pair: Pair | None = None
+        self.is_loaded = False  # and there was no step or clip since
+        self.error: str | None = None
+
+    @initialize(world=worlds())
+    def build(self, world):
+        self._build(*world)
+        self._all(self._check)
+
+    def _build(self, size: int, options: dict) -> None:
+        self.size, self.options = size, options
+        self.overlap = options["overlap"]
+        self.raises = options.get("on_nonfinite") == "raise"
+        self.sends = self.overlap in ("backward", "both") and size > 1
+        self._forget()
+        self._here(lambda: setattr(self, "pair", Pair(SPECIFICATIONS, self.groups[size], **options)))
+
+    def _forget(self) -> None:
+        self.is_clipped = self.has_sent = self.is_nonfinite = self.is_open = False
+
+    # Calls
+
+    def _here(self, call: Callable[[], None]) -> None:
+        """On the ranks of the world. All raise an error in the next _all(): until then, other ranks may wait
+        for this one in their backward pass.
+        """
+        if self.rank < self.size and self.error is None:
+            try:
+                call()
+            except BaseException:
+                self.error = traceback.format_exc()
+
+    def _all(self, call: Callable[[], None]) -> None:
+        """On the ranks of the world. All raise what one has raised."""
+        self.is_loaded = False
+        self._here(call)
+        errors: list[str | None] = [None] * RANKS
+        dist.all_gather_object(errors, self.error)
+        found = [f"rank {rank} of {self.size}: {error}" for rank, error in enumerate(errors) if error]
+        if found:
+            self.groups.clear()  # ranks may be anywhere in their collectives
+            self.error = None
+            raise AssertionError("\n".join(found))
+
+    def _check(self) -> None:
+        self.pair.check("weights and state")
+
+    def _gradients(self, seed: int, missing, nonfinite) -> list[torch.Tensor | None]:
+        exact, gradients = self.options.get("reduction") == "reduce_scatter", []
+        for i, (shape, dtype, _) in enumerate(SPECIFICATIONS):
+            gradient = gradient_values(10 * (seed + 1000 * self.rank) + i, shape, dtype, exact)
+            if nonfinite is not None and nonfinite[0] == (self.rank, i):
+                gradient.view(-1)[seed % gradient.numel()] = nonfinite[1]
+            gradients.append(None if (self.rank, i) in missing else gradient)
+        return gradients
+
+    def _note_nonfinite(self, missing, nonfinite) -> None:
+        if nonfinite is not None and nonfinite[0] not in missing and nonfinite[0][0] < self.size:
+            self.is_nonfinite = True
+
+    # Events
+
+    @precondition(lambda self: not (self.is_clipped or self.has_sent or self.is_open))
+    @rule(seed=SEEDS, missing=MISSING, nonfinite=NONFINITE)
+    def backward(self, seed, missing, nonfinite):
+        if self.overlap == "update":  # a rank without a gradient would not join the others
+            missing -= {(rank, COUNT - 1) for rank in range(RANKS)}
+        self._note_nonfinite(missing, nonfinite)
+        self.has_sent, self.is_open = self.sends, self.overlap == "update"
+
+        def call():
+            loss = self.pair.loss(self._gradients(seed, missing, nonfinite))
+            if torch.is_tensor(loss):
+                loss.backward()
+
+        self._here(call)
+
+    @precondition(lambda self: not (self.is_clipped or self.has_sent) and self.overlap != "update")
+    @rule(seed=SEEDS, missing=MISSING, nonfinite=NONFINITE)
+    def accumulate(self, seed, missing, nonfinite):
+        self._note_nonfinite(missing, nonfinite)
+
+        def call():
+            with self.pair.optimizer.no_sync():
+                loss = self.pair.loss(self._gradients(seed, missing, nonfinite))
+                if torch.is_tensor(loss):
+                    loss.backward()
+
+        self._here(call)
+
+    @precondition(lambda self: self.overlap != "update")
+    @rule(max_norm=st.sampled_from([0.0, 0.01, 1.0, 30.0, math.inf]), norm_type=NORM_TYPES)
+    def clip(self, max_norm, norm_type):
+        if self.raises and self.is_nonfinite:
+            self._all(lambda: self._refused(lambda: self.pair.clip(max_norm, norm_type)))
+            return self._forget()
+        self.is_clipped = True
+        self._all(lambda: self.pair.clip(max_norm, norm_type))
+
+    @rule()
+    def step(self):
+        if self.raises and self.is_nonfinite:
+            self._all(lambda: self._refused(self.pair.optimizer.step))
+            return self._forget()
+
+        def call():
+            self.pair.optimizer.step()
+            assert self.pair.step() == self.is_nonfinite
+            self.pair.clips, self.pair.norms = [], []
+            if self.overlap == "update":
+                self.pair.forget()
+            self._check()
+
+        self._all(call)
+        self.is_clipped = self.has_sent = self.is_open = False
+        self.is_nonfinite &= self.overlap != "update"
+
+    def _refused(self, call: Callable[[], None]) -> None:
+        with pytest.raises(FloatingPointError, match="holds a NaN or Inf"):
+            call()
+        self._check()
+        self.pair.optimizer.zero_grad()
+        self.pair.forget()
+
+    @precondition(lambda self: not self.is_open)
+    @rule(set_to_none=st.booleans())
+    def zero_grad(self, set_to_none):
+        def call():
+            self.pair.optimizer.zero_grad(set_to_none)
+            self.pair.forget(zeros=not set_to_none)
+
+        self._here(call)
+        self._forget()
+
+    @precondition(lambda self: self.overlap in (None, "forward"))
+    @rule(
+        seed=SEEDS,
+        nonfinite=NONFINITE,
+        exponent=st.integers(-3, 8),
+        max_norm=st.none() | st.sampled_from([0.1, math.inf]),
+    )
+    def scaled_step(self, seed, nonfinite, exponent, max_norm):
+        """A step with a GradScaler."""
+        self.zero_grad(True)
+        self._note_nonfinite((), nonfinite)
+
+        def call():
+            pair, scaler = self.pair, torch.amp.GradScaler("cpu", init_scale=2.0**exponent)
+            scaler.scale(pair.loss(self._gradients(seed, (), nonfinite))).backward()
+            if max_norm is not None:
+                scaler.unscale_(pair.optimizer)
+                pair.clip(max_norm)
+            scaler.step(pair.optimizer)
+            scaler.update()
+            assert pair.step() == self.is_nonfinite
+            self._check()
+            pair.optimizer.zero_grad()
+            pair.forget()
+
+        def refused():
+            with pytest.raises(FloatingPointError, match="holds a NaN or Inf"):
+                call()
+            self._check()
+            self.pair.optimizer.zero_grad()
+            self.pair.forget()
+
+        self._all(refused if self.raises and self.is_nonfinite else call)
+        self._forget()
+
+    @precondition(lambda self: not self.is_open)
+    @rule(seed=SEEDS, i=st.integers(0, COUNT - 1))
+    def write(self, seed, i):
+        """No rank takes a step after a write to a weight, and a load takes what was written for its master.
+        From a load to the next step weights follow masters instead, but for those that are their own.
+        """
+        shape, dtype, _ = SPECIFICATIONS[i]
+        values = gradient_values(seed, shape, dtype, exact=False)
+
+        def copy():
+            with torch.no_grad():
+                self.pair.parameters[i].copy_(values)
+            if self.is_loaded and self._is_own_master(i):
+                state = self.pair.state()
+                self._write(state, i, values)
+                self.pair.restore(state)
+
+        self._here(copy)
+        if self.is_loaded:
+            return self.step()
+
+        def call():
+            optimizer = self.pair.optimizer
+            if self.overlap != "update":  # there the step that raises has weights follow masters
+                with pytest.raises(RuntimeError, match="was written to since the last step"):
+                    optimizer.step()
+            optimizer.zero_grad()
+            self.pair.forget()
+
+        self._all(call)
+        self._forget()
+        self._load(lambda state: self._write(state, i, values))
+
+    def _is_own_master(self, i: int) -> bool:
+        """Whether the memory of a parameter is that of its masters, or of their plane of bfloat16."""
+        _, dtype, quantized = SPECIFICATIONS[i]
+        return not quantized and (dtype == torch.float32 or self.pair.expected[i].number is not None)
+
+    def _write(self, state: list[dict[str, torch.Tensor]], i: int, values: torch.Tensor) -> None:
+        """Make the master that was written. It stays where it would make the same weight."""
+        master, p = state[i]["master"], self.pair.parameters[i]
+        if SPECIFICATIONS[i][2]:
+            made = p.dequantize(torch.float32)
+        elif self.pair.expected[i].number is not None:  # of the old bfloat16 plane nothing is left
+            made = reference.join_master(values.bfloat16(), reference.split_master(master)[1])
+        else:
+            made = torch.where(values == master.to(p.dtype), master, values)
+        state[i]["master"] = made
+
+    @precondition(lambda self: not self.is_open)
+    @rule(world=worlds())
+    def load_in_a_world(self, world):
+        self._load(lambda state: None, world)
+
+    @precondition(lambda self: not self.is_open)
+    @rule()
+    def load(self):
+        self.zero_grad(True)
+        self._load(lambda state: None)
+
+    def _load(self, change: Callable[[list], None], world: tuple[int, dict] | None = None) -> None:
+        """Save, and load into the same optimizer or one of another world."""
+        saved = []
+
+        def save():
+            self.pair.optimizer.consolidate_state_dict()
+            state_dict, state, file = self.pair.optimizer.state_dict(), self.pair.state(), io.BytesIO()
+            if self.rank == 0:
+                torch.save(state_dict, file)
+            saved.extend([file.getvalue(), state])
+
+        self._all(save)
+        there = saved if self.rank == 0 else [None, None]
+        dist.broadcast_object_list(there, src=0)
+        if world is not None:
+            self.pair = None
+            self._build(*world)
+
+        def load():
+            content, state = there
+            change(state)
+            self.pair.optimizer.load_state_dict(torch.load(io.BytesIO(content), weights_only=True))
+            self.pair.restore(state)
+            self._check()
+
+        self._all(load)
+        self.is_clipped, self.is_loaded = False, True
+
+    @precondition(lambda self: not self.is_open)
+    @rule()
+    def export(self):
+        def call():
+            model = nn.ParameterList(self.pair.parameters)
+            exported = master_state_dict(model, self.pair.optimizer)
+            for (name, found), kept in zip(exported, self.pair.state(), strict=True):
+                assert_values_equal(found, kept["master"], f"exported {name}")
+
+        is_loaded = self.is_loaded
+        self._all(call)
+        self.is_loaded = is_loaded
+
+    def teardown(self):
+        if self.error is not None or self.groups:
+            self._all(lambda: None)
+
+
+@on_ranks(3, time_limit=90.0)
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("programs", [50, pytest.param(2500, marks=pytest.mark.nightly)])
+def test_programs(world, programs, late):
+    """late: how soon ranks that share memory copy."""
+    chosen = settings(
+        max_examples=programs,
+        stateful_step_count=12,
+        suppress_health_check=list(HealthCheck),
+        deadline=None,
+        derandomize=True,
+        database=None,
+    )
+    groups: dict[int, dist.ProcessGroup] = {}
+
+    def make():
+        if not groups:
+            for size in range(1, RANKS + 1):
+                groups[size] = dist.new_group(list(range(size)), timeout=timedelta(seconds=20))
+        return Program(world, groups)
+
+    with sharing_files(world, late):
+        run_state_machine_as_test(make, settings=chosen)
