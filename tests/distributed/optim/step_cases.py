@@ -12,7 +12,7 @@ from zerofp4 import NVFP4Tensor, reference
 from zerofp4.format import STATE_GROUP
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
-HYPERS = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+HYPERS = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
 TINY = 1e-6
 """bucket_mb for each parameter alone."""
 
@@ -34,6 +34,7 @@ class Pair:
 
     def __init__(self, specifications, group: dist.ProcessGroup, **options):
         self.group = group
+        self.hypers = {name: options.pop(name, value) for name, value in HYPERS.items()}
         self.parameters = make_parameters(torch.device("cpu"), 0, specifications)
         self.ordered = options.get("reduction", "ordered") == "ordered"
         self.overlap = options.get("overlap")
@@ -53,7 +54,9 @@ class Pair:
         ]
         reference.cast_and_gather(self.expected, group)
         named = [(f"weight {i}", p) for i, p in enumerate(self.parameters)]
-        self.optimizer = ZeroFP4Optimizer(named, FusedAdamW, process_group=group, **keywords(HYPERS, options))
+        self.optimizer = ZeroFP4Optimizer(
+            named, FusedAdamW, process_group=group, **keywords(self.hypers, options)
+        )
         self.forget()
         self.skipped_steps = 0
 
@@ -79,7 +82,7 @@ class Pair:
 
     def step(self) -> bool:
         """The reference's step after the optimizer's. Returns whether it was skipped."""
-        options = HYPERS | {"ordered": self.ordered, "clips": self.clips}
+        options = self.hypers | {"ordered": self.ordered, "clips": self.clips}
         if self.overlap == "update":
             assert all(bucket["parameters"] == 1 for bucket in self.optimizer.describe()["buckets"])
             steps = [
