@@ -82,7 +82,9 @@ class ShardedParameters:
         self._take_addresses()
         self.accept_values()
         self.weights_follow = True
-        """False from load_state_dict() to the next step: weights written meanwhile yield to the masters."""
+        """False from load_state_dict() to the cast of the next step: weights written meanwhile yield to the
+        masters.
+        """
 
     def by_parameter(self, of_bucket: Callable[[Bucket], list]) -> list:
         """What a function returns for the parameters of each bucket, in the order of all parameters."""
@@ -198,9 +200,11 @@ class ShardedParameters:
             )
 
     def check_written(self, indices: Sequence[int] | None = None) -> None:
-        """Raise RuntimeError where others wrote to one of these parameters since the last step."""
+        """Raise RuntimeError where others wrote to one of these parameters since the last step, unless that
+        step was before a load: then this one has them follow their masters.
+        """
         written = self.written(indices)
-        if written:
+        if written and self.weights_follow:
             raise RuntimeError(
                 f"{self.names[written[0]]} was written to since the last step, but weights follow masters: "
                 "load a model before its optimizer is built, or before the optimizer loads a checkpoint; "

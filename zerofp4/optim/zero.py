@@ -451,15 +451,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     # Before the agreement
 
     def _settle_earlier_calls(self) -> None:
-        """Raise what the ranks found in the step before, on every rank and before it joins a collective; and
-        have the weights follow masters that were loaded. [Note: when the host reads an agreement]
+        """Raise what the ranks found in the step before, on every rank and before it joins a collective.
+        [Note: when the host reads an agreement]
         """
         if self._reduced is None:  # else clip_grad_norm_ of this step has read them, and its own is not due
             self._agreement.read(self.param_groups)
-        if not self._shards.weights_follow:
-            with self._sound.breaking("following load_state_dict()"):
-                self._run_program()
-            self._shards.follow_masters()
 
     def _raises_at_once(self, failure: BaseException, calls: int) -> bool:
         """Whether an error before the agreement is raised at once; else the agreement tells the other ranks.
@@ -717,6 +713,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 for plan in self._shards.plans:
                     plan.begin_update()  # the amaxes of the last update are not those of the masters now
             self._step.run(update, gradients, error)
+            if not self._shards.weights_follow:
+                self._shards.follow_masters()
         finally:
             self._shards.accept_values()
 

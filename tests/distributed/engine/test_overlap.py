@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases.optim import assert_all_equal
 
 from distributed.engine import overlap_checks as checks
@@ -159,6 +160,25 @@ def test_no_rank_waits_in_a_backward_pass(world):
 
 
 # What lies in the FP32 slices meanwhile
+
+
+@on_ranks(2)
+def test_a_rank_lacks_a_gradient_in_the_first_pass_after_a_load(world):
+    """It sends less than the others in that pass, and no collective may come between that and the rest."""
+    models = [
+        make(
+            world, overlap=overlap, bucket_mb=TINY, reduction="reduce_scatter", process_group=dist.new_group()
+        )
+        for overlap in (None, "backward")
+    ]
+    for net, optimizer in models:
+        optimizer.load_state_dict(optimizer.state_dict())
+        with torch.no_grad():
+            net.head.weight.zero_()  # follows its master again
+        loss_of(net, world, 0, rare=world.rank > 0).backward()
+        optimizer.step()
+    assert_same(models, "the step")
+    check_weights(list(models[1][0].parameters()), models[1][1])
 
 
 @on_ranks(1, 2)

@@ -1,12 +1,14 @@
 """Programs of random events on random options, in worlds of 1 to 3: after each step and each load an
 optimizer has the bytes of reference.zero_step().
 
-Every rank draws the same program, since hypothesis begins with the same seed on all of them. An event that
-concerns one rank is drawn by all.
+Rank 0 draws the programs and tells the other ranks each event. The ranks that an event concerns are among its
+arguments.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
 import math
 import traceback
@@ -72,20 +74,45 @@ def worlds(draw) -> tuple[int, dict]:
     return size, options
 
 
+class ProgramFailed(AssertionError):
+    """What went wrong on which rank."""
+
+
+def event(function: Callable) -> Callable:
+    """A method of Program that rank 0 calls, and with it all ranks."""
+
+    @functools.wraps(function)
+    def call(self, **drawn):
+        self.tell(function.__name__, drawn)
+        function(self, **drawn)
+
+    return call
+
+
 class Program(RuleBasedStateMachine):
     """One optimizer at a time, from its first step through loads into others.
 
     What is true of every rank is in the attributes of all of them, those outside of the world too.
     """
 
-    def __init__(self, world, groups: dict[int, dist.ProcessGroup]):
+    def __init__(self, rank: int, groups: dict[int, dist.ProcessGroup]):
         super().__init__()
-        self.rank, self.groups = world.rank, groups
+        self.rank, self.groups = rank, groups
         self.pair: Pair | None = None
-        self.is_loaded = False  # and there was no step or clip since
+        self.is_loaded = False  # and there was no step since
+        self.is_on_its_way = False  # what backward passes have sent, perhaps not all of it on all ranks
         self.error: str | None = None
+        self.tell("begin", {})
+        if not groups:
+            for size in range(1, RANKS + 1):
+                groups[size] = dist.new_group(list(range(size)), timeout=timedelta(seconds=20))
+
+    def tell(self, name: str, drawn: dict) -> None:
+        if self.rank == 0:
+            dist.broadcast_object_list([(name, drawn)], src=0)
 
     @initialize(world=worlds())
+    @event
     def build(self, world):
         self._build(*world)
         self._all(self._check)
@@ -94,6 +121,7 @@ class Program(RuleBasedStateMachine):
         self.size, self.options = size, options
         self.overlap = options["overlap"]
         self.raises = options.get("on_nonfinite") == "raise"
+        self.is_loaded = False
         self.sends = self.overlap in ("backward", "both") and size > 1
         self._forget()
 
@@ -119,7 +147,6 @@ class Program(RuleBasedStateMachine):
 
     def _all(self, call: Callable[[], None]) -> None:
         """On the ranks of the world. All raise what one has raised."""
-        self.is_loaded = False
         self._here(call)
         errors: list[str | None] = [None] * RANKS
         dist.all_gather_object(errors, self.error)
@@ -127,7 +154,7 @@ class Program(RuleBasedStateMachine):
         if found:
             self.groups.clear()  # ranks may be anywhere in their collectives
             self.error = None
-            raise AssertionError("\n".join(found))
+            raise ProgramFailed("\n".join(found))
 
     def _check(self) -> None:
         self.pair.check("weights and state")
@@ -149,11 +176,13 @@ class Program(RuleBasedStateMachine):
 
     @precondition(lambda self: not (self.is_clipped or self.has_sent or self.is_open))
     @rule(seed=SEEDS, missing=MISSING, nonfinite=NONFINITE)
+    @event
     def backward(self, seed, missing, nonfinite):
         if self.overlap == "update":  # a rank without a gradient would not join the others
             missing -= {(rank, COUNT - 1) for rank in range(RANKS)}
         self._note_nonfinite(missing, nonfinite)
         self.has_sent, self.is_open = self.sends, self.overlap == "update"
+        self.is_on_its_way |= self.sends
 
         def call():
             loss = self.pair.loss(self._gradients(seed, missing, nonfinite))
@@ -164,6 +193,7 @@ class Program(RuleBasedStateMachine):
 
     @precondition(lambda self: not (self.is_clipped or self.has_sent) and self.overlap != "update")
     @rule(seed=SEEDS, missing=MISSING, nonfinite=NONFINITE)
+    @event
     def accumulate(self, seed, missing, nonfinite):
         self._note_nonfinite(missing, nonfinite)
 
@@ -177,7 +207,9 @@ class Program(RuleBasedStateMachine):
 
     @precondition(lambda self: self.overlap != "update")
     @rule(max_norm=st.sampled_from([0.0, 0.01, 1.0, 30.0, math.inf]), norm_type=NORM_TYPES)
+    @event
     def clip(self, max_norm, norm_type):
+        self.is_on_its_way = False
         if self.raises and self.is_nonfinite:
             self._all(lambda: self._refused(lambda: self.pair.clip(max_norm, norm_type)))
             return self._forget()
@@ -185,7 +217,12 @@ class Program(RuleBasedStateMachine):
         self._all(lambda: self.pair.clip(max_norm, norm_type))
 
     @rule()
+    @event
     def step(self):
+        self._step()
+
+    def _step(self) -> None:
+        self.is_on_its_way = False
         if self.raises and self.is_nonfinite:
             self._all(lambda: self._refused(self.pair.optimizer.step))
             return self._forget()
@@ -199,7 +236,7 @@ class Program(RuleBasedStateMachine):
             self._check()
 
         self._all(call)
-        self.is_clipped = self.has_sent = self.is_open = False
+        self.is_clipped = self.has_sent = self.is_open = self.is_loaded = False
         self.is_nonfinite &= self.overlap != "update"
 
     def _refused(self, call: Callable[[], None]) -> None:
@@ -211,6 +248,7 @@ class Program(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.is_open)
     @rule(lr=st.sampled_from([0.0, 1e-3, 0.5]))
+    @event
     def change_lr(self, lr):
         def call():
             self.pair.optimizer.param_groups[0]["lr"] = self.pair.hypers["lr"] = lr
@@ -219,7 +257,11 @@ class Program(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.is_open)
     @rule(set_to_none=st.booleans())
+    @event
     def zero_grad(self, set_to_none):
+        self._zero_grad(set_to_none)
+
+    def _zero_grad(self, set_to_none: bool) -> None:
         def call():
             self.pair.optimizer.zero_grad(set_to_none)
             self.pair.forget(zeros=not set_to_none)
@@ -234,9 +276,10 @@ class Program(RuleBasedStateMachine):
         exponent=st.integers(-3, 8),
         max_norm=st.none() | st.sampled_from([0.1, math.inf]),
     )
+    @event
     def scaled_step(self, seed, nonfinite, exponent, max_norm):
         """A step with a GradScaler."""
-        self.zero_grad(True)
+        self._zero_grad(True)
         self._note_nonfinite((), nonfinite)
 
         def call():
@@ -259,11 +302,14 @@ class Program(RuleBasedStateMachine):
             self.pair.optimizer.zero_grad()
             self.pair.forget()
 
-        self._all(refused if self.raises and self.is_nonfinite else call)
+        is_refused = self.raises and self.is_nonfinite
+        self._all(refused if is_refused else call)
+        self.is_loaded &= is_refused
         self._forget()
 
-    @precondition(lambda self: not self.is_open)
+    @precondition(lambda self: not (self.is_open or (self.is_loaded and self.is_on_its_way)))
     @rule(seed=SEEDS, i=st.integers(0, COUNT - 1))
+    @event
     def write(self, seed, i):
         """No rank takes a step after a write to a weight, and a load takes what was written for its master.
         From a load to the next step weights follow masters instead, but for those that are their own.
@@ -281,7 +327,10 @@ class Program(RuleBasedStateMachine):
 
         self._here(copy)
         if self.is_loaded:
-            return self.step()
+            if self.raises:  # no step follows masters that raises
+                self._zero_grad(True)
+            return self._step()
+        self.is_on_its_way = False
 
         def call():
             optimizer = self.pair.optimizer
@@ -313,13 +362,16 @@ class Program(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.is_open)
     @rule(world=worlds())
+    @event
     def load_in_a_world(self, world):
+        self._arrive()
         self._load(lambda state: None, world)
 
-    @precondition(lambda self: not self.is_open)
+    @precondition(lambda self: not (self.is_open or self.is_on_its_way))
     @rule()
+    @event
     def load(self):
-        self.zero_grad(True)
+        self._zero_grad(True)
         self._load(lambda state: None)
 
     def _load(self, change: Callable[[list], None], world: tuple[int, dict] | None = None) -> None:
@@ -350,8 +402,9 @@ class Program(RuleBasedStateMachine):
         self._all(load)
         self.is_clipped, self.is_loaded = False, True
 
-    @precondition(lambda self: not self.is_open)
+    @precondition(lambda self: not (self.is_open or self.is_on_its_way))
     @rule()
+    @event
     def export(self):
         def call():
             model = nn.ParameterList(self.pair.parameters)
@@ -359,13 +412,37 @@ class Program(RuleBasedStateMachine):
             for (name, found), kept in zip(exported, self.pair.state(), strict=True):
                 assert_values_equal(found, kept["master"], f"exported {name}")
 
-        is_loaded = self.is_loaded
         self._all(call)
-        self.is_loaded = is_loaded
 
     def teardown(self):
-        if self.error is not None or self.groups:
-            self._all(lambda: None)
+        if self.groups:  # otherwise it has failed
+            self.tell("end", {})
+            self.end()
+
+    def end(self) -> None:
+        self._arrive()
+        self._all(lambda: None)
+
+    def _arrive(self) -> None:
+        """Only a step or a clip sends the rest; until then no other collective may run in the group."""
+        if self.is_on_its_way:
+            self._step()
+
+
+def follow(rank: int, groups: dict[int, dist.ProcessGroup]) -> None:
+    """What rank 0 tells this rank to do."""
+    program, told = None, [None]
+    while True:
+        dist.broadcast_object_list(told, src=0)
+        name, drawn = told[0]
+        if name == "done":
+            assert not drawn["failed"], "rank 0 says what has failed"
+            return
+        if name == "begin":
+            program = Program(rank, groups)
+        else:
+            with contextlib.suppress(ProgramFailed):
+                getattr(program, name)(**drawn)
 
 
 @on_ranks(RANKS, time_limit=120.0)
@@ -383,12 +460,12 @@ def test_programs(world, first):
         database=None,
     )
     groups: dict[int, dist.ProcessGroup] = {}
-
-    def make():
-        if not groups:
-            for size in range(1, RANKS + 1):
-                groups[size] = dist.new_group(list(range(size)), timeout=timedelta(seconds=20))
-        return Program(world, groups)
-
     with sharing_files(world, late=first % 2 > 0):
-        run_state_machine_as_test(seed(first)(make), settings=chosen)
+        if world.rank > 0:
+            return follow(world.rank, groups)
+        failed = True
+        try:
+            run_state_machine_as_test(seed(first)(lambda: Program(0, groups)), settings=chosen)
+            failed = False
+        finally:
+            dist.broadcast_object_list([("done", {"failed": failed})], src=0)
