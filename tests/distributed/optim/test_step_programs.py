@@ -97,7 +97,7 @@ class Program(RuleBasedStateMachine):
 
     def __init__(self, rank: int, groups: dict[int, dist.ProcessGroup]):
         super().__init__()
-        self.rank, self.groups = rank, groups
+        self.rank, self.groups, self.size = rank, groups, 0
         self.pair: Pair | None = None
         self.is_loaded = False  # and there was no step since
         self.is_on_its_way = False  # what backward passes have sent, perhaps not all of it on all ranks
