@@ -49,6 +49,8 @@ SEEDS = st.integers(0, 999)
 PLACES = st.tuples(st.integers(0, RANKS - 1), st.integers(0, COUNT - 1))
 MISSING = st.frozensets(PLACES, max_size=8)
 NONFINITE = st.none() | st.tuples(PLACES, st.sampled_from([math.nan, math.inf, -math.inf]))
+PASSES = st.tuples(SEEDS, MISSING, NONFINITE)
+MAX_NORMS = st.sampled_from([0.0, 0.01, 1.0, 30.0, math.inf])
 NORM_TYPES = st.sampled_from([2.0, math.inf, 1.0, 3.0, 0.5])
 
 
@@ -109,6 +111,7 @@ class Program(RuleBasedStateMachine):
 
     def tell(self, name: str, drawn: dict) -> None:
         if self.rank == 0:
+            print(name, drawn, flush=True)  # for the case that a rank dies
             dist.broadcast_object_list([(name, drawn)], src=0)
 
     @initialize(world=worlds())
@@ -178,6 +181,9 @@ class Program(RuleBasedStateMachine):
     @rule(seed=SEEDS, missing=MISSING, nonfinite=NONFINITE)
     @event
     def backward(self, seed, missing, nonfinite):
+        self._backward(seed, missing, nonfinite)
+
+    def _backward(self, seed: int, missing, nonfinite) -> None:
         if self.overlap == "update":  # a rank without a gradient would not join the others
             missing -= {(rank, COUNT - 1) for rank in range(RANKS)}
         self._note_nonfinite(missing, nonfinite)
@@ -195,6 +201,9 @@ class Program(RuleBasedStateMachine):
     @rule(seed=SEEDS, missing=MISSING, nonfinite=NONFINITE)
     @event
     def accumulate(self, seed, missing, nonfinite):
+        self._accumulate(seed, missing, nonfinite)
+
+    def _accumulate(self, seed: int, missing, nonfinite) -> None:
         self._note_nonfinite(missing, nonfinite)
 
         def call():
@@ -205,10 +214,35 @@ class Program(RuleBasedStateMachine):
 
         self._here(call)
 
+    @precondition(lambda self: not (self.is_clipped or self.has_sent or self.is_open))
+    @rule(
+        dropped=st.none() | PASSES,
+        passes=st.lists(PASSES, min_size=1, max_size=2),
+        clips=st.lists(st.tuples(MAX_NORMS, NORM_TYPES), max_size=2),
+    )
+    @event
+    def iteration(self, dropped, passes, clips):
+        """Micro-batches, clips and a step: seldom drawn in this order one by one."""
+        if self.overlap == "update":
+            dropped, passes, clips = None, passes[-1:], []
+        if dropped is not None:
+            self._backward(*dropped)
+            self._zero_grad(True)
+        for each in passes[:-1]:
+            self._accumulate(*each)
+        self._backward(*passes[-1])
+        for each in clips:
+            self._clip(*each)
+        self._step()
+        self._zero_grad(True)
+
     @precondition(lambda self: self.overlap != "update")
-    @rule(max_norm=st.sampled_from([0.0, 0.01, 1.0, 30.0, math.inf]), norm_type=NORM_TYPES)
+    @rule(max_norm=MAX_NORMS, norm_type=NORM_TYPES)
     @event
     def clip(self, max_norm, norm_type):
+        self._clip(max_norm, norm_type)
+
+    def _clip(self, max_norm: float, norm_type: float) -> None:
         self.is_on_its_way = False
         if self.raises and self.is_nonfinite:
             self._all(lambda: self._refused(lambda: self.pair.clip(max_norm, norm_type)))
