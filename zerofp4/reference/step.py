@@ -95,7 +95,8 @@ def zero_step(
     norms, factor = [], torch.ones(())
     for max_norm, norm_type in clips:
         norms.append(_norm(means, norm_type, group) * factor)
-        factor = factor * (max_norm / (norms[-1] + 1e-6)).clamp(max=1.0)
+        if not found_inf:
+            factor = factor * (max_norm / (norms[-1] + 1e-6)).clamp(max=1.0)
 
     # The update. No rank writes if the step is skipped, and nothing of a parameter without a gradient.
     if found_inf:
