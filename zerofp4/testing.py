@@ -100,10 +100,7 @@ def weight_buffers(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def verify_model(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    process_group: dist.ProcessGroup | None = None,
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, process_group: dist.ProcessGroup | None = None
 ) -> dict[str, int]:
     """Check every trained weight of a model against the FP32 masters that its optimizer shards. Collective.
 

@@ -12,25 +12,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerofp4.cast import number_groups
 from zerofp4.format import BLOCK, FourOverSix
-from zerofp4.nn.choice import (
-    SHARDED,
-    Chosen,
-    ConversionReport,
-    FilterFn,
-    choose_weights,
-    is_conv1d,
-    is_layer,
-)
+from zerofp4.nn.choice import SHARDED, Chosen, ConversionReport, FilterFn, choose_weights, is_conv1d, is_layer
 from zerofp4.nn.conv1d import Conv1D
 from zerofp4.nn.experts import Experts
 from zerofp4.nn.fuse import Fusions
 from zerofp4.nn.linear import Linear
 from zerofp4.nn.quantizers import primary_parameter, watch_assignments
-from zerofp4.tensors import (
-    NVFP4Tensor,
-    quantize,
-    weight_columns,
-)
+from zerofp4.tensors import NVFP4Tensor, quantize, weight_columns
 
 _converted: list[weakref.ref[nn.Module]] = []
 """Models that convert_model was given, the latest last."""
@@ -171,8 +159,7 @@ def _warn_of_shards(model: nn.Module, report: ConversionReport) -> None:
     if sharded or flat:
         what = f"{len(report.converted)} weights were" if report.converted else "nothing was"
         warnings.warn(
-            f"convert_model: {what} converted: {(sharded or ['the model'])[0]!r} was {SHARDED}",
-            stacklevel=3,
+            f"convert_model: {what} converted: {(sharded or ['the model'])[0]!r} was {SHARDED}", stacklevel=3
         )
 
 

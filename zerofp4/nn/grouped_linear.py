@@ -10,14 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from zerofp4.gemm import chosen_backend, why_not_grouped
-from zerofp4.nn.linear import (
-    Linear,
-    by_autocast,
-    gradient_after_sum,
-    main_grad_of,
-    plain_weight,
-    sets_flag,
-)
+from zerofp4.nn.linear import Linear, by_autocast, gradient_after_sum, main_grad_of, plain_weight, sets_flag
 from zerofp4.nn.operators import layer_product
 from zerofp4.nn.quantizers import WeightCache, check_primary, make_primary, quantizers_of, weight_state
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe, current_recipe, recipe_of_key
@@ -121,10 +114,7 @@ class GroupedLinear(nn.Module):
     # Calls
 
     def forward(
-        self,
-        x: torch.Tensor,
-        m_splits: Sequence[int] | torch.Tensor,
-        is_first_microbatch: bool | None = None,
+        self, x: torch.Tensor, m_splits: Sequence[int] | torch.Tensor, is_first_microbatch: bool | None = None
     ) -> torch.Tensor:
         """x [tokens, in_features], rows in the order of their groups, to [tokens, out_features].
 

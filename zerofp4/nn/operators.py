@@ -12,14 +12,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.format import BLOCK, E4M3_MAX, FourOverSix
-from zerofp4.gemm import (
-    GroupedOperand,
-    Operand,
-    gemm,
-    grouped_gemm,
-    grouped_wgrad,
-    groups_of_rows,
-)
+from zerofp4.gemm import GroupedOperand, Operand, gemm, grouped_gemm, grouped_wgrad, groups_of_rows
 from zerofp4.nn.quantizers import (
     Quantizers,
     WeightCache,
@@ -30,14 +23,7 @@ from zerofp4.nn.quantizers import (
     with_columns,
 )
 from zerofp4.nn.recipe import Recipe, recipe_of_key
-from zerofp4.storage import (
-    BUFFERS,
-    MXFP8Storage,
-    NVFP4Storage,
-    Side,
-    Storage,
-    sides_of,
-)
+from zerofp4.storage import BUFFERS, MXFP8Storage, NVFP4Storage, Side, Storage, sides_of
 from zerofp4.tensors import (
     GroupedNVFP4,
     MXFP8Tensor,

@@ -185,8 +185,7 @@ def _(data, scale, amax, block_rows, dtype, layout="compact", e4m3_max=448, colu
 
 
 @operator(
-    "dequantize_mxfp8",
-    "(Tensor data, Tensor scale, bool columnwise, str layout, ScalarType dtype) -> Tensor",
+    "dequantize_mxfp8", "(Tensor data, Tensor scale, bool columnwise, str layout, ScalarType dtype) -> Tensor"
 )
 def _(data, scale, columnwise, layout, dtype) -> torch.Tensor:
     return data.new_empty(data.shape, dtype=dtype)
@@ -206,8 +205,7 @@ def new_factors(data, scale, amax, block_rows, e4m3_max, dtype) -> tuple[torch.T
 
 
 @operator(
-    "scaled_product",
-    "(Tensor a, Tensor b, Tensor? alpha, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    "scaled_product", "(Tensor a, Tensor b, Tensor? alpha, Tensor? bias, ScalarType out_dtype) -> Tensor"
 )
 def _(a, b, alpha, bias, out_dtype) -> torch.Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)

@@ -5,13 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from zerofp4.format import MXFP8_SCALE_LAYOUTS
-from zerofp4.storage import (
-    MXFP8Storage,
-    Side,
-    check_layouts,
-    check_sides,
-    side_names,
-)
+from zerofp4.storage import MXFP8Storage, Side, check_layouts, check_sides, side_names
 from zerofp4.tensors.arguments import check_out, check_values, detached, kernel_input
 from zerofp4.tensors.quantized_tensor import QuantizedTensor, wrap
 
