@@ -1,17 +1,11 @@
-"""Casting sharded master weights to NVFP4: plans, and the functions that find theirs by themselves."""
+"""Casting sharded master weights to NVFP4: plans, and the functions that find theirs by themselves.
 
+Other rooms see the names that are imported here.
+"""
+
+# ruff: noqa: F401
 from zerofp4.cast.function import cast_master_weights_to_nvfp4
 from zerofp4.cast.gather import all_gather_nvfp4, post_all_gather_processing
 from zerofp4.cast.plan import CastPlan
 from zerofp4.cast.request import check_castable, number_groups
 from zerofp4.cast.scales import block_unit
-
-__all__ = [
-    "CastPlan",
-    "all_gather_nvfp4",
-    "block_unit",
-    "cast_master_weights_to_nvfp4",
-    "check_castable",
-    "number_groups",
-    "post_all_gather_processing",
-]

@@ -1,17 +1,9 @@
-"""Products of quantized matrices: one function, two backends; and those of groups of rows."""
+"""Products of quantized matrices: one function, two backends; and those of groups of rows.
 
+Other rooms see the names that are imported here.
+"""
+
+# ruff: noqa: F401
 from zerofp4.gemm.grouped import GroupedOperand, grouped_gemm, grouped_wgrad, groups_of_rows, why_not_grouped
 from zerofp4.gemm.operand import Operand
 from zerofp4.gemm.product import BACKENDS, chosen_backend, gemm
-
-__all__ = [
-    "BACKENDS",
-    "GroupedOperand",
-    "Operand",
-    "chosen_backend",
-    "gemm",
-    "grouped_gemm",
-    "grouped_wgrad",
-    "groups_of_rows",
-    "why_not_grouped",
-]

@@ -1,23 +1,15 @@
 """Quantized layers: what a training loop does to its model."""
 
-from zerofp4.nn.choice import (
-    ConversionReport,
-    FilterFn,
-    choose_weights,  # noqa: F401 (for integrations)
-    why_not_quantized,  # noqa: F401 (for integrations)
-)
+# ruff: noqa: F401 (what is not in __all__ is for the optimizer and integrations)
+from zerofp4.nn.choice import ConversionReport, FilterFn, choose_weights, why_not_quantized
 from zerofp4.nn.conv1d import Conv1D
-from zerofp4.nn.convert import (
-    convert_model,
-    free_frozen,  # noqa: F401 (for the optimizer)
-    names_in_converted_model,  # noqa: F401 (for the optimizer)
-)
+from zerofp4.nn.convert import convert_model, free_frozen, names_in_converted_model
 from zerofp4.nn.experts import Experts
 from zerofp4.nn.grouped_linear import GroupedLinear
 from zerofp4.nn.layer_norm import LayerNormLinear, LayerNormMLP
 from zerofp4.nn.linear import Linear
 from zerofp4.nn.plain_state import register_plain_state_dict
-from zerofp4.nn.quantizers import primary_parameter  # noqa: F401 (for integrations)
+from zerofp4.nn.quantizers import primary_parameter
 from zerofp4.nn.recipe import MXFP8Recipe, NVFP4Recipe, autocast
 from zerofp4.nn.shared_input import quantize_input
 

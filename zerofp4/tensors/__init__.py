@@ -1,5 +1,9 @@
-"""Quantized tensors: autograd and torch over records, and the functions that make them."""
+"""Quantized tensors: autograd and torch over records, and the functions that make them.
 
+Other rooms see the names that are imported here.
+"""
+
+# ruff: noqa: F401
 from zerofp4.tensors.arguments import reads_columns, weight_columns
 from zerofp4.tensors.dispatch import register_handler
 from zerofp4.tensors.gradient_places import GradientPlace
@@ -12,33 +16,3 @@ from zerofp4.tensors.nvfp4 import NVFP4Tensor, derived_side, empty, quantize_deq
 from zerofp4.tensors.products import multiply
 from zerofp4.tensors.quantized_tensor import QuantizedTensor
 from zerofp4.tensors.quantizer import Quantizer, StraightThrough, quantize
-
-__all__ = [
-    "INIT_VAL",
-    "GradientPlace",
-    "GroupedNVFP4",
-    "Holder",
-    "MXFP8Tensor",
-    "NVFP4Tensor",
-    "QuantizedTensor",
-    "Quantizer",
-    "StraightThrough",
-    "check_not_averaged",
-    "dequantize_many",
-    "derived_side",
-    "empty",
-    "had_master",
-    "is_held",
-    "multiply",
-    "note_master",
-    "quantize",
-    "quantize_dequantize",
-    "quantize_grouped",
-    "quantize_mxfp8",
-    "reads_columns",
-    "register_handler",
-    "sizes_on",
-    "swizzle_scales",
-    "unswizzle_scales",
-    "weight_columns",
-]
