@@ -60,11 +60,6 @@ def columnwise_rows(rows: int, hadamard: bool) -> int:
     return round_up(rows, BLOCK) if hadamard else rows
 
 
-def packed_shape(rows: int, cols: int) -> tuple[int, int]:
-    """uint8 shape of the codes of a [rows, cols] matrix."""
-    return rows, cols // 2
-
-
 def scale_shape(rows: int, cols: int, block_rows: int, layout: str = "compact") -> tuple[int, int]:
     """Shape of the E4M3 scales of a [rows, cols] matrix with blocks of block_rows x 16.
 

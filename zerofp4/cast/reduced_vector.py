@@ -86,7 +86,9 @@ class ReducedVector:
                     first_byte, last_byte = byte_range(Shard(begin, own.numel))
                     before = byte_range(shard)[0]
                     own_codes = codes[first_byte - before : last_byte - before]
-                piece = _piece(matrix, own_master, own, words[e])
+                tiles, total = (-1, words[e].first) if record.scales_travel else (words[e].first, -1)
+                kind = record.matrix, record.dtype
+                piece = MasterPiece(own_master, own, *kind, tiles, words[e].group, total)
                 if record.block[0] == 1:
                     first, last = (
                         -1 if block is None else words[0].first + 1 + self.cut[i].index(block)
@@ -120,9 +122,3 @@ class ReducedVector:
         """
         error_word, hash_word = self.words[[ERROR_WORD, HASH_WORD]].tolist()
         return hash_word == _NO_HASH if error_word == _DECLINED else None
-
-
-def _piece(record: NVFP4Storage, master: torch.Tensor | None, shard: Shard, words: _Words) -> MasterPiece:
-    """Of one matrix, without the blocks that boundaries cut."""
-    own, tiles = (words.first, -1) if record.scales_travel else (-1, words.first)
-    return MasterPiece(master, shard, record.matrix, record.dtype, tiles, words.group, own)

@@ -206,13 +206,11 @@ def number_groups(
     *,
     names: Sequence[str] | None = None,
     block: tuple[int, int] = (BLOCK, BLOCK),
-    among: str = "model_weights",
 ) -> list[int]:
     """The amax group of each weight, numbered by first appearance; a weight in no list is a group of its own.
 
     weights: records, which members of groups are, or have; or tensors that will be weights in blocks of this
-    size, which members are. names: of the weights in messages, if not those of records. among: what messages
-    call the weights.
+    size, which members are. names: of tensors that are no weights yet, for messages.
 
     Raises TypeError or ValueError for wrong groups, and for members that cannot share an amax.
     """
@@ -236,6 +234,7 @@ def number_groups(
             record = weight_record(weight)
             i = positions.get(id(weight if record is None else record))
             if i is None:
+                among = "model_weights" if names is None else "the weights to convert"
                 raise ValueError(f"amax_groups[{g}] has a member that is not one of {among}")
             if i in grouped:
                 raise ValueError(f"amax_groups[{g}]: {name(i)} is in an amax group already")

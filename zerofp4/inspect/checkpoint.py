@@ -99,18 +99,14 @@ class Contents:
         if is_state:
             kind = _kind_of_state(keys[-1], shape, kind)
             if keys[-1] == "step":
-                steps = self._optimizer(keys[:-3])["steps_of_parameters"]
+                steps = self.optimizer(keys[:-3])["steps_of_parameters"]
                 steps.extend(step for step in set(tensor.reshape(-1).tolist()) if step not in steps)
         name, dtype = ".".join(map(str, keys)), str(tensor.dtype).removeprefix("torch.")
         row = self.rows.setdefault(name, Row(name, kind, dtype, tuple(shape), 0, 0, None, is_weight))
         row.elements, row.bytes = row.elements + tensor.numel(), row.bytes + size
         row.amax = _larger(row.amax, amax)
 
-    def count_steps(self, keys: Keys, steps: int) -> None:
-        """keys: of an optimizer."""
-        self._optimizer(keys)["steps"] = steps
-
-    def _optimizer(self, keys: Keys) -> dict[str, Any]:
+    def optimizer(self, keys: Keys) -> dict[str, Any]:
         name = ".".join(map(str, keys)) or "optimizer"
         return self.optimizers.setdefault(name, {"steps": None, "steps_of_parameters": []})
 
@@ -203,7 +199,7 @@ def _read_distributed(folder: Path) -> Contents:
             file.seek(at.offset)
             value = torch.load(io.BytesIO(file.read(at.length)), map_location="cpu", weights_only=True)
         if is_count:
-            contents.count_steps(keys[:-1], int(value))
+            contents.optimizer(keys[:-1])["steps"] = int(value)
         else:
             contents.add(keys, value, of.size, _is_state(keys, optimizers))
     return contents
@@ -247,7 +243,7 @@ def _read_torch_file(path: Path) -> Contents:
     contents = Contents("torch.save")
     for keys, leaf, is_state in _leaves(value):
         if not isinstance(leaf, torch.Tensor):
-            contents.count_steps(keys[:-1], leaf)
+            contents.optimizer(keys[:-1])["steps"] = leaf
             continue
         shape = leaf.shape
         # Of a ZeroFP4Optimizer a file may have a rank's part of a tensor: its values are 1D.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from zerofp4.format import BLOCK, WEIGHT_DTYPES
 from zerofp4.tensors import NVFP4Tensor
@@ -111,7 +112,7 @@ def choose_weights(
     total = sum({_address(p): _numel(p) for p in model.parameters()}.values())
     chosen = []
     for module, module_name, parameter_name, parameter in _parameters(model):
-        if _is_initialized(parameter) and parameter.dim() < 2:
+        if not is_lazy(parameter) and parameter.dim() < 2:
             continue
         name = join(module_name, parameter_name)
         tied = [other for other in owners[_address(parameter)] if other != name]
@@ -153,12 +154,8 @@ def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Para
             yield module, module_name, name, parameter
 
 
-def _is_initialized(parameter: nn.Parameter) -> bool:
-    return not nn.parameter.is_lazy(parameter)
-
-
 def _numel(parameter: nn.Parameter) -> int:
-    return parameter.numel() if _is_initialized(parameter) else 0
+    return 0 if is_lazy(parameter) else parameter.numel()
 
 
 def _address(parameter: nn.Parameter) -> int:
@@ -226,7 +223,7 @@ def _why_not(
     if forward is None or parameter_name != "weight":
         if forward is not None:
             return f"it is not the weight of {kind}"
-        is_matrix = not _is_initialized(parameter) or parameter.dim() == 2
+        is_matrix = is_lazy(parameter) or parameter.dim() == 2
         what = "" if is_matrix else f", and shape {tuple(parameter.shape)} is no matrix"
         return f"{kind} is not an nn.Linear{what}"
     if type(module).forward is not forward and not getattr(module, "takes_nvfp4_weight", False):
@@ -244,7 +241,7 @@ def _may_be_experts(module: nn.Module, parameter_name: str, filter_fn: FilterFn 
     a filter_fn to say so of. Those of torch's own modules, convolutions above all, are not.
     """
     parameter = module._parameters[parameter_name]
-    if not _is_initialized(parameter) or parameter.dim() != 3 or linear_forward(module) is not None:
+    if is_lazy(parameter) or parameter.dim() != 3 or linear_forward(module) is not None:
         return False
     if is_layer(module, parameter_name):
         return True

@@ -134,8 +134,7 @@ def _shared_amaxes(
 ) -> dict[int, torch.Tensor]:
     """By id(parameter), the largest amax of its group. Raises TypeError or ValueError for other weights."""
     parameters, names = [choice.parameter for choice in chosen], [choice.name for choice in chosen]
-    among = {"names": names, "block": options["block"], "among": "the weights to convert"}
-    numbers = number_groups(parameters, amax_groups, **among)
+    numbers = number_groups(parameters, amax_groups, names=names, block=options["block"])
     amaxes: dict[int, list[torch.Tensor]] = {}
     counts = Counter(numbers)
     for number, parameter in zip(numbers, parameters, strict=True):

@@ -183,9 +183,8 @@ class GroupedLinear(nn.Module):
             if quantizers.scheme is None or not quantizers.has_tiles:
                 return None, None
             return quantizers.weights(weight.detach(), x_needs)[0].matrices(), None
-        records, state = cache.get(weight, quantizers, is_first), cache.state
-        matrices = records[0].matrices() if quantizers.has_tiles else records
-        return matrices, lambda: cache.state == state
+        records = cache.get(weight, quantizers, is_first)
+        return records[0].matrices() if quantizers.has_tiles else records, cache.unchanged()
 
     def _plain(self, x: torch.Tensor, splits: list[int]) -> torch.Tensor:
         """Outside of autocast."""

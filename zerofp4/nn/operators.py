@@ -5,7 +5,6 @@ csrc/autograd/layer.cpp has the formula of autograd, for eager and for compiled 
 NVFP4 recipe quantizes for the exact backend. What it does not multiply comes here, and gets the same bytes.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -82,7 +81,7 @@ def layer_product(
         quantizers = quantizers_of(recipe.key, x.device)
         if cached:
             records = cache.get(weight, quantizers, is_first)
-            is_current = functools.partial(_has_state, cache, cache.state)
+            is_current = cache.unchanged()
         elif is_primary and records is None:
             records = [weight.record]
         if quantizers.scheme is not None:
@@ -99,10 +98,6 @@ def layer_product(
     needs = grows and x.requires_grad, grows and weight.requires_grad
     of_weight = weight, primary, weight.dtype, int(E4M3_MAX), recipe.key, handle
     return torch.ops.zerofp4.linear(x, [], splits, bias, *of_weight, main_grad, *needs)[0]
-
-
-def _has_state(cache: WeightCache, state: tuple) -> bool:
-    return cache.state == state
 
 
 # Buffers

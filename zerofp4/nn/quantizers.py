@@ -262,6 +262,11 @@ class WeightCache:
             self._source, self.state = weakref.ref(weight), weight_state(weight)
         return [tensor.record for tensor in self._tensors]
 
+    def unchanged(self) -> Callable[[], bool]:
+        """What says whether the cache still has the weight that it has now."""
+        state = self.state
+        return lambda: self.state == state
+
     def follow(self, weight: torch.Tensor) -> None:
         """Keep nothing that a weight, which may have been moved, cannot be written to again."""
         if self._tensors and not self._fits(weight):

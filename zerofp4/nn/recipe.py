@@ -15,7 +15,7 @@ from torch import nn
 
 from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.gemm import BACKENDS
-from zerofp4.storage import check_block
+from zerofp4.storage import check_block, check_rounding, check_transform
 
 BACKWARDS = ("quantized", "dequantized")
 
@@ -51,11 +51,8 @@ class NVFP4Recipe:
     def __post_init__(self) -> None:
         check_block(self.weight_block)
         object.__setattr__(self, "weight_block", tuple(self.weight_block))
-        if not isinstance(self.four_over_six, FourOverSix | None):
-            kind = type(self.four_over_six).__name__
-            raise TypeError(f"four_over_six must be a FourOverSix or None, got {kind}")
-        if self.hadamard is False and self.random_signs is False:
-            raise ValueError("random_signs=False says how hadamard transforms, but hadamard is False")
+        check_transform(1, True, self.hadamard, self.random_signs)
+        check_rounding(False, self.four_over_six)
         _finish(self)
 
 

@@ -143,7 +143,7 @@ class Addresses:
                 return self._moved(f"{name}: rowwise_data")
         names, tensors = self._present()
         if names != self._names:
-            return self._moved(_first_other(self._names, names))
+            return self._moved(min({*self._names} ^ {*names}, key=[*self._names, *names].index))
         now = pointers(tensors)
         if now != self._pointers:
             return self._moved(names[first_moved(self._pointers, now)])
@@ -171,8 +171,3 @@ class Addresses:
         return RuntimeError(
             f"{what} has moved since the {self._owner} was built; call refresh() to take its new address"
         )
-
-
-def _first_other(before: list[str], now: list[str]) -> str:
-    """The first buffer that one of two lists has, and the other has not."""
-    return next(name for name in (*before, *now) if name not in before or name not in now)

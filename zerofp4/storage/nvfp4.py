@@ -7,14 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from zerofp4.format import BLOCK, E4M3_MAX, SCALE_DTYPE, WEIGHT_DTYPES, FourOverSix
-from zerofp4.layout import (
-    as_matrix,
-    check_matrix,
-    columnwise_rows,
-    packed_shape,
-    scale_shape,
-    stacked_matrices,
-)
+from zerofp4.layout import as_matrix, check_matrix, columnwise_rows, scale_shape, stacked_matrices
 from zerofp4.storage.record import Storage, check_layouts, check_sides
 from zerofp4.storage.sides import unstack
 
@@ -119,7 +112,8 @@ class NVFP4Storage(Storage):
         return (rows, cols) if side == "rowwise" else (cols, columnwise_rows(rows, self.hadamard))
 
     def data_shape(self, side: str) -> tuple[int, ...]:
-        return self._stacked(packed_shape(*self.side_matrix(side)))
+        rows, cols = self.side_matrix(side)
+        return self._stacked((rows, cols // 2))
 
     def scale_shape(self, side: str, layout: str) -> tuple[int, ...]:
         return self._stacked(scale_shape(*self.side_matrix(side), self.block[0], layout))

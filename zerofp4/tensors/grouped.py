@@ -198,14 +198,8 @@ def quantize_grouped(
     if four_over_six is not None:
         raise ValueError("four_over_six is not there for groups: quantize each group by itself")
     check_generator(generator, stochastic_rounding)
-    scheme = Scheme.checked(
-        block=block,
-        rowwise=rowwise,
-        columnwise=columnwise,
-        hadamard=hadamard,
-        random_signs=random_signs,
-        scale_layouts=scale_layouts,
-    )
+    copies = {"rowwise": rowwise, "columnwise": columnwise, "scale_layouts": scale_layouts}
+    scheme = Scheme.checked(block=block, hadamard=hadamard, random_signs=random_signs, **copies)
     if x.dim() != 2:
         raise ValueError(f"x must be a matrix [tokens, K], got shape {tuple(x.shape)}")
     sizes = _host_sizes(m_splits, x.shape[0])
@@ -220,17 +214,8 @@ def quantize_grouped(
     state = draw_rng_state(x.device, generator, splits.shape[0]) if stochastic_rounding else None
     inputs = (kernel_input(x), splits, *given, *options, state)
     torch.ops.zerofp4.quantize_grouped(*inputs, *outputs, offsets, error)
-    return GroupedNVFP4(
-        x.shape,
-        x.dtype,
-        sizes,
-        *options,
-        splits,
-        error,
-        *offsets.unbind(),
-        rowwise=groups.rowwise,
-        columnwise=groups.columnwise,
-    )
+    sides, places = dict(groups.sides()), (splits, error, *offsets.unbind())
+    return GroupedNVFP4(x.shape, x.dtype, sizes, *options, *places, **sides)
 
 
 def _allocate(scheme: Scheme, shapes: dict, device: torch.device) -> Sides:

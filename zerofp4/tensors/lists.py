@@ -28,7 +28,15 @@ def dequantize_many(
     Raises TypeError for what is neither and for another dtype; ValueError for tensors on several devices and
     for an NVFP4Tensor whose only copy is columnwise with hadamard; RuntimeError where a buffer was freed.
     """
-    _check_tensors(tensors)
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, NVFP4Tensor | MXFP8Tensor):
+            raise TypeError(
+                f"tensors[{i}] must be an NVFP4Tensor or an MXFP8Tensor, got {type(tensor).__name__}"
+            )
+        if tensor.device != tensors[0].device:
+            raise ValueError(
+                f"tensors[{i}] must be on {tensors[0].device}, as the first is, got {tensor.device}"
+            )
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise TypeError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype}")
     wanted = [(isinstance(tensor, MXFP8Tensor), dtype or tensor.dtype) for tensor in tensors]
@@ -45,18 +53,6 @@ def dequantize_many(
             raise
         values |= {i: matrix.view(tensors[i].shape) for i, matrix in zip(members, made, strict=True)}
     return [values[i] for i in range(len(tensors))]
-
-
-def _check_tensors(tensors: Sequence) -> None:
-    for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, NVFP4Tensor | MXFP8Tensor):
-            raise TypeError(
-                f"tensors[{i}] must be an NVFP4Tensor or an MXFP8Tensor, got {type(tensor).__name__}"
-            )
-        if tensor.device != tensors[0].device:
-            raise ValueError(
-                f"tensors[{i}] must be on {tensors[0].device}, as the first is, got {tensor.device}"
-            )
 
 
 def swizzle_scales(

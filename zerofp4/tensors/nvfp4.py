@@ -127,13 +127,10 @@ def quantize_dequantize(
     TypeError for a wrong dtype, ValueError for a wrong shape, option or combination of options.
     """
     check_values(x)
-    rounding = {"stochastic_rounding": stochastic_rounding, "four_over_six": four_over_six}
-    scheme = Scheme.checked(block=block, **rounding)
+    scheme = Scheme.checked(block=block, stochastic_rounding=stochastic_rounding, four_over_six=four_over_six)
     check_generator(generator, stochastic_rounding)
     experts = stacked_matrices(x.shape, block[0])
-    state = None
-    if stochastic_rounding:
-        state = ops.draw_rng_state(x.device, generator, experts)
+    state = ops.draw_rng_state(x.device, generator, experts) if stochastic_rounding else None
     choice = ops.choice_arguments(scheme.four_over_six)
     options = (scheme.block[0], detached("amax", amax), state, *choice)
     shape = as_matrix(x.shape) if experts is None else x.shape

@@ -62,16 +62,10 @@ class Quantizer:
         four_over_six: FourOverSix | None = None,
         scale_layouts: Sequence[str] = ("compact",),
     ):
-        self._scheme = Scheme.checked(
-            block=block,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            hadamard=hadamard,
-            random_signs=random_signs,
-            stochastic_rounding=stochastic_rounding,
-            four_over_six=four_over_six,
-            scale_layouts=scale_layouts,
-        )
+        copies = {"rowwise": rowwise, "columnwise": columnwise, "scale_layouts": scale_layouts}
+        transform = {"hadamard": hadamard, "random_signs": random_signs}
+        rounding = {"stochastic_rounding": stochastic_rounding, "four_over_six": four_over_six}
+        self._scheme = Scheme.checked(block=block, **copies, **transform, **rounding)
         check_generator(generator, stochastic_rounding)
         self._generator = generator
         self._layouts: dict[tuple, _Layout] = {}

@@ -112,15 +112,15 @@ def collective(func, args: tuple, kwargs: dict) -> tuple | None:
 
     Raises RuntimeError for one that would.
     """
-    if func._opname == "send" or not any(record_of(leaf) is not None for leaf in tree_leaves(args[0])):
+    kinds = [type(leaf).__name__ for leaf in tree_leaves(args[0]) if record_of(leaf) is not None]
+    if func._opname == "send" or not kinds:
         return None
     if func is torch.ops.c10d.broadcast_.default:
         return _broadcast(func, *args, **kwargs)
     name = func._opname.strip("_")
-    kind = next(type(leaf).__name__ for leaf in tree_leaves(args[0]) if record_of(leaf) is not None)
     raise RuntimeError(
-        f"the collective {name} would write to an {kind}, which only broadcast may: let it write to a plain "
-        "tensor and copy_ that, which requantizes"
+        f"the collective {name} would write to an {kinds[0]}, which only broadcast may: let it write to a "
+        "plain tensor and copy_ that, which requantizes"
     )
 
 

@@ -69,8 +69,9 @@ class MasterShard(torch.Tensor):
             return _copy_(*args, **kwargs)
         if func is _aten._pin_memory.default:
             return _pin_memory(*args, **kwargs)
-        result = func(*map(_local, args), **{name: _local(value) for name, value in kwargs.items()})
-        _note_writes(func, args, kwargs)
+        result = func(*map(plain_of, args), **{name: plain_of(value) for name, value in kwargs.items()})
+        for index, name in _written(func):
+            _note_written(_masters_in(args[index] if index < len(args) else kwargs.get(name)))
         if result is None:
             return None
         if func in _KEPT and (func is not _aten._to_copy.default or result.dtype == torch.float32):
@@ -139,7 +140,7 @@ def _masters_in(argument: Any) -> list[MasterShard]:
     return [value for value in values if type(value) is MasterShard]
 
 
-def _local(argument: Any) -> Any:
+def plain_of(argument: Any) -> Any:
     """An operator's argument with the plain tensors of its masters."""
     if type(argument) is MasterShard:
         return argument.local
@@ -183,11 +184,6 @@ def _pin_memory(master: MasterShard, device=None) -> MasterShard:
     if moves:
         master.weight.note_moved(pinned.local)
     return pinned
-
-
-def _note_writes(func, args: tuple, kwargs: dict) -> None:
-    for index, name in _written(func):
-        _note_written(_masters_in(args[index] if index < len(args) else kwargs.get(name)))
 
 
 def _note_written(masters: list[MasterShard]) -> None:

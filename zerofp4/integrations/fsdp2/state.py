@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from zerofp4.integrations.fsdp2.master import MasterShard
+from zerofp4.integrations.fsdp2.master import MasterShard, plain_of
 from zerofp4.integrations.fsdp2.weight import Weight
 
 _WEIGHTS = "zerofp4_weights"
@@ -34,11 +34,7 @@ def _unwrap(module: nn.Module, state_dict: dict, prefix: str, local_metadata: di
     for name in vars(module)[_WEIGHTS]:
         value = state_dict.get(prefix + name)
         if value is not None and not isinstance(value, nn.Parameter):  # as it is with keep_vars=True
-            state_dict[prefix + name] = _with_local(value, _plain)
-
-
-def _plain(local: torch.Tensor) -> torch.Tensor:
-    return local.local if isinstance(local, MasterShard) else local
+            state_dict[prefix + name] = _with_local(value, plain_of)
 
 
 def _take_over(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *_) -> None:

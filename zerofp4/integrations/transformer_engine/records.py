@@ -7,15 +7,7 @@ import torch
 
 from zerofp4.format import BLOCK, SCALE_DTYPE
 from zerofp4.ops import pointers
-from zerofp4.storage import (
-    NVFP4Storage,
-    Side,
-    Storage,
-    check_buffer,
-    check_plain,
-    dispatches,
-    note_rebinding,
-)
+from zerofp4.storage import NVFP4Storage, Side, Storage, check_buffer, check_plain, dispatches, note_rebinding
 
 OLDEST, NEWEST = (2, 14), (2, 20)
 """The minor versions whose functions and tensors were read: 2.14 is the first with both functions."""
