@@ -42,9 +42,7 @@ def stacked_matrices(shape: Sequence[int], block_rows: int) -> int | None:
 
 
 def check_matrix(rows: int, cols: int, *, columnwise: bool) -> None:
-    """Two codes share a byte along a row, and along a column for the columnwise copy: both counts must be
-    even.
-    """
+    """Two codes share a byte along a row, of the columnwise copy along a column: counts must be even."""
     if cols % 2:
         raise ValueError(
             f"NVFP4 packs two codes of a row into a byte: the last dimension must be even, got {cols}"

@@ -153,9 +153,7 @@ def intersect(offset: int, size: int, begin: int, end: int) -> Shard:
 
 
 class Rectangle(NamedTuple):
-    """offsets, sizes: a box inside a tensor whose elements are consecutive in its flat order, from `start`
-    on.
-    """
+    """A box inside a tensor whose elements are consecutive in its flat order, from `start` on."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -47,9 +47,7 @@ class PlanCache:
         self._group, self._key = group, (id(group), *map(id, self._records))
 
     def fingerprint(self, tensors: Sequence[Sequence[torch.Tensor | None]], *others: Any) -> list | None:
-        """Of a call with lists of tensors, and with others that their repr tells apart. None where it must be
-        checked. Holds no tensor.
-        """
+        """Identifies a call by its tensors and the repr of others; holds no tensor. None: check the call."""
         return attempt(self._fingerprint, tensors, others)[0]
 
     def _fingerprint(self, tensors, others) -> list:

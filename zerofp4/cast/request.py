@@ -151,9 +151,7 @@ def _described(weight: Any) -> str:
 
 
 def check_shard(what: str, name: str, record: NVFP4Storage, start: int | None, numel: int) -> Shard:
-    """A shard of numel elements from start, inside its weight, of which it has whole blocks if it must; an
-    empty one for None.
-    """
+    """A shard that lies inside its weight, and has whole blocks if it must; of None an empty one."""
     if start is None:
         if numel:
             raise ValueError(f"{what}: start_offset is None, but the shard has {numel} elements")

@@ -1,6 +1,4 @@
-"""Scales that travel: in blocks of 1x16, and with four over six, a scale is known to the rank alone that owns
-its block, so that its byte is gathered with the codes.
-"""
+"""Scales that travel (1x16 blocks, four over six): only the owner of a block knows its scale."""
 
 from collections.abc import Sequence
 
@@ -56,9 +54,7 @@ def block_unit(record: NVFP4Storage) -> int:
 
 
 def check_whole_blocks(what: str, name: str, record: NVFP4Storage, shard: Shard) -> None:
-    """Raises ValueError where a shard has a part of a block, or tile, of a weight with four over six: whoever
-    chooses its scale must see all of it.
-    """
+    """Raises ValueError for a shard with a part of a block, or tile, whose scale four over six chooses."""
     if record.four_over_six is None or not shard.numel:
         return
     rows, cols = record.matrix

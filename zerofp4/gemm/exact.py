@@ -28,9 +28,7 @@ def multiply(
 
 
 def factor_dtype(operand: Operand, out_dtype: torch.dtype) -> torch.dtype:
-    """The dtype to multiply in: float32 on the CPU, bfloat16 on CUDA. For a float16 output, which a bfloat16
-    product cannot round to, float16 if it holds the values.
-    """
+    """The dtype to multiply in: float32 on the CPU; on CUDA bfloat16, or float16 for NVFP4 to float16."""
     if operand.device.type != "cuda":
         return torch.float32
     return torch.float16 if operand.is_nvfp4 and out_dtype == torch.float16 else torch.bfloat16
@@ -55,9 +53,7 @@ def _copy(operand: Operand) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, i
 
 
 def _apart(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
-    """The values of one operand of MXFP8, as bfloat16 holds them; of NVFP4 only their shape, for a product
-    without elements or without sums.
-    """
+    """Values of an MXFP8 operand; of an NVFP4 product without elements or sums only their shape."""
     copy = operand.copy
     if operand.is_nvfp4:
         return copy.data.new_empty((copy.data.shape[0], 2 * copy.data.shape[1]), dtype=dtype)

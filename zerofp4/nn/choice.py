@@ -60,9 +60,7 @@ class ConversionReport:
 
     @property
     def share(self) -> float:
-        """Elements of the weights in NVFP4, also those from before this call, in all elements of the model's
-        parameters.
-        """
+        """Elements in NVFP4, those from before this call too, in all elements of the model's parameters."""
         names = [name if name in self.shares else join(name, "weight") for name in self.converted]
         return sum(self.shares[name] for name in [*names, *self._already()])
 
@@ -146,9 +144,7 @@ def is_layer(module: nn.Module, parameter_name: str) -> bool:
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
-    """(module, its name, the parameter's name in it, the parameter). A module used in several places counts
-    once.
-    """
+    """(module, its name, the parameter's name in it, the parameter), of each module once."""
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield module, module_name, name, parameter

@@ -62,9 +62,7 @@ class Experts(nn.Module):
 
     @classmethod
     def _adopt(cls, module: nn.Module) -> bool:
-        """Make a module with stacked parameters, now converted, one of these, in place, if it is of the kind;
-        and say whether it is.
-        """
+        """Make a converted module one of these, in place, if it is of the kind; and say whether it is."""
         if not are_experts(module) or not all(isinstance(p, NVFP4Tensor) for p in module.parameters()):
             return False
         module.__class__ = _class_of(type(module))

@@ -108,9 +108,7 @@ class Fusions:
 
 
 def _fused(parts: list[_Part]) -> tuple[LayerNormLinear | LayerNormMLP, dict[str, _Part]]:
-    """(the layer of norm and linear layer, or of these with activation and linear layer; its linear layers by
-    their names in it)
-    """
+    """(the layer that parts become, its linear layers by their names in it)"""
     kind = LayerNormMLP if len(parts) == 4 else LayerNormLinear
     made = kind.__new__(kind)
     nn.Module.__init__(made)

@@ -170,9 +170,7 @@ class GroupedLinear(nn.Module):
         return torch.cat(outputs)
 
     def _records(self, recipe: Recipe, is_first: bool | None, x_needs: bool):
-        """(the quantized weight of each group, or None where each product is to quantize its own; what says
-        whether they still are what they are)
-        """
+        """(each group's quantized weight, or None: products quantize their own; what says they still hold)"""
         weight, cache = self.weight, self._weight_cache
         if isinstance(weight, NVFP4Tensor):
             check_primary(weight, recipe)

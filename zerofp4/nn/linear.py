@@ -88,9 +88,7 @@ def by_autocast(x: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_shared(x: torch.Tensor) -> None:
-    """Raises ValueError, for a layer that follows no recipe inside of autocast, where x is what another layer
-    takes.
-    """
+    """Raises ValueError if x was quantized for other layers, and this one follows no recipe in autocast."""
     if isinstance(x, QuantizedTensor) and current_recipe() is not None:
         raise ValueError("x is quantized, but the layer follows no recipe: it takes what quantize_input took")
 
@@ -146,9 +144,7 @@ def sets_flag(layer: nn.Module) -> bool:
 
 
 def gradient_after_sum(parameter: nn.Parameter) -> torch.Tensor | None:
-    """What autograd gets after the sum: None, or zeros without memory, for hooks, where the framework's flag
-    asks for them.
-    """
+    """What autograd gets after the sum: None, or zeros without memory if the flag asks for a gradient."""
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True

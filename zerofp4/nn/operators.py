@@ -110,9 +110,7 @@ def _buffers_of(record: Storage) -> list[torch.Tensor | None]:
 
 
 class _Weight(NamedTuple):
-    """What both operators are told of the weight: the buffers of one that was quantized before, or else a
-    tensor, which is quantized unless a cache has it.
-    """
+    """The weight as operators take it: buffers quantized before, or a tensor, which a cache may have."""
 
     tensor: torch.Tensor | None
     primary: list[torch.Tensor | None]

@@ -64,9 +64,7 @@ class Quantizers:
         return not self.quantized_backward or (self._is_exact and self.is_nvfp4 and rows_are_enough(weight))
 
     def rows(self, weight: NVFP4Storage) -> tuple | None:
-        """What C++ multiplies: data, compact scales and amax of a weight's rows, block_rows and e4m3_max.
-        None for a weight whose columns are multiplied, too.
-        """
+        """(data, scale, amax, block_rows, e4m3_max) of rows, for C++; None if columns are multiplied, too."""
         if weight.block != self.recipe.weight_block or not self.reads_rows(weight):
             return None
         copy = weight.rowwise
@@ -193,9 +191,7 @@ def check_primary(weight: NVFP4Tensor, recipe: Recipe) -> None:
 
 
 def rows_are_enough(record: NVFP4Storage) -> bool:
-    """Whether exact products of the columnwise copy may take the rows: both have the same values, or there
-    are no others.
-    """
+    """Whether exact products of columns may read rows: they have the same values, or there are no others."""
     return record.rowwise is not None and (record.block == (BLOCK, BLOCK) or record.columnwise is None)
 
 
@@ -305,9 +301,7 @@ class WeightCache:
 
 
 def weight_state(weight: torch.Tensor) -> tuple:
-    """What changes when a weight is replaced or written to. (A write through `.data` is not seen by torch's
-    version counter.)
-    """
+    """Changes when a weight is replaced or written to. torch counts no writes through `.data`."""
     if isinstance(weight, QuantizedTensor):
         with torch._C.DisableTorchFunctionSubclass():
             return id(weight), None if weight.is_inference() else weight._version
@@ -353,9 +347,7 @@ def make_primary(layer: nn.Module) -> None:
 
 
 def watch_assignments(module: nn.Module) -> None:
-    """Have load_state_dict(assign=True) of the module, or of one around it, warn of quantized weights that
-    become ordinary parameters.
-    """
+    """Have load_state_dict(assign=True) warn of quantized weights that become ordinary parameters."""
     hooks = module._load_state_dict_pre_hooks.values()
     if all(getattr(hook, "hook", None) is not _warn_of_assignments for hook in hooks):
         module.register_load_state_dict_pre_hook(_warn_of_assignments)

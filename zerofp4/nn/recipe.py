@@ -203,9 +203,7 @@ def _recipe_in(contexts: Contexts, layer: nn.Module | None) -> Recipe | None:
 
 
 def _recipes_of_modules(recipe: Recipe, model: nn.Module | None) -> dict[nn.Module, Recipe | None]:
-    """Of every module of the model that may be a layer. The first name that a layer, or a module that it is
-    in, has counts.
-    """
+    """Of every module that may be a layer: the first name counts that it, or a module around it, has."""
     if model is None and not recipe.modules:
         return {}
     if model is None:

@@ -159,9 +159,7 @@ def run_list(make: Callable[[Sequence[int]], Any], words: Sequence[int], fields:
 
 
 class Filled:
-    """Orders uses of a long-lived buffer after the copy that filled it, across streams. Call note() after
-    filling it, and wait() before each use.
-    """
+    """Orders uses of a buffer on any stream after its copy: note() after that, wait() before each use."""
 
     def __init__(self, device: torch.device):
         self._device = device

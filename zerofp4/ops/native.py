@@ -1,6 +1,4 @@
-"""What the extensions offer besides operators: products and layers without the dispatcher, buffers that
-torch.compile reads, and what the build has.
-"""
+"""What the extensions offer besides operators: calls without the dispatcher, readers, build_info()."""
 
 from collections.abc import Callable
 from typing import Any
@@ -89,9 +87,7 @@ def buffer_reader(name: str) -> Callable:
 
 
 def flatten_method(cls: type) -> Callable:
-    """The method __tensor_flatten__ of a class of tensors with a record: (names of its buffers, values of
-    the fields that its context_fields name).
-    """
+    """A class's __tensor_flatten__: (names of its record's buffers, values of its context_fields)."""
     return _C.flatten_method(cls, [(*side_and_layout(name), name) for name in side_names(SCALE_LAYOUTS)])
 
 

@@ -67,9 +67,7 @@ def average(pieces: torch.Tensor | PeerRows, out, own=None, rank: int = 0, squar
 
 
 def norm_of_squares(words: torch.Tensor) -> torch.Tensor:
-    """float32 []: the root of the sum that words stand for, int64 [SQUARES[1]], copies and ranks added up.
-    Waits for nothing.
-    """
+    """float32 []: the norm of int64 [SQUARES[1]] words, copies and ranks added up. Waits for nothing."""
     # 2 ** (8 i - 150), as bits: for exp2() of float64, torch compiles a kernel at run time.
     exponents = torch.arange(_C.SQUARE_RANGES, dtype=torch.int64, device=words.device) * 8 - 150
     powers = ((exponents + 1023) << 52).view(torch.float64)
@@ -375,9 +373,7 @@ class AdamWStage:
         self._plan.run("begin", options, self._firsts[first], addresses)
 
     def update(self, brought: RankGradients | None = None) -> None:
-        """brought: those of the other ranks; then what begin() was given are this rank's own, of the same
-        dtype.
-        """
+        """brought: gradients of the other ranks, of begin()'s dtype; begin() got this rank's own then."""
         self._plan.run("update", _C.GradientPieces() if brought is None else brought.pieces())
 
 

@@ -1,6 +1,4 @@
-"""What the exact backend of a product is made of: its operands are dequantized together, which gives alpha as
-well, and multiplied by cuBLASLt, or by torch.
-"""
+"""The exact backend of a product: values and alpha in one launch, multiplied by cuBLASLt or by torch."""
 
 import functools
 from collections.abc import Sequence

@@ -41,9 +41,7 @@ def _addresses(data: str, scale: str, side: Side | None) -> tuple[int, ...]:
 
 
 class Quantization:
-    """The quantization of matrices [rows, cols] of a dtype with one set of options: what is left for a call
-    are addresses. stacked: of stacks of such matrices.
-    """
+    """Quantizes [rows, cols] matrices of one dtype with one set of options. stacked: stacks of them."""
 
     def __init__(self, dtype, matrix, block_rows, hadamard, random_signs, e4m3_max, error, stacked):
         self._hadamard, self._stacked = hadamard, stacked
@@ -62,9 +60,7 @@ class Quantization:
     def run(
         self, x, sides: Sides, amax=None, columnwise_amax=None, rng_state=None, skip=None, values=None
     ) -> None:
-        """Quantize x, which has elements; the arguments have been checked. values: where those of the codes
-        go, which need no buffer then.
-        """
+        """Quantize x, checked and not empty. values: where the codes' values go; no buffer is needed then."""
         places = self._places(x, sides, amax, columnwise_amax, rng_state)
         experts = x.shape[0] if self._stacked else 1
         self._native.run(*places, address_of("skip", skip), experts, address_of("values", values))
@@ -172,9 +168,7 @@ def _quantize_mxfp8(x, skip, *buffers) -> None:
 def draw_rng_state(
     device: torch.device, generator: torch.Generator | None, count: int | None = None
 ) -> torch.Tensor:
-    """int64 [2] on `device`, or [count, 2]: seed and offset from torch.randint, with the generator on its own
-    device.
-    """
+    """int64 [2] or [count, 2] on `device`: seed and offset, by torch.randint on the generator's device."""
     shape = (2,) if count is None else (count, 2)
     drawn_on = device if generator is None else generator.device
     drawn = torch.randint(2**63 - 1, shape, dtype=torch.int64, device=drawn_on, generator=generator)

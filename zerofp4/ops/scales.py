@@ -99,9 +99,7 @@ backend("unpad_scale")(functools.partial(_change_scale, pad=False))
 
 
 def _change_layouts(sources, targets, matrices, layout: str, pad: bool) -> None:
-    """Fill targets from sources: compact scales to `layout` (`pad`), or back. matrices: (rows, cols,
-    block_rows) of the quantized matrices.
-    """
+    """Compact scales to `layout` (`pad`), or back. matrices: (rows, cols, block_rows) of the codes."""
     words = _words(sources, targets, matrices, layout)
     if words:
         on_cpu = sources[0].is_cpu

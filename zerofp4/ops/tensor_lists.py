@@ -1,6 +1,4 @@
-"""What a step asks of hundreds of tensors at once, in loops of zerofp4._autograd; Addresses notices moved
-storage.
-"""
+"""What a step asks of hundreds of tensors at once, in C++; and Addresses, which notices moved storage."""
 
 import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -122,9 +120,7 @@ class Addresses:
         self._aliases = [tensor.detach() for tensor in self._tensors] if hold and self._on_gpu else []
 
     def glance(self) -> RuntimeError | None:
-        """What a step asks before it reads or writes: an error for the first thing that is known to have
-        moved.
-        """
+        """Asked before a step reads or writes: an error for the first thing that is known to have moved."""
         if self._on_gpu and not self._adapted and self._rebindings == rebindings():
             return None
         return self.find_moved()

@@ -313,9 +313,7 @@ class Plan:
         return PlainTensor(self._model, key, value, name, self._dtype if is_cast else None)
 
     def _find_ignored(self, quantized: set[str]) -> list[str]:
-        """Modules with a matrix that is not quantized, as the model and as its checkpoint call them; tied
-        ones too, and no embeddings.
-        """
+        """Modules with an unquantized matrix, also tied, by model and checkpoint names; no embeddings."""
         saved = {part.key: [s.name for s in part.served()] for part in self.parts}
         found: dict[str, None] = {}
         for prefix, module in self._model.named_modules():

@@ -63,9 +63,7 @@ def weight_columns(block: tuple[int, int], columnwise: bool | None) -> bool:
 
 
 def reads_columns(block: tuple[int, int], device: torch.device) -> bool:
-    """Whether products of layers read a columnwise copy of a weight in such blocks: on FP4 tensor cores. The
-    exact backend reads its rows.
-    """
+    """Whether layers read a columnwise copy of a weight: of 16x16 blocks, on FP4 tensor cores."""
     return tuple(block) == (BLOCK, BLOCK) and ops.has_fp4_tensor_cores(device)
 
 
@@ -77,9 +75,7 @@ def check_out(
     scale_layouts: Sequence[str],
     **options: Any,
 ) -> None:
-    """Raises TypeError or ValueError unless x can be quantized into `out`, which must have these sides and
-    layouts, and these options as fields of its record.
-    """
+    """Raises TypeError or ValueError unless x can be quantized into `out`, with these sides and options."""
     if not isinstance(out, kind):
         raise TypeError(f"out must be an {kind.__name__}, got {type(out).__name__}")
     for rule in ("shape", "dtype", "device"):

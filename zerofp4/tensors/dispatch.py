@@ -183,9 +183,7 @@ def _copy_bytes(target, source: Storage, non_blocking: bool) -> None:
 
 
 def _write(tensor, values: torch.Tensor):
-    """Quantize values, which broadcast to the tensor's shape and are first rounded to its dtype, into the
-    buffers that it has.
-    """
+    """Quantize values, broadcast to the tensor's shape and rounded to its dtype, into its buffers."""
     record = tensor.record
     rounded = values.to(device=record.device, dtype=record.dtype)
     tensor._quantize_into(rounded.expand(record.shape).contiguous(), record)

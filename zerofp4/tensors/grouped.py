@@ -1,6 +1,4 @@
-"""quantize_grouped and GroupedNVFP4: groups of consecutive rows in one storage, for products with
-experts.
-"""
+"""quantize_grouped and GroupedNVFP4: groups of consecutive rows, for products with experts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -249,9 +247,7 @@ def _host_sizes(m_splits: Sequence[int] | torch.Tensor, tokens: int) -> tuple[in
 
 
 def sizes_on(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [groups], copied to the device without waiting for it. Raises RuntimeError while a CUDA graph is
-    captured.
-    """
+    """int64 [groups], copied without waiting. Raises RuntimeError while a CUDA graph is captured."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(sizes, dtype=torch.int64, device=device)
     if is_capturing(device):

@@ -113,9 +113,7 @@ def _warn_of_clipping(tensor: torch.Tensor, frame: types.FrameType) -> None:
 
 
 def check_not_averaged(ids: Set[int]) -> None:
-    """Raise RuntimeError if a DistributedDataParallel has a parameter with one of these ids, for an optimizer
-    that averages gradients in backward passes.
-    """
+    """Raise RuntimeError if a DistributedDataParallel, which averages too, has one of these parameters."""
     if _are_in_ddp(ids):
         gc.collect()  # a wrapper that was deleted may be in a cycle
         if _are_in_ddp(ids):

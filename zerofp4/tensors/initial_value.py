@@ -24,9 +24,7 @@ def note_master(parameter: torch.Tensor) -> None:
 
 
 def had_master(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is a quantized weight with a master, now or before, and nobody has written to the
-    weight since.
-    """
+    """Whether a quantized weight has, or had, a master, and nobody has written to it since."""
     record = record_of(parameter)
     return record is not None and HAD_MASTER in record.attachments
 
@@ -81,9 +79,7 @@ def is_kept_by(record: Storage, values: torch.Tensor, present: Callable[[], torc
 
 
 def take_initial_value(target: Storage, source: Storage) -> None:
-    """The target, where it has an initial value, has got the source's bytes: it begins with what the source
-    begins with.
-    """
+    """The target took the source's bytes: if it has an initial value, it gets the source's."""
     target.attachments.pop(HAD_MASTER, None)
     if target.attachments.pop(INIT_VAL, None) is None:
         return

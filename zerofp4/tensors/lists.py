@@ -92,9 +92,7 @@ def unswizzle_scales(
 
 
 def _change(scales, side: str, block_rows: int | None, *, compact: bool) -> list[torch.Tensor]:
-    """From compact scales, or back. block_rows is that of pairs; None where their shape tells it, as it does
-    for compact scales.
-    """
+    """From compact scales, or back. block_rows: of pairs; None if their shape tells it."""
     done: dict[int, torch.Tensor] = {}
     arguments: dict[int, tuple] = {}
     """(scale, rows, cols, block_rows) by index."""

@@ -41,9 +41,7 @@ def plain(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 
 
 class Dequantize(torch.autograd.Function):
-    """A quantized tensor to the plain tensor of its values, rounded once to dtype; the gradient passes
-    through.
-    """
+    """A quantized tensor to its values, rounded once to dtype; the gradient passes through."""
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -112,9 +110,7 @@ def linear_gradients(
 
 
 class MatMul(torch.autograd.Function):
-    """torch.matmul(a, b) with its broadcasting, or torch.addmm(bias, a, b) of matrices, where a or b is
-    quantized.
-    """
+    """torch.matmul(a, b), or torch.addmm(bias, a, b) of matrices, where a or b is quantized."""
 
     @staticmethod
     def forward(ctx, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

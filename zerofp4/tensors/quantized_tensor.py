@@ -81,9 +81,7 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def rowwise_data(self) -> torch.Tensor | None:
-        """The elements of the rowwise copy. Assigning rebinds: another buffer of that shape and dtype becomes
-        them.
-        """
+        """The elements of the rowwise copy. Assigning takes another buffer of that shape and dtype."""
         return self.record.rowwise_data
 
     @rowwise_data.setter
@@ -122,10 +120,7 @@ class QuantizedTensor(torch.Tensor):
         return ops.padded_scale(self.record, side_of(columnwise), "swizzled")
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values as a plain tensor of dtype (default: the logical one), rounded once from float32.
-
-        Differentiable.
-        """
+        """The values as a plain tensor of dtype (default: its own), rounded once. Differentiable."""
         return torch.dequantize(self) if dtype is None else products.Dequantize.apply(self, dtype)
 
     def _describe(self) -> list[str]:
@@ -213,9 +208,7 @@ def _set_data(tensor: QuantizedTensor, value: torch.Tensor) -> None:
 
 
 def _in_dtype_of(values: torch.Tensor, tensor: QuantizedTensor) -> QuantizedTensor | None:
-    """The tensor in the dtype, and on the device, of these values; None unless they are its own in another
-    dtype.
-    """
+    """The tensor in the dtype and on the device of its own values, if these are its own; else None."""
     is_dtype = values.dtype in {*WEIGHT_DTYPES} - {tensor.dtype}
     if isinstance(values, QuantizedTensor) or not is_dtype or values.shape != tensor.shape:
         return None

@@ -118,9 +118,7 @@ class Quantizer:
         return out
 
     def _layout(self, x: torch.Tensor) -> _Layout | None:
-        """That of x's shape and dtype, remembered; None where somebody traces or transforms the call. Raises
-        as q(x) does for an x that cannot be quantized.
-        """
+        """Of x, remembered; None if the call is traced or transformed. Raises as q(x) for a wrong x."""
         check_values(x)
         if not ops.is_plain_call(x):
             return None

@@ -125,9 +125,7 @@ def collective(func, args: tuple, kwargs: dict) -> tuple | None:
 
 
 def _broadcast(func, tensors, group, root, root_tensor=0, async_op=True, timeout=-1) -> tuple:
-    """Every buffer of the root's tensors into the same buffer of the other ranks', whose formats must be the
-    same.
-    """
+    """The root's buffers into the other ranks', whose formats must be the same."""
     records, unboxed = [record_of(tensor) for tensor in tensors], dist.ProcessGroup.unbox(group)
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = root, root_tensor, False
