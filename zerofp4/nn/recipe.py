@@ -51,8 +51,8 @@ class NVFP4Recipe:
     def __post_init__(self) -> None:
         check_block(self.weight_block)
         object.__setattr__(self, "weight_block", tuple(self.weight_block))
-        check_transform(1, True, self.hadamard, self.random_signs)
         check_rounding(False, self.four_over_six)
+        check_transform(1, True, self.hadamard, self.random_signs)
         _finish(self)
 
 
