@@ -22,7 +22,7 @@ def capture(monkeypatch):
     """Pretends a capture on the CPU: capture(True) to capture(False)."""
 
     def pretend(capturing: bool) -> None:
-        for module in (zerofp4.cast.plan, zerofp4.cast.status, zerofp4.ops.device):
+        for module in (zerofp4.ops, zerofp4.ops.device):
             monkeypatch.setattr(module, "is_capturing", lambda device: capturing)
 
     return pretend

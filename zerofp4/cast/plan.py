@@ -9,24 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofp4 import distributed
+from zerofp4 import distributed, ops
 from zerofp4.cast.reduced_vector import ReducedVector
 from zerofp4.cast.request import CastRequest, check_refresh, check_request, matrix_name
 from zerofp4.cast.scales import gathered_buffers, gathered_shards, travelling_scales, travelling_shards
 from zerofp4.cast.signature import Signature, check_agreement, describe, plan_hash
 from zerofp4.cast.status import PEER_MESSAGE, StepStatus
 from zerofp4.distributed import GroupReference, OwnError, PackedGather, Pending, attempt
-from zerofp4.ops import (
-    Addresses,
-    GatherHeader,
-    MasterPiece,
-    NativePlan,
-    PostStage,
-    increment_versions,
-    is_capturing,
-    load_cast,
-    target_of,
-)
 from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage
 
@@ -106,7 +95,7 @@ class CastPlan:
         """An error on any rank is raised on all of them."""
         if not error:
             # What this rank cannot run must be known to all before any waits for the others.
-            _, error = attempt(target_of, request.device)
+            _, error = attempt(ops.target_of, request.device)
         number = 0
         if group is not None:
             _built[group] = number = _built.get(group, 0) + 1
@@ -140,7 +129,7 @@ class CastPlan:
         self._own_found_inf = torch.zeros(1, dtype=torch.float32, device=request.device)
         self._status = StepStatus(request.device)
         self._hash = plan_hash(signatures)
-        self._stages, self._post = NativePlan(request.device), PostStage(request.device)
+        self._stages, self._post = ops.NativePlan(request.device), ops.PostStage(request.device)
         self._gather: PackedGather | None = None
         """Made by the first all_gather()."""
         self._scale_gather: PackedGather | None = None
@@ -197,7 +186,7 @@ class CastPlan:
         every = self._gather is None  # it takes addresses of its own
         if self._gather is None:
             self._gather = self._build_gather()
-        capturing = self._sharded and is_capturing(self._device)
+        capturing = self._sharded and ops.is_capturing(self._device)
         moved = self.find_moved() if every or capturing else self.addresses.glance()
         self._gather.queue(OwnError(moved))
         if self._sharded and not capturing:
@@ -244,7 +233,7 @@ class CastPlan:
     # The stages of a step, for whoever queues other work between them: the engine, FSDP2, FusedAdamW. First
     # amaxes that an optimizer leaves.
 
-    def master_pieces(self) -> list[MasterPiece]:
+    def master_pieces(self) -> list[ops.MasterPiece]:
         """What this rank owns, one piece per matrix, for an optimizer that leaves amaxes in `reduced`. The
         pieces of the experts of a weight follow one another, and lie one behind the other in its master.
 
@@ -279,7 +268,7 @@ class CastPlan:
         """
         if self._amaxes is Amaxes.NONE:
             raise RuntimeError("end_update() without begin_update() since the last step or refresh()")
-        self._amaxes = Amaxes.CAPTURED if is_capturing(self._device) else Amaxes.LEFT
+        self._amaxes = Amaxes.CAPTURED if ops.is_capturing(self._device) else Amaxes.LEFT
 
     def run(self, error: OwnError, borrowed: Iterable[torch.Tensor | None] = ()) -> OwnError:
         """A step of a rank whose error, if it has found one, is raised once it has joined the others.
@@ -326,7 +315,7 @@ class CastPlan:
         if late:
             message = f"an earlier call had no effect: {late.take()}. This step took place"
             late = OwnError(RuntimeError(message))
-        capturing = is_capturing(self._device)
+        capturing = ops.is_capturing(self._device)
         if capturing and not error:
             error = OwnError(self.find_moved())
         if error:
@@ -359,7 +348,7 @@ class CastPlan:
             self._stages.run("cast_from", matrix, row)
         if self._scale_gather is not None:
             self._scale_gather.pack()
-        if not is_capturing(self._device):
+        if not ops.is_capturing(self._device):
             self._status.queued()
         if self._request.on_nonfinite == "raise":
             self._status.wait()
@@ -397,7 +386,7 @@ class CastPlan:
         records = self._request.records
         bad = [matrix_name(i, records[i], e) for i, e in self._vector.nonfinite_matrices()]
         # The others were written, and post() may never come.
-        increment_versions(self._request.versioned)
+        ops.increment_versions(self._request.versioned)
         raise FloatingPointError(
             f"master weights with NaN or Inf (after rounding to the weight's dtype): {', '.join(bad)}; "
             "these weights and their amax groups were not changed"
@@ -424,7 +413,7 @@ class CastPlan:
             raise ValueError("the codes of some ranks are in fsdp_shard_model_weights: gather those")
         numels = [record.shape.numel() for record in self.records]
         distributed.check_ownership(self._names, numels, self._rank_shards)
-        header = GatherHeader(self.reduced, self._hash, self._status.word)
+        header = ops.GatherHeader(self.reduced, self._hash, self._status.word)
         shards = [gathered_shards(self.records, of_rank) for of_rank in self._rank_shards]
         return PackedGather(
             gathered_buffers(self.records), shards, self.group(), self._request.device, header
@@ -457,13 +446,13 @@ class CastPlan:
 
     def note_written(self) -> None:
         """The other half: a backward pass through the old values fails from now on."""
-        increment_versions(self._request.versioned)
+        ops.increment_versions(self._request.versioned)
 
     # Addresses
 
     def _take_addresses(self) -> None:
         items, options = self._vector.items(self._request), {"hash": self._hash, "status": self._status.word}
-        load_cast(self._stages, items, self.reduced, found_inf=self.found_inf, **options)
+        ops.load_cast(self._stages, items, self.reduced, found_inf=self.found_inf, **options)
         self._post.bind(self.records)
         if self._gather is not None:
             self._gather.bind(gathered_buffers(self.records))
@@ -471,10 +460,10 @@ class CastPlan:
             self._scale_gather.bind(travelling_scales(self.records))
         self.addresses = self._present_addresses()
 
-    def _present_addresses(self, *, hold: bool = True) -> Addresses:
+    def _present_addresses(self, *, hold: bool = True) -> ops.Addresses:
         request = self._request
         weights = dict(zip(self._names, request.weights, strict=True))
-        return Addresses(weights, request.shard_tensors(), hold=hold)
+        return ops.Addresses(weights, request.shard_tensors(), hold=hold)
 
     def find_moved(self) -> RuntimeError | None:
         """An error for the first weight, master or buffer that has moved since the plan took its address."""

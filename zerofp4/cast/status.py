@@ -4,24 +4,17 @@ import ctypes
 
 import torch
 
+from zerofp4 import ops
 from zerofp4.distributed import OwnError
-from zerofp4.ops import (
-    GATHER_REFUSED,
-    GATHER_WITHOUT_STEP,
-    PEER_ERROR,
-    PLAN_MISMATCH,
-    STATUS_RANK_SHIFT,
-    current_stream,
-    is_capturing,
-)
 
 PEER_MESSAGE = "another rank could not take part in the cast; no rank changed a weight"
 
 _MESSAGES = {
-    PEER_ERROR: PEER_MESSAGE,
-    PLAN_MISMATCH: "the ranks are running different cast plans; no rank changed a weight",
-    GATHER_REFUSED: "rank {rank} could not take part in all_gather(); no rank changed a weight",
-    GATHER_WITHOUT_STEP: "all_gather() came after a step that did not take place; no rank changed a weight",
+    ops.PEER_ERROR: PEER_MESSAGE,
+    ops.PLAN_MISMATCH: "the ranks are running different cast plans; no rank changed a weight",
+    ops.GATHER_REFUSED: "rank {rank} could not take part in all_gather(); no rank changed a weight",
+    ops.GATHER_WITHOUT_STEP: "all_gather() came after a step that did not take place; no rank "
+    "changed a weight",
 }
 
 _retired: list[tuple[torch.cuda.Event, torch.Tensor]] = []
@@ -63,7 +56,7 @@ class StepStatus:
         if self._done is None:
             self.wait()
             return
-        handle = current_stream(self._device.index)
+        handle = ops.current_stream(self._device.index)
         if handle != self._handle:  # making a Stream takes the host longer than recording the event
             self._handle, self._stream = handle, torch.cuda.current_stream(self._device)
         self._done.record(self._stream)
@@ -74,12 +67,12 @@ class StepStatus:
         if status == 0:
             return None
         self._value.value = 0
-        rank, kind = divmod(status, 1 << STATUS_RANK_SHIFT)
+        rank, kind = divmod(status, 1 << ops.STATUS_RANK_SHIFT)
         return RuntimeError(_MESSAGES[kind].format(rank=rank))
 
     def wait(self) -> None:
         """Wait for the last one and raise what take() returns; nothing while a CUDA graph is captured."""
-        if is_capturing(self._device):
+        if ops.is_capturing(self._device):
             return
         if self._done is not None:
             self._done.synchronize()

@@ -7,19 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from zerofp4 import ops
 from zerofp4.distributed.collectives import GroupReference, OwnError, all_gather_slices, rank_and_size
 from zerofp4.layout import round_up
-from zerofp4.ops import (
-    GATHER_FAILED,
-    GATHER_OTHER,
-    GATHER_PRESENT,
-    GATHER_VECTOR,
-    GatherHeader,
-    GatherRun,
-    NativePlan,
-    addresses_of,
-    load_gather,
-)
 from zerofp4.shard import Shard, byte_range, find_gap, find_overlap
 
 
@@ -41,20 +31,20 @@ class PackedGather:
         shards: Sequence[Sequence[Shard]],
         group: dist.ProcessGroup | None,
         device: torch.device,
-        header: GatherHeader | None = None,
+        header: ops.GatherHeader | None = None,
         zeros: Callable[[Sequence[int], torch.dtype], torch.Tensor] | None = None,
     ):
         self.group = GroupReference(group)
         self.rank, self.size = rank_and_size(group)
         self._shards = shards
         self._offsets, lengths = zip(*map(_offsets, shards), strict=True)
-        shape = self.size, round_up(max(lengths), GATHER_VECTOR)
+        shape = self.size, round_up(max(lengths), ops.GATHER_VECTOR)
         zeros = zeros or functools.partial(torch.zeros, device=device)
         self.staging = zeros(shape, dtype=torch.uint8)
         self._states = self.staging.view(torch.int32)[:, 0]
         self._low = self._find_low_codes()
         self._header = header
-        self._stages = NativePlan(device) if self.size > 1 else None
+        self._stages = ops.NativePlan(device) if self.size > 1 else None
         self.bind(buffers)
 
     def _address(self, rank: int, i: int) -> int:
@@ -80,18 +70,18 @@ class PackedGather:
 
     def bind(self, buffers: Sequence[torch.Tensor]) -> None:
         """Gather from and to these buffers from now on. RuntimeError, with no change, during a capture."""
-        pointers = addresses_of("rowwise_data", buffers)
+        pointers = ops.addresses_of("rowwise_data", buffers)
         if self._stages is not None:
             own = [
-                GatherRun(pointers[i] + first, self._address(self.rank, i), 0, last - first)
+                ops.GatherRun(pointers[i] + first, self._address(self.rank, i), 0, last - first)
                 for i, (first, last) in enumerate(map(byte_range, self._shards[self.rank]))
                 if last > first
             ]
             received = self._received(pointers)
-            load_gather(self._stages, self.staging, self.rank, self._header, own, received, buffers)
+            ops.load_gather(self._stages, self.staging, self.rank, self._header, own, received, buffers)
         self._pointers = pointers
 
-    def _received(self, pointers: Sequence[int]) -> list[GatherRun]:
+    def _received(self, pointers: Sequence[int]) -> list[ops.GatherRun]:
         runs = []
         for rank, of_rank in enumerate(self._shards):
             for i, shard in enumerate(of_rank):
@@ -100,13 +90,13 @@ class PackedGather:
                 last = shard.end // 2 if rank != self.rank else first + shard.start % 2
                 if shard.numel and last > first:
                     low = self._low.get((rank, i), 0)
-                    runs.append(GatherRun(self._address(rank, i), pointers[i] + first, low, last - first))
+                    runs.append(ops.GatherRun(self._address(rank, i), pointers[i] + first, low, last - first))
         return runs
 
     def pack(self) -> None:
         """This rank's shards into its slot of the staging buffer."""
         if self._stages is not None:
-            self._stages.run("pack", GATHER_PRESENT)
+            self._stages.run("pack", ops.GATHER_PRESENT)
 
     def unpack(self) -> None:
         """The other ranks' shards out of their slots."""
@@ -120,18 +110,18 @@ class PackedGather:
         changes a weight, and the others find that in the header's status.
         """
         if self._stages is not None:
-            self._exchange(GATHER_FAILED if error else GATHER_PRESENT)
+            self._exchange(ops.GATHER_FAILED if error else ops.GATHER_PRESENT)
             if not error:
                 self.unpack()
         error.raise_if_any()
 
-    def run(self, state: int = GATHER_PRESENT, error: OwnError | None = None) -> bool:
+    def run(self, state: int = ops.GATHER_PRESENT, error: OwnError | None = None) -> bool:
         """Gather. Every rank of the group must call it; False if all ask for another gather (GATHER_OTHER).
 
         A rank that brings an error raises it. If one did, or only some ranks ask for another gather, all
         others raise RuntimeError, and none has changed a weight. The states are read back on the host.
         """
-        state = GATHER_FAILED if error else state
+        state = ops.GATHER_FAILED if error else state
         states = [state]
         if self._stages is not None:
             self._exchange(state)
@@ -139,16 +129,17 @@ class PackedGather:
             raise error.take()
         if self._stages is not None:
             states = self._states.tolist()
-        if GATHER_FAILED in states:
-            raise RuntimeError(f"rank {states.index(GATHER_FAILED)} found an error; no rank changed a weight")
+        if ops.GATHER_FAILED in states:
+            rank = states.index(ops.GATHER_FAILED)
+            raise RuntimeError(f"rank {rank} found an error; no rank changed a weight")
         if len(set(states)) > 1:
             raise RuntimeError(
-                f"rank {states.index(GATHER_OTHER)} owns other shards than before, rank "
-                f"{states.index(GATHER_PRESENT)} the same; no rank changed a weight"
+                f"rank {states.index(ops.GATHER_OTHER)} owns other shards than before, rank "
+                f"{states.index(ops.GATHER_PRESENT)} the same; no rank changed a weight"
             )
-        if state == GATHER_PRESENT:
+        if state == ops.GATHER_PRESENT:
             self.unpack()
-        return state == GATHER_PRESENT
+        return state == ops.GATHER_PRESENT
 
     def _exchange(self, state: int) -> None:
         self._stages.run("pack", state)
@@ -159,10 +150,10 @@ def _offsets(shards: Sequence[Shard]) -> tuple[list[int], int]:
     """Where a rank's runs of bytes lie in its slot, after the word with its state, and the end of the last.
     A run lies between vectors as it does in its weight, so that it is copied in vectors.
     """
-    offsets, length = [], GATHER_VECTOR
+    offsets, length = [], ops.GATHER_VECTOR
     for shard in shards:
         first, last = byte_range(shard)
-        offsets.append(round_up(length, GATHER_VECTOR) + first % GATHER_VECTOR)
+        offsets.append(round_up(length, ops.GATHER_VECTOR) + first % ops.GATHER_VECTOR)
         length = offsets[-1] + last - first if shard.numel else length
     return offsets, length
 

@@ -26,18 +26,9 @@ def multiply(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     contraction = round_up(max(a.shape[1], b.shape[1]), CONTRACTION_MULTIPLE)
     rows = round_up(b.shape[0], ROWS_MULTIPLE)
     left, right = codes(a, a.shape[0], contraction), codes(b, rows, contraction)
-    scales, recipe, swizzles = zip(*map(_scaling, (a, b)), strict=True)
-    out = F.scaled_mm(
-        left,
-        right.t(),
-        scales[0],
-        recipe[0],
-        scales[1],
-        recipe[1],
-        swizzle_a=swizzles[0],
-        swizzle_b=swizzles[1],
-        output_dtype=out_dtype,
-    )
+    (*scaling_a, swizzle_a), (*scaling_b, swizzle_b) = _scaling(a), _scaling(b)
+    options = {"swizzle_a": swizzle_a, "swizzle_b": swizzle_b, "output_dtype": out_dtype}
+    out = F.scaled_mm(left, right.t(), *scaling_a, *scaling_b, **options)
     return out if rows == b.shape[0] else out[:, : b.shape[0]].contiguous()
 
 

@@ -12,15 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofp4 import optim
 from zerofp4.distributed import OwnError, exchange, rank_and_size, resolve_group
-from zerofp4.optim import (
-    AveragedMasters,
-    ZeroFP4Optimizer,
-    check_one_rank_has_all,
-    master_state_dict,
-    named_tensors,
-    own_values,
-)
 from zerofp4.serving.plan import Served
 
 SHARD_BYTES = 5 * 10**9
@@ -107,7 +100,7 @@ class Export:
 def save_safetensors(
     model: nn.Module,
     folder: str | os.PathLike,
-    optimizer: ZeroFP4Optimizer | AveragedMasters | None = None,
+    optimizer: optim.ZeroFP4Optimizer | optim.AveragedMasters | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Write what master_state_dict gives as safetensors, in the form that transformers reads: files of at
@@ -123,11 +116,11 @@ def save_safetensors(
     """
     error = OwnError()
     if optimizer is None:
-        tensors, group = own_values(model, dtype), resolve_group(None)
+        tensors, group = optim.own_values(model, dtype), resolve_group(None)
     else:
-        tensors = master_state_dict(model, optimizer, dtype)
-        owner = optimizer.optimizer if isinstance(optimizer, AveragedMasters) else optimizer
-        check_one_rank_has_all(owner, "save_safetensors()")
+        tensors = optim.master_state_dict(model, optimizer, dtype)
+        owner = optimizer.optimizer if isinstance(optimizer, optim.AveragedMasters) else optimizer
+        optim.check_one_rank_has_all(owner, "save_safetensors()")
         group = owner.process_group()
     if rank_and_size(group)[0] == 0:
         with error:
@@ -142,7 +135,7 @@ def _write(
 ) -> None:
     served = [
         Served(key, dtype if is_parameter else value.dtype, tuple(value.shape))
-        for key, value, is_parameter in named_tensors(model)
+        for key, value, is_parameter in optim.named_tensors(model)
     ]
     export = Export(folder, served)
     try:

@@ -5,27 +5,17 @@ from collections.abc import Sequence
 
 import torch
 
+from zerofp4 import storage
 from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, FourOverSix
 from zerofp4.layout import ceil_div, columnwise_rows, round_up
 from zerofp4.ops import draw_rng_state, grouped_shapes, is_capturing
-from zerofp4.storage import (
-    BUFFERS,
-    NVFP4Storage,
-    Scheme,
-    Side,
-    Sides,
-    check_block,
-    empty_buffer,
-    scale_name,
-    sides_of,
-)
 from zerofp4.tensors.arguments import check_generator, check_values, detached, kernel_input
 from zerofp4.tensors.nvfp4 import NVFP4Tensor
 from zerofp4.tensors.quantized_tensor import wrap
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class GroupedNVFP4(Sides):
+class GroupedNVFP4(storage.Sides):
     """Groups of consecutive rows of a [tokens, K] matrix, each quantized as a tensor of its own with blocks
     of 1x16. A buffer that does not exist is None.
 
@@ -111,7 +101,7 @@ class GroupedNVFP4(Sides):
                 "number of them"
             )
         options = {"hadamard": self.hadamard, "random_signs": self.random_signs}
-        record = NVFP4Storage(torch.Size((rows, cols)), self.dtype, self.block, **options)
+        record = storage.NVFP4Storage(torch.Size((rows, cols)), self.dtype, self.block, **options)
         if self.rowwise is not None:
             record.rowwise = self._rowwise(rows, data_row, scale_row)
         if self.columnwise is not None:
@@ -126,16 +116,16 @@ class GroupedNVFP4(Sides):
         """All groups as NVFP4Tensors (see `grouped[g]`)."""
         return [self[group] for group in range(len(self))]
 
-    def _rowwise(self, rows: int, data_row: int, scale_row: int) -> Side:
+    def _rowwise(self, rows: int, data_row: int, scale_row: int) -> storage.Side:
         padded = slice(scale_row, scale_row + round_up(rows, ATOM_ROWS))
         own = slice(data_row, data_row + rows)
         scales = {
             layout: scale[own if layout == "compact" else padded]
             for layout, scale in self.rowwise.scales.items()
         }
-        return Side(self.rowwise.data[own], scales)
+        return storage.Side(self.rowwise.data[own], scales)
 
-    def _columnwise(self, rows: int, data_row: int, scale_row: int) -> Side:
+    def _columnwise(self, rows: int, data_row: int, scale_row: int) -> storage.Side:
         cols, blocks = self.shape[1], ceil_div(rows, BLOCK)
         padded_cols = round_up(cols, ATOM_ROWS)
 
@@ -149,7 +139,7 @@ class GroupedNVFP4(Sides):
             for layout, scale in self.columnwise.scales.items()
         }
         data = matrix(self.columnwise.data, cols * (data_row // 2), (cols, blocks * BLOCK // 2))
-        return Side(data[:, : columnwise_rows(rows, self.hadamard) // 2].contiguous(), scales)
+        return storage.Side(data[:, : columnwise_rows(rows, self.hadamard) // 2].contiguous(), scales)
 
 
 def quantize_grouped(
@@ -187,7 +177,7 @@ def quantize_grouped(
     host splits while a CUDA graph is captured.
     """
     check_values(x)
-    check_block(block)
+    storage.check_block(block)
     if tuple(block) != GroupedNVFP4.block:
         raise ValueError(
             f"block must be (1, 16) for groups, got {tuple(block)}: blocks of 16x16 are for weights, which "
@@ -197,7 +187,7 @@ def quantize_grouped(
         raise ValueError("four_over_six is not there for groups: quantize each group by itself")
     check_generator(generator, stochastic_rounding)
     copies = {"rowwise": rowwise, "columnwise": columnwise, "scale_layouts": scale_layouts}
-    scheme = Scheme.checked(block=block, hadamard=hadamard, random_signs=random_signs, **copies)
+    scheme = storage.Scheme.checked(block=block, hadamard=hadamard, random_signs=random_signs, **copies)
     if x.dim() != 2:
         raise ValueError(f"x must be a matrix [tokens, K], got shape {tuple(x.shape)}")
     sizes = _host_sizes(m_splits, x.shape[0])
@@ -208,7 +198,7 @@ def quantize_grouped(
     given = (detached("amax", amax), detached("columnwise_amax", columnwise_amax))
     options = (hadamard, random_signs)
     buffers = dict(groups.buffers())
-    outputs = [buffers.get(name) for name in BUFFERS]
+    outputs = [buffers.get(name) for name in storage.BUFFERS]
     state = draw_rng_state(x.device, generator, splits.shape[0]) if stochastic_rounding else None
     inputs = (kernel_input(x), splits, *given, *options, state)
     torch.ops.zerofp4.quantize_grouped(*inputs, *outputs, offsets, error)
@@ -216,13 +206,16 @@ def quantize_grouped(
     return GroupedNVFP4(x.shape, x.dtype, sizes, *options, *places, **sides)
 
 
-def _allocate(scheme: Scheme, shapes: dict, device: torch.device) -> Sides:
+def _allocate(scheme: storage.Scheme, shapes: dict, device: torch.device) -> storage.Sides:
     """Uninitialized buffers of all groups."""
     names = [f"{side}_data" for side in scheme.sides]
-    names += [scale_name(side, layout) for side in scheme.sides for layout in scheme.scale_layouts]
+    names += [storage.scale_name(side, layout) for side in scheme.sides for layout in scheme.scale_layouts]
     names += ["amax"] + ["columnwise_amax"] * (scheme.hadamard and len(scheme.sides) == 2)
-    buffers = {name: empty_buffer(shapes[name], NVFP4Storage.buffer_dtype(name), device) for name in names}
-    return Sides(**sides_of(buffers))
+    buffers = {
+        name: storage.empty_buffer(shapes[name], storage.NVFP4Storage.buffer_dtype(name), device)
+        for name in names
+    }
+    return storage.Sides(**storage.sides_of(buffers))
 
 
 def _host_sizes(m_splits: Sequence[int] | torch.Tensor, tokens: int) -> tuple[int, ...] | None:

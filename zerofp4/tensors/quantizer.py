@@ -141,14 +141,9 @@ class Quantizer:
         if quantization is not None and amax is None and columnwise_amax is None and skip is None:
             quantization.run(x, record, rng_state=rng_state)
             return
-        ops.quantize_into(
-            x,
-            record,
-            amax=_apart(record, detached("amax", amax)),
-            columnwise_amax=_apart(record, detached("columnwise_amax", columnwise_amax)),
-            rng_state=rng_state,
-            skip=_apart(record, detached("skip", skip)),
-        )
+        given = {"amax": amax, "columnwise_amax": columnwise_amax, "skip": skip}
+        apart = {name: _apart(record, detached(name, value)) for name, value in given.items()}
+        ops.quantize_into(x, record, rng_state=rng_state, **apart)
 
     def __repr__(self) -> str:
         options = (f"{name}={value}" for name, value in self._scheme._asdict().items())
