@@ -265,9 +265,7 @@ def _stack(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _Split(torch.autograd.Function):
-    """A stack [E, N, K] to its matrices; their gradients, stacked, are its own, or, as they are in main_grad
-    already, what the parameter says.
-    """
+    """A stack [E, N, K] to its matrices; their gradients are stacked, unless main_grad has them already."""
 
     @staticmethod
     def forward(ctx, stack: torch.Tensor, sums: bool) -> tuple[torch.Tensor, ...]:

@@ -123,9 +123,7 @@ def _outside_of_the_graph(layer, x, recipe, is_first) -> torch.Tensor:
 
 
 def main_grad_of(layer: nn.Module) -> torch.Tensor | None:
-    """The float32 buffer in which the gradients of a layer's weight are added up, as Megatron calls it; None
-    where autograd gets them. Raises RuntimeError where it should be there and is not.
-    """
+    """The float32 sum of a layer's weight gradients; None if autograd gets them. RuntimeError if missing."""
     weight = layer.weight
     if not (layer.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()):
         return None

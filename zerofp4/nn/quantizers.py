@@ -142,9 +142,7 @@ class Quantizers:
 
 
 def _with_even_columns(quantizer: Quantizer, x: torch.Tensor) -> NVFP4Storage:
-    """x of an odd number of rows, whose columnwise copy ends with zeros: two codes of a column share a byte,
-    and products, which add up columns, do not see a zero.
-    """
+    """x of an odd number of rows; its columnwise copy ends with zeros, which change no product."""
     rows, cols = as_matrix(x.shape)
     record = quantizer.record(F.pad(x.reshape(rows, cols), (0, 0, 0, 1)))
     record.shape = x.shape

@@ -25,9 +25,7 @@ _neutral_amaxes: dict[torch.device, tuple[torch.Tensor, Filled]] = {}
 
 
 def neutral_amax(device: torch.device) -> torch.Tensor:
-    """float32 [1], 2688: with it dequantization's `(scale * amax) * (1/2688)` is the scale itself, for each
-    scale. Kept, one for each device.
-    """
+    """float32 [1], 2688, kept for each device: by it, dequantization gives the scale itself."""
     kept = _neutral_amaxes.get(device)
     if kept is not None:
         made, filled = kept

@@ -151,9 +151,7 @@ class MultiTensor:
             own.add_squares(target_of(squares.device), self.addresses, address_of("squares", squares))
 
     def widen(self, outputs: list[torch.Tensor]) -> None:
-        """Copy each tensor to the output in its position: contiguous, float32, as long as the tensor and on
-        its device. Outputs of tensors that are None keep their values.
-        """
+        """Copy tensors to `outputs`, contiguous float32 on their device; None leaves its output as it is."""
         addresses = pointers(outputs)
         for own in self._lists:
             own.widen(target_of(outputs[0].device), self.addresses, addresses)

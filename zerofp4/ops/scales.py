@@ -76,9 +76,7 @@ def _are_as_usual(scales: Sequence[torch.Tensor], shapes: Sequence[tuple[int, in
 
 
 def _allocate(like: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Uninitialized tensors of the dtype and on the device of `like`. Those of a shape share a storage,
-    where each then begins at an address that kernels read whole vectors from.
-    """
+    """Uninitialized tensors like `like`; those of a shape share a storage, aligned for vector reads."""
     made: dict[tuple[int, int], Iterator[torch.Tensor]] = {}
     for shape, count in collections.Counter(shapes).items():
         if shape[0] * shape[1] * like.itemsize % VECTOR_BYTES == 0:

@@ -125,9 +125,7 @@ def load_cast(
 
 
 class PostStage:
-    """Completes weights whose codes, and scales that travel, have been gathered: the columnwise codes; padded
-    scales of blocks of 1x16; all other scales of tiles whose scales travel. A launch for each kind.
-    """
+    """Completes gathered weights: columnwise codes, padded 1x16 scales, scales of tiles that travel."""
 
     def __init__(self, device: torch.device):
         self._transposes, self._padding, self._spreading = (NativePlan(device) for _ in range(3))

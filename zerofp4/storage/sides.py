@@ -34,9 +34,7 @@ def side_and_layout(name: str) -> tuple[str, str | None]:
 
 
 class Gate:
-    """Holds up reads of elements that other ranks may still be sending: after close(wait) every read calls
-    wait() first, until open(). Sides of many records may share one.
-    """
+    """Holds up reads of arriving elements: from close(wait) to open() each read calls wait() first."""
 
     __slots__ = ("_wait",)
 

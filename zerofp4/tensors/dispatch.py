@@ -164,9 +164,7 @@ def _copy_(target, source, non_blocking=False):
 
 
 def _copy_bytes(target, source: Storage, non_blocking: bool) -> None:
-    """Fill every buffer of target from a record of the same scheme; no value is quantized again. What the
-    source does not have is derived from what it has, or raises before anything is written.
-    """
+    """Fill all buffers from a record of the same scheme, derived if missing there; nothing is requantized."""
     record = target.record
     found = [(name, side, target._side_of(source, name)) for name, side in record.sides()]
     for name, side, given in found:

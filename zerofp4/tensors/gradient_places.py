@@ -74,9 +74,7 @@ class GradientPlace:
 
 
 def gradient_place(node: Any, dtype: torch.dtype) -> torch.Tensor | None:
-    """In a backward pass, the buffer to write the gradient of a node's second input to, the weight, and to
-    return; None if the gradient needs memory of its own. dtype: of the gradient.
-    """
+    """The buffer for the gradient of a node's second input, the weight; None if it needs its own memory."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _places:
         return None
     accumulation = node.next_functions[1][0]

@@ -46,9 +46,7 @@ class Holder:
         return None
 
     def watch_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
-        """From now on torch.nn.utils.clip_grad_norm_ of these parameters, frozen ones among them, warns: the
-        optimizer will average the gradients over ranks.
-        """
+        """Warn when clip_grad_norm_ of torch clips these parameters' gradients, which get averaged later."""
         self._watched = set(map(id, parameters))
         _averaging.append(weakref.ref(self, _averaging.remove))
 
@@ -124,9 +122,7 @@ def check_not_averaged(ids: Set[int]) -> None:
 
 
 def _are_in_ddp(ids: Set[int]) -> bool:
-    """Whether a DistributedDataParallel has a parameter with one of these ids. DDP leaves no mark on its
-    parameters, so this looks at every object, once for an optimizer.
-    """
+    """Whether a DistributedDataParallel has one of them. It marks no parameter: looks at every object."""
     ddp = nn.parallel.DistributedDataParallel
     models = [o for o in gc.get_objects() if issubclass(type(o), ddp)]
     return any(id(p) in ids for model in models for p in model.parameters())

@@ -55,9 +55,7 @@ def _has_codes_of(record: NVFP4Storage, value: torch.Tensor) -> bool:
 
 
 def replace_initial_value(record: Storage, values: torch.Tensor) -> None:
-    """Values, which broadcast to the record's shape, have been written to it: where it has an initial value,
-    they are it now, in the record's dtype as an ordinary parameter would hold them.
-    """
+    """Values were written to the record: an initial value becomes these, in its dtype, on the CPU."""
     record.attachments.pop(HAD_MASTER, None)
     if INIT_VAL not in record.attachments:
         return

@@ -63,9 +63,7 @@ torch.serialization.add_safe_globals([_rebuild_tensor])
 
 
 def refuse_safetensors(tensor, frame: types.FrameType) -> None:
-    """Raises TypeError where safetensors, or accelerate for it, asks for the storage of a quantized tensor,
-    which has none: what torch would raise names neither the tensor nor a way out.
-    """
+    """Raises TypeError, with ways out, if safetensors, or accelerate for it, asks for the storage."""
     if not frame.f_globals.get("__name__", "").startswith(("safetensors", "accelerate")):
         return
     name = f" {tensor.record.name!r}" if tensor.record.name else ""
@@ -77,9 +75,7 @@ def refuse_safetensors(tensor, frame: types.FrameType) -> None:
 
 
 def new_empty(tensor, size, *, dtype=None, layout=None, device=None, pin_memory=None):
-    """Of the same size and dtype and with a device given, as those ask that stage a copy there: a tensor of
-    the same format, whose buffers are uninitialized. Else a plain tensor.
-    """
+    """Given a device, and the same size and dtype, a tensor of the same format; else a plain tensor."""
     same = tuple(size) == tuple(tensor.shape) and dtype in (None, tensor.dtype)
     options = {"device": device or tensor.device, "pin_memory": bool(pin_memory)}
     if device is None or not same:
