@@ -72,7 +72,7 @@ def megatron_groups(tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[ModuleTyp
             from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
             model_parallel_cuda_manual_seed(0)
-        yield importlib.import_module("megatron_gpt")
+        yield importlib.import_module("distributed.integrations.megatron_gpt")
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 import torch
-from cases.compact import HYPERS, Whole, make_sharded
 from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients, take_step
+from distributed.optim.compact_cases import HYPERS, Whole, make_sharded
 from helpers import assert_bytes_equal
 from torch import nn
 

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from cases.matrices import MATRICES, MUON, OneProcess, make_groups
 from cases.optim import assert_all_equal, check, keywords, make_gradients, make_parameters, set_gradients
+from distributed.optim.matrix_cases import MATRICES, MUON, OneProcess, make_groups
 from torch import nn
 
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer

@@ -14,8 +14,8 @@ from cases.optim import (
     set_gradients,
     through_a_file,
 )
-from cases.updates import OPTIONS, TINY, loss_of, make, make_pair, step_of
 from distributed.engine.overlap_cases import assert_same, nothing_changes
+from distributed.engine.update_cases import OPTIONS, TINY, loss_of, make, make_pair, step_of
 from helpers import needs_gpu
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -4,12 +4,12 @@ import contextlib
 
 import torch
 from cases.optim import assert_all_equal, keywords
-from cases.updates import OPTIONS, TINY, loss_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zerofp4
+from distributed.engine.update_cases import OPTIONS, TINY, loss_of
 from distributed.optim.cases import all_bytes
 from zerofp4.engine import CollectiveTransport
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer

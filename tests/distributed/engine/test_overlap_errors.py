@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import updates
 from cases.optim import assert_all_equal, keywords
 
 from distributed.cases import raising
+from distributed.engine import update_cases
 from distributed.engine.overlap_cases import (
     OPTIONS,
     SMALL,
@@ -112,7 +112,7 @@ def test_a_gradient_that_cannot_be_sent(world):
 def test_a_weight_that_two_reentrant_segments_use(world):
     """It gets a second gradient after the first was sent. Other weights have one, and travel as ever."""
     options = {"transport": "collective", "bucket_mb": SMALL}
-    models = [updates.make(world, overlap, **options) for overlap in (None, "backward")]
+    models = [update_cases.make(world, overlap, **options) for overlap in (None, "backward")]
     net, optimizer = models[1]
     with nothing_changes(net, optimizer):
         loss_of(net, world, 0, reentrant=True).backward()

@@ -11,12 +11,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.optim import assert_all_equal, keywords, make_parameters
-from cases.updates import OPTIONS, SERVED, SMALL, TINY, loss_of, make, make_pair, moved, step_of
 
 from distributed.cases import is_last
 from distributed.engine.file_peers import sharing_files
 from distributed.engine.overlap_cases import assert_same, break_off, nothing_changes
 from distributed.engine.peer_checks import gpu_of
+from distributed.engine.update_cases import (
+    OPTIONS,
+    SERVED,
+    SMALL,
+    TINY,
+    loss_of,
+    make,
+    make_pair,
+    moved,
+    step_of,
+)
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
 from zerofp4 import ops

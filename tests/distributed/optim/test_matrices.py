@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from cases.matrices import BESIDE, MATRICES, MUON, OneProcess, make_groups
 from cases.optim import (
     assert_all_equal,
     check,
@@ -26,6 +25,7 @@ from distributed.optim.cases import (
     model_bytes,
     parameters_of,
 )
+from distributed.optim.matrix_cases import BESIDE, MATRICES, MUON, OneProcess, make_groups
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
 from zerofp4.engine.assignment import longest_first

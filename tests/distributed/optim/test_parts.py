@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from cases.matrices import MATRICES, OneProcess
 from cases.optim import keywords, make_gradients, make_parameters, set_gradients
 
+from distributed.optim.matrix_cases import MATRICES, OneProcess
 from distributed.optim.test_matrices import check_same
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor

@@ -7,11 +7,11 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from helpers import assert_bytes_equal, assert_values_equal
-
 from cases import fused
 from cases.fused import COMPACT_STATE, is_compact
 from cases.optim import assert_weights_follow, make_parameters, plain_masters
+from helpers import assert_bytes_equal, assert_values_equal
+
 from zerofp4 import ops, reference
 from zerofp4.format import STATE_GROUP
 from zerofp4.layout import ceil_div

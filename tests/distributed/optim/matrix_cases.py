@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-
 from cases.optim import make_parameters, plain_masters
+
 from zerofp4.optim import FusedAdamW
 
 # Ragged tiles, one row, one column, wide and tall, a stack of five, one of one.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from cases.optim import keywords
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zerofp4
-from cases.optim import keywords
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
