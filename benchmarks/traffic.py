@@ -159,39 +159,3 @@ def count_floors(timer: Timer, step: Step, speeds: Speeds, measured: Mapping[str
             timer.count(f"floor_{part}", "milliseconds", floor, rule)
         rule = f"{part} over what its bytes take: {' + '.join(f'{p} {floors[p]:.3g}' for p in names)} ms"
         timer.count(f"{part}_over_floor", "ratio", measured[part] / floor, rule)
-
-
-# What ranks send to other hosts
-
-GRADIENT_BYTES = 2
-
-
-def sent_of(shapes: Shapes, ranks: int, way: str, of_host: int) -> dict[str, tuple[float, float]]:
-    """By what it is, bytes of a step that a rank sends to its host and to other hosts; bf16 gradients.
-
-    way: how gradients travel. "collective": a rank sends 2n to every other rank. "reduce_scatter": 2N around
-        rings.
-    of_host: ranks of a host, which are numbered host by host.
-
-    Codes, half a byte of an element, are all-gathered around rings; amaxes, 2 bytes of a tile, all-reduced.
-    """
-    elements = elements_of(shapes)
-    rings = {"amaxes": 2 * 2 * tiles_of(shapes), "weights": elements / 2}
-    to_each = GRADIENT_BYTES * elements / ranks
-    ways = {
-        "collective": (to_each * (of_host - 1), to_each * (ranks - of_host)),
-        "reduce_scatter": around(GRADIENT_BYTES * elements, ranks, of_host),
-    }
-    return {kind: around(nbytes, ranks, of_host) for kind, nbytes in rings.items()} | {"gradients": ways[way]}
-
-
-def around(nbytes: float, ranks: int, of_host: int) -> tuple[float, float]:
-    """Bytes that a rank sends to its host and to other hosts in an all-gather or reduce-scatter of `nbytes`.
-
-    In a ring every rank sends all shares but one to the next rank. A ring through all ranks, host by host,
-    leaves each host once. NCCL makes several rings, and each leaves a host from another GPU's network card:
-    so 1/of_host of what a rank sends goes to another host.
-    """
-    sent = nbytes * (ranks - 1) / ranks
-    across = sent / of_host if ranks > of_host else 0.0
-    return sent - across, across

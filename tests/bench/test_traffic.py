@@ -1,15 +1,13 @@
 """What a step's phases move, and what they take at least: counted by hand for small steps."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import session, step, traffic
+from benchmarks import step, traffic
 from benchmarks.ranks import Timer
-from benchmarks.traffic import Step, parts, phases, sent_of, step_of
-from benchmarks.workloads import weight_shapes
+from benchmarks.traffic import Step, parts, phases, step_of
 
 SENT = {"gradients": 2048, "amaxes": 24, "weights": 512}
 SHAPES = [(32, 32), (32, 32)]
@@ -112,25 +110,3 @@ def test_what_has_no_room_is_left_out(monkeypatch):
     assert timer.has_room("step", 1e30)
     monkeypatch.setattr(timer, "has_room", lambda name, nbytes: nbytes < 1e4)
     assert step.measure_bf16(timer, SHAPES) is None and not rows
-
-
-# What ranks send
-
-
-def test_a_step_of_one_host_sends_what_describe_says():
-    result = json.loads((session.RESULTS / "step_2_ranks_cuda.json").read_text())
-    said = {row["name"]: row.get("megabytes") for row in result["rows"]}
-    for phase, (here, across) in sent_of(weight_shapes(1), 2, "collective", of_host=2).items():
-        # Of amaxes each bucket has a header.
-        assert here / 1e6 == pytest.approx(said[f"sent_{phase}/2xcuda"], rel=1e-4) and across == 0
-
-
-def test_bytes_that_ranks_send_to_other_hosts():
-    """Of 2 x 2 ranks, which own 512 elements each: to the other rank of the host, and to the other host."""
-    rings = {"amaxes": (32 * 3 / 8, 32 * 3 / 8), "weights": (1024 * 3 / 8, 1024 * 3 / 8)}
-    expected = {
-        "collective": (1024, 2 * 1024),
-        "reduce_scatter": (4096 * 3 / 8, 4096 * 3 / 8),
-    }
-    for way, gradients in expected.items():
-        assert sent_of(SHAPES, 4, way, of_host=2) == rings | {"gradients": gradients}

@@ -16,8 +16,8 @@ the payload of TCP: 66 bytes of each frame are headers (14 of Ethernet, 20 of IP
 timestamps), and an acknowledgement is nothing else. Votes are counted too; the model has gradients, amaxes
 and codes.
 
-The model is benchmarks/traffic.py, with one rule of gloo: its reduce-scatter is an all-reduce,
-so gradients go around the ring twice.
+The model is sent_of(), with one rule of gloo: its reduce-scatter is an all-reduce, so gradients go
+around the ring twice.
 
 The status is 0 where the bytes are within 5% of the model's, and 2 where no namespaces can be made.
 """
@@ -155,10 +155,43 @@ def counters() -> Counters:
     raise RuntimeError(f"/proc/net/dev has no {DEVICE}")
 
 
+def sent_of(
+    shapes: list[tuple[int, int]], ranks: int, way: str, of_host: int
+) -> dict[str, tuple[float, float]]:
+    """By what it is, bytes of a step that a rank sends to its host and to other hosts; bf16 gradients.
+
+    way: how gradients travel. "collective": a rank sends 2n to every other rank. "reduce_scatter": 2N around
+        rings.
+    of_host: ranks of a host, which are numbered host by host.
+
+    Codes, half a byte of an element, are all-gathered around rings; amaxes, 2 bytes of a tile, all-reduced.
+    """
+    from benchmarks.workloads import elements_of, tiles_of  # torch is for ranks
+
+    elements = elements_of(shapes)
+    rings = {"amaxes": 2 * 2 * tiles_of(shapes), "weights": elements / 2}
+    to_each = 2 * elements / ranks
+    ways = {
+        "collective": (to_each * (of_host - 1), to_each * (ranks - of_host)),
+        "reduce_scatter": around(2 * elements, ranks, of_host),
+    }
+    return {kind: around(nbytes, ranks, of_host) for kind, nbytes in rings.items()} | {"gradients": ways[way]}
+
+
+def around(nbytes: float, ranks: int, of_host: int) -> tuple[float, float]:
+    """Bytes that a rank sends to its host and to other hosts in an all-gather or reduce-scatter of `nbytes`.
+
+    In a ring every rank sends all shares but one to the next rank. A ring through all ranks, host by host,
+    leaves each host once. NCCL makes several rings, and each leaves a host from another GPU's network card:
+    so 1/of_host of what a rank sends goes to another host.
+    """
+    sent = nbytes * (ranks - 1) / ranks
+    across = sent / of_host if ranks > of_host else 0.0
+    return sent - across, across
+
+
 def model_bytes(way: str, shapes: list[tuple[int, int]], ranks: int) -> dict[str, float]:
     """What one host sends to the other in a step, by what it is. ranks: of a host."""
-    from benchmarks.traffic import sent_of  # torch is for ranks
-
     sent = sent_of(shapes, HOSTS * ranks, way, of_host=ranks)
     times = {"gradients": 2 if way in AROUND_TWICE else 1}
     return {kind: ranks * times.get(kind, 1) * across for kind, (_, across) in sent.items()}

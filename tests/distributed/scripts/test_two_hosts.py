@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.session import RESULTS
+from benchmarks.workloads import weight_shapes
 from distributed import two_hosts
 
 COMMAND = [sys.executable, *two_hosts.MODULE]
@@ -33,6 +36,25 @@ def test_payload_is_what_frames_hold_behind_their_headers():
     before = two_hosts.Counters(received=1000, frames_received=10, sent=2000, frames_sent=20)
     after = two_hosts.Counters(received=1000 + 66 + 500, frames_received=11, sent=2132, frames_sent=22)
     assert after.payload_since(before) == (0, 500), "two acknowledgements, and one frame of 500 bytes"
+
+
+def test_a_step_of_one_host_sends_what_describe_says():
+    result = json.loads((RESULTS / "step_2_ranks_cuda.json").read_text())
+    said = {row["name"]: row.get("megabytes") for row in result["rows"]}
+    for phase, (here, across) in two_hosts.sent_of(weight_shapes(1), 2, "collective", of_host=2).items():
+        # Of amaxes each bucket has a header.
+        assert here / 1e6 == pytest.approx(said[f"sent_{phase}/2xcuda"], rel=1e-4) and across == 0
+
+
+def test_bytes_that_ranks_send_to_other_hosts():
+    """Of 2 x 2 ranks, which own 512 elements each: to the other rank of the host, and to the other host."""
+    rings = {"amaxes": (32 * 3 / 8, 32 * 3 / 8), "weights": (1024 * 3 / 8, 1024 * 3 / 8)}
+    expected = {
+        "collective": (1024, 2 * 1024),
+        "reduce_scatter": (4096 * 3 / 8, 4096 * 3 / 8),
+    }
+    for way, gradients in expected.items():
+        assert two_hosts.sent_of([(32, 32), (32, 32)], 4, way, of_host=2) == rings | {"gradients": gradients}
 
 
 def test_what_the_model_has_cross_the_link():
