@@ -6,14 +6,14 @@ import functools
 import gc
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 import zerofp4
-from zerofp4.testing import assert_bytes_equal, first_difference
+from zerofp4.testing import assert_bytes_equal
 
 
 @contextmanager
@@ -70,16 +70,6 @@ def assert_all_equal(
     """assert_bytes_equal of as many as there are."""
     for i, (mine, other) in enumerate(zip(actual, expected, strict=True)):
         assert_bytes_equal(mine, other, f"{what} {i}")
-
-
-def assert_each_equal(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what: str) -> None:
-    """assert_values_equal of many, at once: to copy each from a GPU takes longer than what is tested."""
-    lists = (actual, expected)
-    kinds = [[(each.dtype, each.shape) for each in tensors] for tensors in lists]
-    whole = [without_nan_payloads(torch.cat([each.flatten() for each in tensors]).cpu()) for tensors in lists]
-    if kinds[0] != kinds[1] or first_difference(*whole) is not None:
-        for i, (mine, other) in enumerate(zip(actual, expected, strict=True)):
-            assert_values_equal(mine, other, f"{what}: tensor {i}, {tuple(other.shape)}")
 
 
 @functools.cache

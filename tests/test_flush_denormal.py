@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from cases.fused import OPTIONS
 from helpers import assert_all_equal, assert_bytes_equal
 
 import zerofp4
@@ -79,7 +78,7 @@ def test_update(flushing):
     def update():
         p = master.flatten().clone().requires_grad_()
         p.grad = gradient.flatten().clone()
-        optimizer = zerofp4.optim.FusedAdamW([p], **OPTIONS | {"eps": 1e-40})
+        optimizer = zerofp4.optim.FusedAdamW([p], lr=0.01, eps=1e-40, weight_decay=0.1)
         optimizer.step()
         return p.detach(), optimizer.state[p]["exp_avg_sq"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_each_equal, assert_values_equal
+from helpers import assert_values_equal
 
 
 def test_only_the_bits_of_nan_do_not_count_as_values():
@@ -15,18 +15,6 @@ def test_only_the_bits_of_nan_do_not_count_as_values():
         assert_values_equal(torch.tensor([0.0, nan]), torch.tensor([-0.0, -nan]), "zero")
     with pytest.raises(AssertionError, match="one NaN: 1 of 2 elements"):
         assert_values_equal(torch.tensor([0.0, nan]), torch.tensor([0.0, 1.0]), "one NaN")
-
-
-def test_which_of_many_differs_is_named():
-    nan = float("nan")
-    many = [torch.tensor([0.0, nan]), torch.ones(1, 2), torch.ones(0)]
-    assert_each_equal([torch.tensor([0.0, -nan]), *many[1:]], many, "same")
-    with pytest.raises(AssertionError, match=r"many: tensor 1, \(1, 2\): 1 of 2 elements"):
-        assert_each_equal(many, [many[0], torch.tensor([[1.0, 2.0]]), many[2]], "many")
-    with pytest.raises(AssertionError, match=r"tensor 1, \(2,\): shape \(1, 2\), expected \(2,\)"):
-        assert_each_equal(many, [many[0], torch.ones(2), many[2]], "many")
-    with pytest.raises(ValueError, match="zip"):
-        assert_each_equal(many, many[:2], "fewer")
 
 
 def test_pytest_looks_into_every_folder_of_tests(pytestconfig):

@@ -4,8 +4,15 @@ import re
 
 import pytest
 import torch
-from cases.fused import COMPACT_STATE, OPTIONS, Expected, is_compact, set_random_gradients, step_alike
 from cases.optim import assert_all_equal, through_a_file
+from distributed.optim.fused_cases import (
+    COMPACT_STATE,
+    OPTIONS,
+    Expected,
+    is_compact,
+    set_random_gradients,
+    step_alike,
+)
 from helpers import assert_bytes_equal
 
 import zerofp4

@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from cases.fused import HYPERS, OPTIONS
 from distributed.optim.compact_cases import Tensor, embedded
+from distributed.optim.fused_cases import HYPERS, OPTIONS
 from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st

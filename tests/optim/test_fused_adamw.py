@@ -7,7 +7,8 @@ import pickle
 
 import pytest
 import torch
-from cases.fused import (
+from cases.optim import assert_all_equal
+from distributed.optim.fused_cases import (
     HYPERS,
     OPTIONS,
     Expected,
@@ -16,7 +17,6 @@ from cases.fused import (
     set_random_gradients,
     step_alike,
 )
-from cases.optim import assert_all_equal
 from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +25,7 @@ from zerofp4.optim import FusedAdamW, adamw
 
 # Below and above a row and a strip of the kernels, and their multiples.
 NUMELS = st.one_of(st.sampled_from([0, 1, 127, 128, 129, 2047, 2048, 2049, 6144]), st.integers(2, 5000))
+
 
 def embedded(values: torch.Tensor, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A view of the values at an element offset of an aligned buffer, and the buffer; 7 around them."""

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from cases.cast import ROWS, TILES, check, check_kinds, make, make_kinds, stages_of_plans
-from cases.fused import OPTIONS, Expected, set_gradient, set_random_gradients
+from distributed.optim.fused_cases import OPTIONS, Expected, set_gradient, set_random_gradients
 from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st

@@ -7,8 +7,8 @@ import re
 
 import pytest
 import torch
-from cases.fused import each_state, set_gradient, set_random_gradients
 from cases.optim import assert_all_equal
+from distributed.optim.fused_cases import each_state, set_gradient, set_random_gradients
 from helpers import assert_bytes_equal
 
 import zerofp4
@@ -34,7 +34,7 @@ def refused(optimizer, error, message):
     ("options", "message"),
     [
         ({"amsgrad": True}, "amsgrad=True is not supported"),
-        ({"state": "small"}, "state must be \"full\" or \"compact\", got 'small'"),
+        ({"state": "small"}, 'state must be "full" or "compact", got \'small\''),
         ({"lr": -0.1}, "lr must be finite and 0 or more, got -0.1"),
         ({"lr": float("nan")}, "lr must be finite and 0 or more, got nan"),
         ({"eps": math.inf}, "eps must be finite and 0 or more, got inf"),

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from cases.cast import make
-from cases.fused import OPTIONS, Expected, set_gradient
+from distributed.optim.fused_cases import OPTIONS, Expected, set_gradient
 from helpers import collect_garbage
 
 import zerofp4

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases.fused import OPTIONS
+from distributed.optim.fused_cases import OPTIONS
 from helpers import assert_bytes_equal
 
 from zerofp4 import ops

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from cases.cast import make
-from cases.fused import OPTIONS
+from distributed.optim.fused_cases import OPTIONS
 from helpers import assert_bytes_equal, needs_gpu
 
 import zerofp4

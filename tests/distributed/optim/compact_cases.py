@@ -7,11 +7,10 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from cases import fused
-from cases.fused import COMPACT_STATE, is_compact
 from cases.optim import assert_weights_follow, make_parameters, plain_masters
 from helpers import assert_bytes_equal, assert_values_equal
 
+from distributed.optim.fused_cases import COMPACT_STATE, STATE, is_compact
 from zerofp4 import ops, reference
 from zerofp4.format import STATE_GROUP
 from zerofp4.layout import ceil_div
@@ -187,7 +186,7 @@ class Whole:
             else:
                 master = state.pop("master")
             assert_values_equal(master, self.masters[i], f"{what} saved master {i}")
-            names = COMPACT_STATE if is_compact(p) else fused.STATE
+            names = COMPACT_STATE if is_compact(p) else STATE
             assert state.keys() == set(names)
             for name, moment in zip(names, self.moments[i], strict=True):
                 shape = (*p.shape[:-1], *moment.shape[1:]) if is_compact(p) else p.shape

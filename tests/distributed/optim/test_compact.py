@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from cases.fused import COMPACT_STATE
 from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients, take_step
 from helpers import assert_bytes_equal
 from torch import nn
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from distributed.optim.cases import assert_same_on_all_ranks, model_bytes, whole_state
 from distributed.optim.compact_cases import HYPERS, Whole, make_sharded
+from distributed.optim.fused_cases import COMPACT_STATE
 from distributed.run import on_ranks
 from zerofp4 import reference
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
