@@ -42,14 +42,11 @@ def test_blocks_of_a_shard_are_those_of_its_elements(rows, cols, data):
 def test_overlap_and_gap():
     assert find_overlap([Shard(0, 5), Shard(0, 0), Shard(5, 3)]) is None
     assert find_overlap([Shard(4, 4), Shard(0, 5)]) == (1, 0, 4, 5)
+    assert find_overlap([Shard(0, 10), Shard(2, 2), Shard(6, 2)]) == (0, 1, 2, 4)  # behind a longer one
     assert find_gap([Shard(0, 5), Shard(5, 3)], 8) is None
     assert find_gap([Shard(0, 5), Shard(6, 2)], 8) == (5, 6)
     assert find_gap([Shard(0, 0)], 8) == (0, 8)
     assert find_gap([Shard(0, 6)], 8) == (6, 8)
-
-
-def test_overlap_hidden_behind_a_longer_shard():
-    assert find_overlap([Shard(0, 10), Shard(2, 2), Shard(6, 2)]) == (0, 1, 2, 4)
 
 
 @given(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from unittest import mock
-
 import torch
 from helpers import assert_bytes_equal
 
 import zerofp4
-from zerofp4 import ops, reference
+from zerofp4 import reference
 from zerofp4.format import BLOCK, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div
 
@@ -98,19 +95,6 @@ def check_plan_and_functions(weights, masters, starts):
     zerofp4.all_gather_nvfp4(weights, starts, [m.numel() for m in masters])
     zerofp4.post_all_gather_processing(weights)
     check_kinds(weights, masters)
-
-
-@contextlib.contextmanager
-def stages_of_plans():
-    """The names of the stages that plans of the extension run meanwhile."""
-    names, run = [], ops.NativePlan.run
-
-    def note(plan, stage, *arguments):
-        names.append(stage)
-        run(plan, stage, *arguments)
-
-    with mock.patch.object(ops.NativePlan, "run", note):
-        yield names
 
 
 def leave_amaxes(plan, pieces) -> None:

@@ -163,13 +163,6 @@ def masters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for n, v in state.items()}
 
 
-def assert_same_masters(one: nn.Module, other: nn.Module) -> None:
-    mine, theirs = masters_of(one), masters_of(other)
-    assert mine.keys() == theirs.keys()
-    for name, value in mine.items():
-        assert_bytes_equal(value, theirs[name], name)
-
-
 @contextlib.contextmanager
 def unsharded(model: nn.Module):
     """By name, what layers compute with in place of prepared weights, while all modules are gathered."""

@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.cast import stages_of_plans
 from cases.optim import (
     Plain,
     assert_all_equal,
@@ -15,7 +14,7 @@ from cases.optim import (
     make_gradients,
     set_gradients,
 )
-from distributed.optim.fused_cases import Alone
+from distributed.optim.fused_cases import Alone, stages_of_plans
 
 from zerofp4.cast import CastPlan
 from zerofp4.optim import FusedAdamW

@@ -6,8 +6,14 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.cast import ROWS, TILES, check, check_kinds, make, make_kinds, stages_of_plans
-from distributed.optim.fused_cases import OPTIONS, Expected, set_gradient, set_random_gradients
+from cases.cast import ROWS, TILES, check, check_kinds, make, make_kinds
+from distributed.optim.fused_cases import (
+    OPTIONS,
+    Expected,
+    set_gradient,
+    set_random_gradients,
+    stages_of_plans,
+)
 from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st

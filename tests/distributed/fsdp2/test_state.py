@@ -8,15 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases.cast import stages_of_plans
 from cases.fsdp2 import (
     Collectives,
     Model,
     Run,
-    assert_same_masters,
     check_gathered,
     inject,
     make_model,
+    masters_of,
     mesh_of,
     shard,
     start,
@@ -31,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import zerofp4
 from distributed.cases import shared_folder
+from distributed.optim.fused_cases import stages_of_plans
 from distributed.run import on_ranks
 from zerofp4.integrations import fsdp2
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
@@ -42,6 +42,13 @@ OPTIMIZERS = {
     "torch's fused": lambda params: torch.optim.AdamW(params, lr=0.02, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
 }
+
+
+def assert_same_masters(one: nn.Module, other: nn.Module) -> None:
+    mine, theirs = masters_of(one), masters_of(other)
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert_bytes_equal(value, theirs[name], name)
 
 
 def other_run(world, **options) -> Run:

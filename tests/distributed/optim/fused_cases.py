@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
+from unittest import mock
 
 import pytest
 import torch
 from helpers import assert_bytes_equal, assert_values_equal
 from hypothesis import strategies as st
 
-from zerofp4 import reference
+from zerofp4 import ops, reference
 from zerofp4.optim import FusedAdamW
 
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -58,6 +60,19 @@ def step_alike(one: FusedAdamW, parameters: list[torch.Tensor], other, copies: l
         q.grad = p.grad = torch.randn_like(p)
     one.step()
     other.step()
+
+
+@contextlib.contextmanager
+def stages_of_plans():
+    """The names of the stages that plans of the extension run meanwhile."""
+    names, run = [], ops.NativePlan.run
+
+    def note(plan, stage, *arguments):
+        names.append(stage)
+        run(plan, stage, *arguments)
+
+    with mock.patch.object(ops.NativePlan, "run", note):
+        yield names
 
 
 class Expected:
