@@ -26,8 +26,7 @@ def host(session: Session, options: argparse.Namespace) -> None:
     weights = max(1, MODEL_COUNT // options.scale)
     all_gather(session, weights)
     linear(session)
-    quantize(session)
-    swizzle(session)
+    quantize_and_swizzle(session)
     optimizer_step(session, weights)
     if not session.clock.is_cuda:
         session.say("launches and device memory are a GPU's: left out on a CPU")
@@ -75,16 +74,12 @@ def linear(session: Session) -> None:
     session.host("host_linear", ours, rule, less=plain, plain_us=plain)
 
 
-def quantize(session: Session) -> None:
+def quantize_and_swizzle(session: Session) -> None:
     x = torch.randn(SIDE, SIDE, device=session.device, dtype=torch.bfloat16)
     options = {"block": (1, 16), "columnwise": True, "hadamard": True}
     options["scale_layouts"] = ("compact", "swizzled")
     rule = "quantize(hadamard=True), scales swizzled"
     session.host("host_quantize_rht_swizzled", lambda: zerofp4.quantize(x, **options), rule)
-
-
-def swizzle(session: Session) -> None:
-    x = torch.randn(SIDE, SIDE, device=session.device, dtype=torch.bfloat16)
     tensors = [zerofp4.quantize(x, block=(1, 16)) for _ in range(LIST_ITEMS)]
     call = partial(zerofp4.swizzle_scales, tensors)
     session.host(f"host_swizzle_scales_new/{LIST_ITEMS}", call, "swizzle_scales of a list")

@@ -33,14 +33,6 @@ has them; of its link what it sends to other GPUs, where there are any.
 """
 
 
-def milliseconds(traffic: Traffic, speeds: Speeds) -> dict[str, float]:
-    """Of a phase, what each of them takes that has something to do. They work beside each other, so the phase
-    takes at least the longest of these.
-    """
-    moved = {name: getattr(traffic, name) for name in speeds}
-    return {name: 1e3 * nbytes / speeds[name] for name, nbytes in moved.items() if nbytes}
-
-
 class Step(NamedTuple):
     """A step of ZeroFP4Optimizer with FusedAdamW of NVFP4 weights alone, sharded over ranks of one host.
 
@@ -146,8 +138,8 @@ def count_floors(timer: Timer, step: Step, speeds: Speeds, measured: Mapping[str
     floors, of_parts = {}, parts(step)
     used = {phase for names in of_parts.values() for phase in names}
     for phase, traffic in ((phase, found) for phase, found in phases(step).items() if phase in used):
-        times = milliseconds(traffic, speeds)
-        floors[phase] = max(times.values())
+        times = {name: 1e3 * getattr(traffic, name) / speed for name, speed in speeds.items()}
+        floors[phase] = max(times.values())  # memory and link work beside each other
         rule = f"memory: {traffic.formula} bytes, {traffic.memory / 1e9:.3g} GB, {times['memory']:.3g} ms"
         if traffic.link:
             rule += f"; link: {traffic.link / 1e9:.3g} GB, {times['link']:.3g} ms"

@@ -107,51 +107,38 @@ def show_phases(phases: dict[str, dict]) -> None:
 
 
 def draw(out: Path, title: str) -> Path | None:
-    """Draw <out>/loss.png from every metrics file in `out`; None if matplotlib is not installed.
-
-    The curves of both kinds of weights nearly coincide, so a second panel shows their difference.
-    """
+    """Draw <out>/loss.png from every metrics file in `out`; None if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    found = {kind: read_metrics(metrics_file(out, kind)) for kind in reversed(KINDS)}
-    found = {kind: rows for kind, rows in found.items() if rows}  # NVFP4 last: its thin line is on top
-    both = len(found) == 2 and "nvfp4" in found
-    figure = Figure(figsize=(9, 7 if both else 5.5), dpi=120, layout="constrained")
-    axes = figure.subplots(1 + both, sharex=True, squeeze=False, height_ratios=[3, 1][: 1 + both])[:, 0]
-    means = {kind: draw_losses(axes[0], kind, rows) for kind, rows in found.items()}
-    axes[0].set(title=title, ylabel="loss (nats per byte)")
-    axes[0].legend()
-    if both:
-        other, ours = means
-        steps = [step for step in means[ours] if step in means[other]]
-        axes[1].axhline(0, color="black", linewidth=0.8)
-        axes[1].plot(steps, [means[ours][step] - means[other][step] for step in steps])
-        axes[1].set(ylabel=f"NVFP4 - {other.upper()},\ntraining (mean)")
-    for panel in axes:
-        panel.grid(alpha=0.3)
-    axes[-1].set(xlabel="step")
+    figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
+    panel = figure.subplots()
+    for kind in reversed(KINDS):  # NVFP4 last: its thin line is on top
+        if rows := read_metrics(metrics_file(out, kind)):
+            draw_losses(panel, kind, rows)
+    panel.set(title=title, xlabel="step", ylabel="loss (nats per byte)")
+    panel.grid(alpha=0.3)
+    panel.legend()
     figure.savefig(out / "loss.png")
     return out / "loss.png"
 
 
-def draw_losses(panel, kind: str, rows: list[dict]) -> dict[int, float]:
-    """The losses of a run, their running mean by step, which is returned, and those that validate."""
+def draw_losses(panel, kind: str, rows: list[dict]) -> None:
+    """The losses of a run, their running mean, and those that validate."""
     color, width = ("tab:blue", 1.5) if kind == "nvfp4" else ("tab:orange", 3.5)
     steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
     panel.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
     half = len(rows) // 50
     window = 2 * half + 1
     means = np.convolve(losses, np.full(window, 1 / window), "valid")
-    middle = steps[half : len(rows) - half]
-    panel.plot(middle, means, color=color, linewidth=width, label=f"{KINDS[kind]}, mean of {window} steps")
+    middle, label = steps[half : len(rows) - half], f"{KINDS[kind]}, mean of {window} steps"
+    panel.plot(middle, means, color=color, linewidth=width, label=label)
     held_out = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
     if held_out:
         style = {"marker": "o", "markersize": 2 + 2 * width, "linestyle": "", "markeredgecolor": "black"}
         label = f"{KINDS[kind]}, validation ({held_out[-1][1]:.3f} at the end)"
         panel.plot(*zip(*held_out, strict=True), color=color, label=label, **style)
-    return dict(zip(middle, means, strict=True))
 
 
 def ranks(world: World) -> str:
