@@ -73,7 +73,8 @@ def draw_links() -> Path:
     """
     figure, axes = new_picture(1, 1, figsize=(7, 3.2))
     panel = axes[0, 0]
-    for (case, line), color in zip(points_of_links().items(), ("#1f5fa8", "#b9bec6"), strict=True):
+    points = points_of_links()
+    for (case, line), color in zip(points.items(), (OURS, "#b9bec6"), strict=True):
         panel.plot(*zip(*line, strict=True), marker="o", color=color, label=LINES[case])
         where = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 9}
         for place in line:
@@ -81,7 +82,7 @@ def draw_links() -> Path:
     panel.axhline(1, color="black", linewidth=0.8, linestyle=":")
     panel.set_xscale("log")
     panel.minorticks_off()
-    links = [gbps for gbps, _ in points_of_links()["reshard"]]
+    links = [gbps for gbps, _ in points["reshard"]]
     panel.set_xticks(links, [f"{gbps:.0f}" for gbps in links])
     panel.set_xlabel("GB/s that a GPU receives in an all-gather")
     panel.set_ylabel("tokens a second, over bf16")
