@@ -133,5 +133,5 @@ def norm_of_squares(words: torch.Tensor) -> torch.Tensor:
     """float32 []: the root of what square_sums() found, added up over parameters and ranks."""
     *sums, infinite, nan = words.double()
     if nan or infinite:
-        return torch.tensor(math.nan if nan else math.inf)
+        return torch.tensor(math.nan if nan else math.inf, dtype=torch.float32)
     return sum(word * 2.0 ** (8 * i - 150) for i, word in enumerate(sums)).sqrt().float()

@@ -55,15 +55,16 @@ class ShardedParameter:
         self.master = pad(values.flatten(), (0, ranks * n - values.numel()))[self.start :][:n].clone()
         self.number = number if compact and dtype == torch.bfloat16 else None
         if self.number is not None:
-            self.master = round_master(self.master, torch.tensor(128))
-        self.moments = no_moments(n // unit, unit) if compact else (torch.zeros(n), torch.zeros(n))
+            self.master = round_master(self.master, torch.tensor(128, dtype=torch.int64))
+        full = [torch.zeros(n, dtype=torch.float32) for _ in range(2)]
+        self.moments = no_moments(n // unit, unit) if compact else tuple(full)
         # The whole weight: [ranks, n] values, or [ranks, n / 2] codes with compact scales and an amax.
         self.weight = torch.zeros(ranks, n, dtype=dtype)
         self.scale = self.amax = None
         if quantized:
             self.weight = torch.zeros(ranks, n // 2, dtype=torch.uint8)
             self.scale = torch.zeros([-(-size // BLOCK) for size in self.shape], dtype=SCALE_DTYPE)
-            self.amax = torch.zeros(1)
+            self.amax = torch.zeros(1, dtype=torch.float32)
 
 
 @torch.no_grad()
@@ -86,13 +87,14 @@ def zero_step(
 
     # The vote: a NaN or Inf on one rank skips the step on all; one rank's gradient is enough for an update.
     found_inf = not all(rows.isfinite().all() for rows in sent)
-    vote = torch.tensor([found_inf, *(gradient is not None for gradient in gradients)]).float()
+    present = [gradient is not None for gradient in gradients]
+    vote = torch.tensor([found_inf, *present], dtype=torch.float32)
     dist.all_reduce(vote, dist.ReduceOp.MAX, group)
     found_inf, *present = vote.bool().tolist()
 
     # Means, norms, and the factor of all clips.
     means = [_mean(rows, ordered, group) for rows in sent]
-    norms, factor = [], torch.ones(())
+    norms, factor = [], torch.ones((), dtype=torch.float32)
     for max_norm, norm_type in clips:
         norms.append(_norm(means, norm_type, group) * factor)
         if not found_inf:
@@ -161,7 +163,7 @@ def cast_and_gather(parameters: Sequence[ShardedParameter], group: dist.ProcessG
     # Amaxes of tiles and of weights: each rank's of its own masters, and one MAX all-reduce.
     shards = [(p.master[: p.owned], p.start, p.shape, p.dtype) for p in parameters]
     pairs = [partial_amax(*shard) for p, shard in zip(parameters, shards, strict=True) if p.scale is not None]
-    amaxes = [amax.flatten() for pair in pairs for amax in pair] or [torch.zeros(1)]
+    amaxes = [amax.flatten() for pair in pairs for amax in pair] or [torch.zeros(1, dtype=torch.float32)]
     reduced = torch.cat(amaxes)
     dist.all_reduce(reduced, dist.ReduceOp.MAX, group)
     reduced = iter(reduced.split(list(map(len, amaxes))))
