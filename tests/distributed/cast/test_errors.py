@@ -182,9 +182,9 @@ def test_a_device_that_one_rank_cannot_use_is_agreed_on(world, call):
     model = Model(world, "odd")
     before = model.snapshot()
     function = {"plan": model.plan, "cast": model.cast, "gather": model.gather}[call]
-    module = "gather" if call == "gather" else "plan"
+    room = "cast.gather" if call == "gather" else "ops"
     refuse = RuntimeError("zerofp4 cannot run here") if world.rank == 1 else None
-    with mock.patch(f"zerofp4.cast.{module}.target_of", side_effect=refuse):
+    with mock.patch(f"zerofp4.{room}.target_of", side_effect=refuse):
         message = raised_everywhere(world, RuntimeError, function)
     assert message == "rank 1: zerofp4 cannot run here"
     model.check_untouched(before)

@@ -69,7 +69,8 @@ def take_steps(world, exchange: str, overlap: str | None, state: str, clips: boo
     if exact:
         options["gradient_wire"] = torch.bfloat16
     peers = sharing_files(world, late=exchange == "late peers") if "peers" in exchange else None
-    with peers or contextlib.nullcontext((None, dist.group.WORLD)) as (_, group):
+    whole = dist.new_group(backend="gloo") if world.device.type == "cuda" else dist.group.WORLD
+    with peers or contextlib.nullcontext((None, whole)) as (_, group):
         pair = Pair(SPECIFICATIONS, group, **options)
         pair.check("before the first step")
         for step in range(5):
