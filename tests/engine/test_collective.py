@@ -1,6 +1,5 @@
-"""CollectiveTransport and ArrivingMeans in one process: which memory is read, and which is sent."""
+"""Exchanges by collectives in one process: which memory is read, and which is sent."""
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -10,29 +9,29 @@ from helpers import assert_bytes_equal
 from zerofp4 import ops
 from zerofp4.distributed import OwnError
 from zerofp4.engine import (
-    ArrivingMeans,
+    ABSTAIN,
     BackwardSchedule,
     Bucket,
-    CollectiveTransport,
-    GradientMemory,
     Trained,
     buckets,
     collective,
+    collective_exchanges,
+    in_place,
+    zeros_on,
 )
 from zerofp4.tensors import Holder
 
 
-def transport_of(parameters):
-    """Of one bucket in a world of one."""
-    return CollectiveTransport([Bucket(range(len(parameters)), parameters)])
+def exchanges_of(several, **options):
+    return collective_exchanges(several, zeros_on(several[0].device), **options)
 
 
 def test_only_gradients_in_another_order_are_copied(device):
     """In a world of one, which reads the others where they are."""
     parameters = [torch.zeros(8, 3, device=device).requires_grad_() for _ in range(3)]
-    transport = transport_of(parameters)
+    exchanges = exchanges_of([Bucket(range(3), parameters)])
     gradients = [torch.ones(8, 3, device=device), None, torch.ones(3, 8, device=device).t()]
-    in_order, missing, turned = transport.prepare(gradients)
+    in_order, missing, turned = in_place(exchanges, gradients)
     assert in_order is gradients[0] and missing is None
     assert turned.is_contiguous() and turned.equal(gradients[2])
 
@@ -43,21 +42,14 @@ def test_gradients_of_two_dtypes_are_copied_once(device):
         pytest.skip("this torch has no grad_dtype")
     parameters = [torch.zeros(8, 4, dtype=torch.bfloat16, device=device).requires_grad_() for _ in range(2)]
     parameters[1].grad_dtype = torch.float32
-    transport = transport_of(parameters)
+    (exchange,) = exchanges = exchanges_of([Bucket(range(2), parameters)])
     gradients = [torch.randn(8, 4, dtype=d, device=device) for d in (torch.bfloat16, torch.float32)]
-    prepared = transport.prepare(gradients)
+    prepared = in_place(exchanges, gradients)
     assert all(mine is theirs for mine, theirs in zip(prepared, gradients, strict=True))
-    transport.average(0, prepared)
-    for gradient, view in zip(gradients, transport.buckets[0].gradient_views, strict=True):
+    exchange.send(prepared)
+    assert exchange.receive() is None
+    for gradient, view in zip(gradients, exchange.bucket.gradient_views, strict=True):
         assert_bytes_equal(view, gradient.float().view(-1), "mean")
-
-
-def test_messages_of_a_step_that_was_left_are_waited_for():
-    """They would arrive where those of the next one do."""
-    transport, waited = transport_of([torch.zeros(300)]), []
-    transport._sent[0] = SimpleNamespace(wait=lambda: waited.append(1))
-    transport.begin()
-    assert len(waited) == 1 and not transport._sent
 
 
 def test_a_ranks_own_error_is_the_first_that_is_no_interrupt():
@@ -73,19 +65,20 @@ def test_a_ranks_own_error_is_the_first_that_is_no_interrupt():
     assert not error
 
 
-# Gradients that are sent in backward passes
+# Several ranks
 
 
-def early(monkeypatch, wire, count, rank, size):
-    """ArrivingMeans of a rank among several, whose buckets have a parameter each; and the calls of
-    start_exchange.
+def of_ranks(monkeypatch, rank, size, wire=None, count=1, **options):
+    """Exchanges of a rank among several, whose buckets have a parameter each; and what start_exchange() was
+    given and what was waited for, in order.
     """
     monkeypatch.setattr(buckets, "rank_and_size", lambda group: (rank, size))
-    calls = []
+    log = []
 
     def start_exchange(received, sent, *_):
-        calls.append([[[m.numel() for m in messages] for messages in side] for side in (received, sent)])
-        return SimpleNamespace(wait=lambda: None)
+        log.append([[[m.numel() for m in messages] for messages in side] for side in (received, sent)])
+        number = sum(isinstance(entry, list) for entry in log) - 1
+        return SimpleNamespace(wait=lambda: log.append(number))
 
     monkeypatch.setattr(collective, "start_exchange", start_exchange)
     parameters = [torch.zeros(700, dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
@@ -93,60 +86,48 @@ def early(monkeypatch, wire, count, rank, size):
     for bucket in several:
         bucket.replica_count = 1
         bucket.allocate()
-    transport = CollectiveTransport(several, in_flight=2)
-    return ArrivingMeans(transport), calls
+    return exchanges_of(several, **options), log
 
 
-@pytest.mark.parametrize(
-    ("wire", "expected"),
-    [(None, ["copy", "aside", "send"]), (torch.float32, ["aside", "copy", "send"])],
-    ids=["aliased", "memory in turns"],
-)
-def test_on_which_stream_gradients_are_copied(monkeypatch, wire, expected):
-    """A later backward pass writes aliased memory as soon as its own stream is there: a copy on another
-    stream, which waits for other ranks, would come after it.
-    """
-    log = []
-
-    @contextlib.contextmanager
-    def aside(self):
-        log.append("aside")
-        yield
-
-    monkeypatch.setattr(ArrivingMeans, "_aside", aside)
-    exchange, _ = early(monkeypatch, wire, 1, 0, 2)
-    monkeypatch.setattr(collective, "start_exchange", lambda *_: log.append("send"))
-    monkeypatch.setattr(GradientMemory, "take", lambda self, gradients: log.append("copy"))
-    exchange.send_gradients(0, {0: torch.ones(700, dtype=torch.bfloat16)})
-    assert log == expected
+def test_messages_of_a_step_that_was_left_are_waited_for(monkeypatch):
+    """They would arrive where those of the next one do."""
+    (exchange,), log = of_ranks(monkeypatch, 0, 2)
+    exchange.send(ABSTAIN)
+    exchange.send(ABSTAIN)
+    assert log[1] == 0 and len(log) == 3
 
 
 def test_ranks_are_connected_when_it_is_built(monkeypatch):
     """By a bucket of which nobody uses anything: a first message waits for the other rank, and no backward
     pass may.
     """
-    exchange, calls = early(monkeypatch, None, 2, 1, 3)
-    row = [exchange.buckets[0].slice_numel]
-    assert calls == [[[row] * 3] * 2] and not exchange._transport._sent
+    exchanges, log = of_ranks(monkeypatch, 1, 3, count=2, early=True)
+    row = [exchanges[0].bucket.slice_numel]
+    assert log == [[[row] * 3] * 2, 0]
 
 
-def test_at_most_two_buckets_are_on_their_way(monkeypatch):
-    """What was received for a third would lie in the memory of the first."""
-    exchange, _ = early(monkeypatch, None, 5, 0, 2)
-    averaged, average = [], CollectiveTransport.average
+@pytest.mark.parametrize("early", [False, True])
+def test_memory_that_buckets_send_from_in_turns(monkeypatch, early):
+    """It is written again when it has left. A CPU would wait for that in the middle of a backward pass, so
+    buckets that are sent there have memory of their own.
+    """
+    exchanges, log = of_ranks(monkeypatch, 0, 2, torch.float32, 3, early=early)
+    places = [exchange.memory.flat.data_ptr() for exchange in exchanges]
+    assert (places[0] == places[2]) == (not early) and places[0] != places[1]
+    log.clear()
+    for exchange in exchanges:
+        exchange.send(ABSTAIN)
+    assert [entry for entry in log if not isinstance(entry, list)] == ([] if early else [0])
 
-    def counted(transport, b, *arguments):
-        averaged.append(b)
-        average(transport, b, *arguments)
 
-    monkeypatch.setattr(CollectiveTransport, "average", counted)
-    for b in range(5):
-        exchange.send_gradients(b, {b: torch.ones(700, dtype=torch.bfloat16)})
-        assert averaged == list(range(b - 1))
-    exchange.send_gradients(0, {0: torch.ones(700, dtype=torch.bfloat16)})  # another round, before a step
-    assert averaged == list(range(5))
-    exchange.drain()
-    assert averaged == [*range(5), 0]
+def test_gradients_that_are_sent_early_wait_for_the_step(monkeypatch):
+    """What was received of all buckets is there at once, and not averaged."""
+    exchanges, _ = of_ranks(monkeypatch, 0, 2, count=4, early=True)
+    assert len({exchange._received.data_ptr() for exchange in exchanges}) == 4
+    for exchange in exchanges:
+        exchange.send([torch.ones(700, dtype=torch.bfloat16)])
+    assert all(exchange.receive().rows is not None for exchange in exchanges)
+    assert not any("gradients" in vars(exchange.bucket) for exchange in exchanges)
 
 
 def test_how_often_a_backward_pass_reads_gradients(monkeypatch):
@@ -154,13 +135,11 @@ def test_how_often_a_backward_pass_reads_gradients(monkeypatch):
     parameters, reads, sent = [torch.zeros(8, requires_grad=True) for _ in range(30)], [], []
     read = ops.gradients_of
     monkeypatch.setattr(ops, "gradients_of", lambda some: reads.extend(some) or read(some))
-    exchange = SimpleNamespace(
-        buckets=[Bucket([i], [p]) for i, p in enumerate(parameters)],
-        send_gradients=lambda b, gradients: sent.append(b),
-        error=None,
-        memory=[None] * 30,
-    )
-    schedule = BackwardSchedule([Trained(p, "") for p in parameters], Holder(parameters), exchange)
+    exchanges = [
+        SimpleNamespace(bucket=Bucket([i], [p]), send=lambda _, i=i: sent.append(i), error=OwnError())
+        for i, p in enumerate(parameters)
+    ]
+    schedule = BackwardSchedule([Trained(p, "") for p in parameters], Holder(parameters), exchanges)
     sum(p.sum() for p in parameters).backward()
     schedule.close(OwnError(), reduces=True)
     assert sent == list(range(30)) and len(reads) == 60

@@ -1,4 +1,4 @@
-"""A Step over buckets and a transport that record what was done: the order, and what an error changes."""
+"""A Step over exchanges that record what was done: the order, and what an error changes."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zerofp4.distributed import CollectiveError, OwnError
-from zerofp4.engine import Arrived, Step
+from zerofp4.engine import ABSTAIN, Arrived, Step
 
 ERROR = RuntimeError("this rank's own")
 
@@ -36,25 +36,29 @@ class Log:
 def make_step(done, groups="aaa", packed=2, late=False, halfway=None, **faults):
     """groups: by bucket. packed: how many are NVFP4. The means of bucket 1 are made before its update."""
     faults = {name.replace("_of_", " "): error for name, error in faults.items()}
-    buckets = [Log(done, faults, b) for b in range(len(groups))]
-    for b, bucket in enumerate(buckets):
-        bucket.group, bucket.world_size, bucket.indices = groups[b], 2, [len(groups) - b]
+    exchanges = []
+    for b, group in enumerate(groups):
+        bucket = Log(done, faults, b)
+        bucket.group, bucket.world_size, bucket.indices = group, 2, [len(groups) - 1 - b]
         bucket.parameters, bucket.plan = [torch.zeros(2)], Log(done, faults, b) if b < packed else None
-        bucket.is_sharded_like = lambda other, own=bucket: own.group == other.group
-    gather = lambda b: Log(done, faults, b)  # noqa: E731
-    transport = Log(done, faults, arrived=lambda *_: Arrived([], None), gather=gather)
-    transport.buckets, transport.adds_in_update = buckets, [b != 1 for b in range(len(groups))]
-    transport.halfway = lambda b: halfway if b == 0 else None
+        bucket.is_sharded_like = lambda other, own=group: own == other.group
+        receive = lambda own=b: None if own == 1 else Arrived([], None)  # noqa: E731
+        gather = lambda own=b: Log(done, faults, own)  # noqa: E731
+        exchange = Log(done, faults, b, receive=receive, gather=gather)
+        exchange.bucket, exchange.halfway = bucket, halfway if b == 0 else None
+        exchanges.append(exchange)
 
     def add(bucket, gather, derive):
         done.append(f"late {bucket.number}")
         derive()
 
-    def update(b, arrived):
-        assert (arrived is None) == (b == 1)
+    def update(exchange, arrived):
+        assert (arrived is None) == (exchange.number == 1)
+        log.update(exchange.number)
 
-    step = Step(transport, late=SimpleNamespace(add=add) if late else None)
-    return step, Log(done, faults, update=update).update
+    log = Log(done, faults)
+    step = Step(exchanges, log, late=SimpleNamespace(add=add) if late else None)
+    return step, update
 
 
 def run(reduces=True, error=None, **options):
@@ -62,20 +66,21 @@ def run(reduces=True, error=None, **options):
     done, raised = [], None
     step, update = make_step(done, **options)
     try:
-        step.run(update if reduces else None, [None] if reduces else None, OwnError(error))
+        gradients = [None] * len(step.exchanges) if reduces else None
+        step.run(update if reduces else None, gradients, OwnError(error))
     except RuntimeError as failure:
         raised = failure
-    return done, step.buckets, raised
+    return done, [exchange.bucket for exchange in step.exchanges], raised
 
 
 def test_three_buckets_are_in_flight():
     done, buckets, raised = run()
     assert raised is None
     assert done == [
-        *("begin", "send_gradients 0"),
-        *("send_gradients 1", "arrived 0", "update 0", "open_weights", "start_step 0"),
-        *("send_gradients 2", "average 1", "update 1", "start_step 1", "finish_step 0", "gather 0"),
-        *("arrived 2", "update 2", "finish_step 1", "gather 1", "wait 0", "complete 0"),
+        *("open", "send 0"),
+        *("send 1", "receive 0", "update 0", "start_step 0"),
+        *("send 2", "receive 1", "update 1", "start_step 1", "finish_step 0", "gather 0"),
+        *("receive 2", "update 2", "finish_step 1", "gather 1", "wait 0", "complete 0"),
         *("cast 2", "gather 2", "wait 1", "complete 1", "wait 2"),
     ]
     assert [bucket.parameters[0]._version for bucket in buckets] == [0, 0, 1]  # plans note their own
@@ -84,7 +89,7 @@ def test_three_buckets_are_in_flight():
 def test_masters_are_published_as_they_are():
     done, _, raised = run(reduces=False)
     assert raised is None
-    exchanges = {"begin", "send_gradients", "arrived", "average", "update", "end"}
+    exchanges = {"send", "receive", "finish", "update", "arrive"}
     assert not {entry.split()[0] for entry in done} & exchanges
     assert [entry for entry in done if entry.startswith("start_step")] == ["start_step 0", "start_step 1"]
 
@@ -93,8 +98,8 @@ def test_late_gathers_are_behind_everything_else():
     """Those of the first parameters first; of a rounded bucket the step waits."""
     done, _, raised = run(late=True)
     assert raised is None and "wait 2" in done and "complete 0" not in done
-    assert done[done.index("end") :] == [
-        "end",
+    assert done[done.index("arrive") :] == [
+        "arrive",
         *("gather 1", "late 1", "derive_columns 1", "note_written 1"),
         *("gather 0", "late 0", "derive_columns 0", "note_written 0"),
     ]
@@ -109,7 +114,7 @@ def test_where_a_cast_may_stop(monkeypatch):
     assert seen == [place, None, None, None]
 
 
-FAULTS = {"average": 1, "update": 2, "start_step": 2, "finish_step": 3, "complete": 4}
+FAULTS = {"receive": 1, "update": 2, "start_step": 2, "finish_step": 3, "complete": 4}
 """By what fails in bucket 1, how many buckets this rank has updated."""
 
 
@@ -122,10 +127,10 @@ def test_a_rank_that_fails_takes_part_and_changes_nothing_more(fault, late):
     done, _, raised = run(**options, **{f"{fault}_of_1": ERROR})
     assert raised is ERROR
     well, _, _ = run(**options)
-    verbs = ("begin", "send_gradients", "arrived", "average", "open_weights", "gather", "end", "start_step")
+    verbs = ("open", "send", "receive", "gather", "arrive", "start_step")
 
     def collectives(entries):
-        entries = [entry.replace("abstain", "start_step") for entry in entries]
+        entries = [e.replace("abstain", "start_step").replace("finish ", "receive ") for e in entries]
         return [entry for entry in entries if entry.split()[0] in verbs]
 
     assert collectives(done) == collectives(well)
@@ -151,9 +156,9 @@ def test_a_collective_that_fails_ends_it():
 def test_average():
     done = []
     step, _ = make_step(done, groups="aab", average_of_1=ERROR)
-    error = step.average([None])
-    sends = [f"send_gradients {b}" for b in range(3)]
-    assert done == ["begin", *sends[:2], "average 0", "average 1", sends[2], "average 2", "end"]
+    error = step.average([None] * 3)
+    sends = [f"send {b}" for b in range(3)]
+    assert done == [*sends[:2], "average 0", "average 1", sends[2], "average 2"]
     assert error.take() is ERROR
 
 
@@ -162,14 +167,14 @@ def test_a_rank_that_only_takes_its_part_does_what_the_others_wait_for():
     done = []
     step, _ = make_step(done, groups="aab")
     with pytest.raises(RuntimeError) as caught:
-        step.run(None, (), OwnError(ERROR))
+        step.run(None, ABSTAIN, OwnError(ERROR))
     assert caught.value is ERROR
-    sends, discards = ([f"{verb} {b}" for b in range(3)] for verb in ("send_gradients", "discard"))
-    verbs = ("begin", "send_gradients", "discard", "abstain", "gather")
+    sends, finishes = ([f"{verb} {b}" for b in range(3)] for verb in ("send", "finish"))
+    verbs = ("open", "send", "finish", "abstain", "gather")
     assert [entry for entry in done if entry.split()[0] in verbs] == [
-        *("begin", *sends[:2], "discard 0", "abstain 0", "discard 1", "abstain 1"),
-        *("gather 0", "gather 1", sends[2], discards[2], "gather 2"),
+        *("open", *sends[:2], "finish 0", "abstain 0", "finish 1", "abstain 1"),
+        *("gather 0", "gather 1", sends[2], finishes[2], "gather 2"),
     ]
     done.clear()
-    assert not step.average(())
-    assert done == ["begin", *sends[:2], *discards[:2], sends[2], discards[2], "end"]
+    assert not step.average(ABSTAIN)
+    assert done == [*sends[:2], *finishes[:2], sends[2], finishes[2]]

@@ -104,7 +104,7 @@ def test_arguments_of_clip_must_be_norms(device, arguments, message):
     _, optimizer = built(device, torch.optim.SGD, seed=0, lr=0.1)
     with pytest.raises(ValueError, match=message):
         optimizer.clip_grad_norm_(*arguments)
-    assert optimizer._reduced is None
+    assert optimizer._clipped is None
 
 
 @pytest.mark.parametrize("max_norm", [0, torch.tensor(0.0), -0.0])

@@ -1,11 +1,10 @@
-"""One step of many ranks: buckets, transports of gradients and weights, and the program of a step.
+"""One step of many ranks: buckets, the exchange of each, and the program of a step.
 
 Neighbouring parameters of one kind make a bucket, which is sharded over all ranks: its gradients are one
 exchange, its weights one all-gather in place, and a step works on one bucket while others travel.
 """
 
 from zerofp4.engine.assignment import Trained, build_buckets, find_bucket_mb, kind_key
-from zerofp4.engine.backward import ArrivingMeans, BackwardSchedule, Rounds
 from zerofp4.engine.buckets import (
     ALIGNMENT,
     Bucket,
@@ -22,47 +21,64 @@ from zerofp4.engine.buckets import (
     write_master,
     zeros_on,
 )
-from zerofp4.engine.collective import CollectiveTransport
+from zerofp4.engine.collective import CollectiveExchange, collective_exchanges
+from zerofp4.engine.exchange import (
+    ABSTAIN,
+    UPDATE_DTYPES,
+    Abstain,
+    Arrived,
+    BucketExchange,
+    BucketGradients,
+    LocalExchange,
+    are_as_sent,
+    check_gradients,
+    in_place,
+)
 from zerofp4.engine.late_gather import LateGathers
-from zerofp4.engine.peer import PeerTransport
+from zerofp4.engine.overlap import BackwardSchedule, Sent
+from zerofp4.engine.peer import peer_exchanges
 from zerofp4.engine.peers import Peers
-from zerofp4.engine.step import NOTHING, UPDATE_DTYPES, Arrived, Step, Transport, are_as_sent, check_gradients
+from zerofp4.engine.step import Step
 from zerofp4.engine.topology import Hosts, find_hosts, find_peers, host_name
 
 __all__ = [
+    "ABSTAIN",
     "ALIGNMENT",
-    "NOTHING",
     "UPDATE_DTYPES",
+    "Abstain",
     "Arrived",
-    "ArrivingMeans",
     "BackwardSchedule",
     "Bucket",
-    "CollectiveTransport",
+    "BucketExchange",
+    "BucketGradients",
+    "CollectiveExchange",
     "GradientMemory",
     "GradientSnapshot",
     "Gradients",
     "Hosts",
     "LateGathers",
-    "PeerTransport",
+    "LocalExchange",
     "Peers",
-    "Rounds",
+    "Sent",
     "Sharding",
     "Step",
     "Trained",
-    "Transport",
     "add_gradient_hooks",
     "are_as_sent",
     "are_sendable",
     "build_buckets",
     "check_gradients",
+    "collective_exchanges",
     "find_bucket_mb",
     "find_hosts",
     "find_peers",
     "gradient_dtype",
     "host_name",
+    "in_place",
     "is_sendable",
     "joined",
     "kind_key",
+    "peer_exchanges",
     "with_own_storage",
     "write_master",
     "zeros_on",

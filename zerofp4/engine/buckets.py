@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -267,8 +267,8 @@ def _chunks(tensor: torch.Tensor) -> Iterator[slice]:
 
 # Gradients of a model
 
-Gradients = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
-"""p.grad by the position of a parameter among all trainable ones; a mapping has those of one bucket."""
+Gradients = Sequence[torch.Tensor | None]
+"""p.grad of all trainable parameters."""
 
 _dtype = operator.attrgetter("dtype")
 
@@ -376,7 +376,7 @@ class GradientMemory:
     """
 
     def __init__(self, bucket: Bucket, flat: torch.Tensor, aliased_storages: set[int] | None = None):
-        self.flat, self._bucket, self._storages = flat, bucket, aliased_storages
+        self.flat, self._storages = flat, aliased_storages
         self.aliased = aliased_storages is not None
         self.views = bucket.whole_views(flat.view(-1))
         self._addresses = [view.data_ptr() for view in self.views]
@@ -392,34 +392,36 @@ class GradientMemory:
             pairs = zip(ends, [*bucket.offsets, flat.numel()], strict=True)
             self._gaps = [flat.view(-1)[end:begin] for end, begin in pairs if end < begin]
 
-    def check(self, gradients: Gradients, names: Sequence[str]) -> None:
-        """Raise RuntimeError for a gradient that aliases the memory of another parameter's gradient."""
-        mine = [gradients[i] for i in self._bucket.indices]
-        for k in self._elsewhere(mine) if self.aliased else ():
-            if self._is_aliased(mine[k]):
-                name = names[self._bucket.indices[k]]
+    def check(self, gradients: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
+        """Raise RuntimeError for a gradient that aliases the memory of another parameter's gradient. names:
+        of the bucket's parameters.
+        """
+        for k in self._elsewhere(gradients) if self.aliased else ():
+            if self._is_aliased(gradients[k]):
                 raise RuntimeError(
-                    f"the gradient of {name} lies in memory that gradients are sent from, but not where its "
-                    "own does: p.grad must not be exchanged, shared or transposed; assign a clone()"
+                    f"the gradient of {names[k]} lies in memory that gradients are sent from, but not where "
+                    "its own does: p.grad must not be exchanged, shared or transposed; assign a clone()"
                 )
 
-    def take(self, gradients: Gradients) -> None:
-        """Copy gradients into `flat`, rounded to its dtype, unless they lie there. None counts as zeros."""
-        mine = [gradients[i] for i in self._bucket.indices]
-        missing = [view for view, gradient in zip(self.views, mine, strict=True) if gradient is None]
+    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Copy the bucket's gradients into `flat`, rounded to its dtype, unless they lie there. None counts
+        as zeros.
+        """
+        missing = [view for view, gradient in zip(self.views, gradients, strict=True) if gradient is None]
         if self._gaps or missing:
             torch._foreach_zero_(self._gaps + missing)
-        away = self._elsewhere(mine) if self.aliased else [k for k, g in enumerate(mine) if g is not None]
+        away = [k for k, g in enumerate(gradients) if g is not None]
+        away = self._elsewhere(gradients) if self.aliased else away
         if away:
-            torch._foreach_copy_([self.views[k] for k in away], [mine[k] for k in away])
+            torch._foreach_copy_([self.views[k] for k in away], [gradients[k] for k in away])
 
-    def _elsewhere(self, mine: Sequence[torch.Tensor | None]) -> list[int]:
+    def _elsewhere(self, gradients: Sequence[torch.Tensor | None]) -> list[int]:
         """The positions of gradients that do not lie in their views; usually there are none."""
-        present = [k for k, gradient in enumerate(mine) if gradient is not None]
-        addresses = zip(present, addresses_of("gradients", [mine[k] for k in present]), strict=True)
+        present = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        addresses = zip(present, addresses_of("gradients", [gradients[k] for k in present]), strict=True)
         here = [k for k, address in addresses if address == self._addresses[k]]
-        if not are_sendable([mine[k] for k in here], [self.flat.dtype] * len(here)):
-            here = [k for k in here if is_sendable(mine[k], self.flat.dtype)]
+        if not are_sendable([gradients[k] for k in here], [self.flat.dtype] * len(here)):
+            here = [k for k in here if is_sendable(gradients[k], self.flat.dtype)]
         return sorted(set(present) - set(here))
 
     def _is_aliased(self, gradient: torch.Tensor) -> bool:
@@ -456,11 +458,13 @@ def zeros_on(device: torch.device) -> Zeros:
 
 
 def in_turns(
-    layouts: Sequence[tuple[tuple[int, ...], torch.dtype] | None], zeros: Zeros, count: int
+    layouts: Sequence[tuple[tuple[int, ...], torch.dtype] | None], zeros: Zeros, count: int | None
 ) -> list[torch.Tensor | None]:
-    """Contiguous tensors of these shapes and dtypes, of which only `count` neighbours are used at a time, so
-    that each shares memory with the one `count` before it. None for None.
+    """Contiguous tensors of these shapes and dtypes; None for None. Only `count` neighbours are used at a
+    time: each shares memory with the one `count` before it. None: each has memory of its own.
     """
+    if count is None:
+        return [None if layout is None else zeros(layout[0], dtype=layout[1]) for layout in layouts]
     sizes = [math.prod(layout[0]) * layout[1].itemsize for layout in layouts if layout is not None]
     turns = itertools.cycle(zeros((min(count, len(sizes)), max(sizes)), dtype=torch.uint8) if sizes else ())
     return [
@@ -481,10 +485,7 @@ def gradient_memory(
     storages: set[int] = set()
     aliases = [storages if aliased and bucket.keeps_gradients else None for bucket in buckets]
     layouts = [((b.world_size, b.slice_numel), b.sent_as) for b in buckets]
-    if count is None:
-        memory = [zeros(shape, dtype=dtype) for shape, dtype in layouts]
-    else:
-        copied = [layout if a is None else None for layout, a in zip(layouts, aliases, strict=True)]
-        turns = zip(in_turns(copied, zeros, count), layouts, strict=True)
-        memory = [zeros(shape, dtype=dtype) if turn is None else turn for turn, (shape, dtype) in turns]
+    copied = [layout if a is None else None for layout, a in zip(layouts, aliases, strict=True)]
+    turns = zip(in_turns(copied, zeros, count), layouts, strict=True)
+    memory = [zeros(shape, dtype=dtype) if turn is None else turn for turn, (shape, dtype) in turns]
     return list(map(GradientMemory, buckets, memory, aliases))

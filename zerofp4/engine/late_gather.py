@@ -10,15 +10,11 @@ from collections.abc import Callable
 
 import torch
 
-from zerofp4.distributed import Pending, in_phase
+from zerofp4.distributed import in_phase
 from zerofp4.engine.buckets import Bucket
+from zerofp4.engine.exchange import Waitable
 from zerofp4.ops import current_stream, is_capturing
 from zerofp4.storage import Gate
-
-Waitable = Pending | torch.cuda.Event
-"""A gather of weights that has begun. What is queued on the current stream behind wait() finds the slices of
-all ranks.
-"""
 
 
 class LateGather:

@@ -1,190 +1,161 @@
-"""Transport through memory that the GPUs of one host share."""
+"""Exchange of a bucket through memory that the GPUs of one host share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from zerofp4 import ops
-from zerofp4.distributed import error_text
-from zerofp4.engine.buckets import Bucket, GradientMemory, Gradients, gradient_memory, zeros_on
+from zerofp4.distributed import OwnError
+from zerofp4.engine.buckets import Bucket, GradientMemory, gradient_memory, zeros_on
+from zerofp4.engine.exchange import ABSTAIN, UPDATE_DTYPES, Abstain, Arrived, BucketExchange, BucketGradients
 from zerofp4.engine.peers import Copies, Peers, halves
-from zerofp4.engine.step import UPDATE_DTYPES, Arrived, Transport
 from zerofp4.format import BLOCK
 from zerofp4.ops import PeerRows, RankGradients
 
 
-class PeerTransport(Transport):
+class PeerExchange(BucketExchange):
     """The owner of a slice reads the gradients of all ranks as it adds them up in FP32, in rank order. The
     copy engines write its codes into the weights of every rank.
 
-    Without `early` the gradients of every rank lie in its own shared memory, where the owners read them, and
-    nothing is sent. begin() waits on the device until every rank has come, and gradients stay as they are
-    until end() or, without one, the first gather of weights is over.
+    send() brings this rank's gradients into its shared memory, where they usually lie since the backward
+    pass. receive(), average() and finish() are a barrier on the device, behind which all ranks have sent.
 
-    With `early` send_gradients() has the copy engines write to every owner what it owns of a bucket. Besides
-    p.grad this needs memory on each owner for the rows of the other ranks, all buckets at once, in the dtype
-    in which gradients are sent.
+    [Note: when shared memory may be written]
+
+        turn      t             t + 1         t + 2         t + 3
+        send      bucket t      t + 1         t + 2         t + 3
+        barrier   t - 1         t             t + 1         t + 2
+        read      t - 1         t             t + 1         t + 2
+
+    - Behind the barrier of bucket t + 1 nobody reads bucket t any more, and before it nobody has sent bucket
+      t + 3. So three buckets may use one memory in turns.
+    - Behind the last bucket come the gathers of weights, which end in a barrier, or the all-reduce of
+      clip_grad_norm_: then the next backward pass may write.
+    """
+
+    def __init__(self, bucket: Bucket, memory: GradientMemory, peers: Peers):
+        self.bucket, self.memory, self._peers = bucket, memory, peers
+        self.averages_in_update = bucket.sent_as in UPDATE_DTYPES
+        self.error = OwnError()
+        self._sent_halfway = 0
+        """How many elements of the slice of weights left halfway through its cast."""
+        found = find_halfway(bucket)
+        self.halfway = None
+        if found is not None:
+            position, row, count = found
+            self.halfway = position, row, lambda: self._send_weights(count)
+        self._connect()
+
+    def _connect(self) -> None:
+        own = self.memory.flat[self._peers.rank]
+        self._rows, self._own_views = self._peers.rows_like(own), self.bucket.own_views(own)
+
+    def send(self, gradients: BucketGradients | Abstain) -> None:
+        self.error = OwnError()
+        if gradients is not ABSTAIN:
+            with self.error:
+                self.memory.take(gradients)
+
+    def finish(self) -> None:
+        self._peers.arrive()
+
+    def receive(self) -> Arrived | None:
+        if not self.averages_in_update:
+            self.average()
+            return None
+        self.finish()
+        self.error.raise_if_any()
+        rows = RankGradients(self._rows, self.bucket.masters, self._peers.rank)
+        return Arrived(self._own_views, rows)
+
+    def average(self, squares: torch.Tensor | None = None) -> None:
+        self.finish()
+        self.error.raise_if_any()
+        ops.average(self._rows, self.bucket.gradients, squares=squares)
+
+    def _send_weights(self, count: int) -> None:
+        self._sent_halfway = count
+        self._peers.start_sending(self.bucket.weights, count)
+
+    def gather(self) -> torch.cuda.Event:
+        scales, sent = self.bucket.scales, self._sent_halfway
+        self._sent_halfway = 0
+        if scales is not None:
+            self._peers.start_sending(scales.view(-1), scales.shape[1])
+        return self._peers.start_gather(self.bucket.weights, sent)
+
+
+class PushExchange(PeerExchange):
+    """send() has the copy engines write to every owner its part of the gradients, in a backward pass.
+
+    Besides p.grad this needs memory on each owner for the rows of the other ranks, of all buckets at once, in
+    the dtype in which gradients are sent.
 
     [Note: writing into another rank's memory without asking]
-    - A row has one writer, whose copies are queued in one order: a bucket that is sent again lands behind
-      what was sent before, whatever became of that (zero_grad(), a skipped step).
-    - Rows are read only behind begin(), which all ranks call or none, since they have agreed before. Nobody
-      sends anything before all ranks have read their rows: behind average() comes end(), which is a barrier,
-      and behind arrived() the gather of weights, which has a barrier on the streams that copies are queued
-      on.
-    - Gradients are sent from memory that lives as long as this object. Where a backward pass writes there
-      while copies are queued, these are of gradients that were dropped: what a step uses has left before
-      anything behind begin(). Memory that buckets use in turns waits until its copies have left.
+    - Each row has one writer, which copies in order: sending again overwrites the earlier copy, whatever
+      became of it (zero_grad(), a skipped step).
+    - Rows are read behind the barrier of receive(), before which all copies have left; the next ones leave
+      behind the gathers of weights, or the all-reduce of clip_grad_norm_.
+    - Own memory lives as long as this object. Copies of gradients that a later pass has overwritten are of
+      dropped ones. Memory that buckets use in turns waits until its copies have left.
 
-    [Note: three buffers in turns] With `in_turns` the shared memory of a rank has the gradients of three
-    buckets at a time. send_gradients() copies a bucket there; arrived(), average() and discard() wait in a
-    barrier until every rank has. Every rank sends bucket b + 1, enters the barrier of bucket b, and reads
-    bucket b. So behind the barrier of bucket b + 1 nobody reads bucket b any more, and in front of it nobody
-    has sent bucket b + 3, which is copied over bucket b. Behind the last bucket come the gathers of weights,
-    as above.
-
-    early: whether a BackwardSchedule sends gradients.
-    in_turns: whether buckets have memory in turns. Then begin() does not wait.
+    left: by the address of own memory, the last copies from there, which all buckets share.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], peers: Peers, early: bool = False, in_turns: bool = False
+        self, bucket: Bucket, memory: GradientMemory, peers: Peers, left: dict[int, torch.cuda.Event]
     ):
-        self.buckets, self._peers, self._early, self._in_turns = buckets, peers, early, in_turns
-        self.dtypes = [bucket.sent_as for bucket in buckets]
-        self.adds_in_update = [bucket.sent_as in UPDATE_DTYPES for bucket in buckets]
-        self.sent_bytes = [bucket.sent_bytes for bucket in buckets]
-        self.error: str | None = None
-        """Why what this rank has sent since drop() must not be used."""
-        self._rows: list[PeerRows] = []
-        """By bucket, what all ranks have of this rank's slice."""
-        self._own_views: list[list[torch.Tensor | None]] = []
-        """By bucket, this rank's own row by parameter."""
-        self._copies: list[tuple[Copies, Copies]] = []
-        """By bucket, what send_gradients() copies to the other ranks."""
-        self._received: list[torch.Tensor] = []
-        """By bucket, where the other ranks copy it to."""
-        self._left: dict[int, torch.cuda.Event] = {}
-        """By the address of own memory, the last copies that were queued from there."""
-        self._halfway = [find_halfway(bucket) for bucket in buckets]
-        self._sent_halfway: dict[int, int] = {}
-        """By bucket, how many elements of the slice of weights left halfway through its cast."""
-        if early:
-            self.memory = gradient_memory(buckets, zeros_on(peers.device), count=2)
-        else:
-            self.memory = gradient_memory(buckets, peers.zeros, 3 if in_turns else None, aliased=not in_turns)
-        for bucket, memory in zip(buckets, self.memory, strict=True):
-            own = memory.flat[peers.rank]
-            if early:
-                own = self._connect(bucket, memory)
-            else:
-                self._rows.append(peers.rows_like(own))
-            self._own_views.append(bucket.own_views(own))
+        self._left = left
+        super().__init__(bucket, memory, peers)
 
-    def _connect(self, bucket: Bucket, memory: GradientMemory) -> torch.Tensor:
-        """Make rows for what other ranks send, and for this rank's own where its memory is used in turns.
-        Returns this rank's own row.
-        """
-        peers = self._peers
-        received = peers.zeros((peers.size - memory.aliased, bucket.slice_numel), memory.flat.dtype)
+    def _connect(self) -> None:
+        """Make rows for what other ranks send, and for this rank's own where its memory is used in turns."""
+        peers, memory = self._peers, self.memory
+        received = peers.zeros((peers.size - memory.aliased, self.bucket.slice_numel), memory.flat.dtype)
 
         def row(sender: int, receiver: int) -> torch.Tensor:
             return received[(sender - receiver - 1) % peers.size]  # the last one is the receiver's own
 
         copies = [(peers.at(r, row(peers.rank, r)), memory.flat[r]) for r in peers.others]
-        mine = memory.flat[peers.rank]
+        own = memory.flat[peers.rank]
         if not memory.aliased:
-            copies.append((row(peers.rank, peers.rank), mine))
-            mine = row(peers.rank, peers.rank)
-        rows = [mine if r == peers.rank else row(r, peers.rank) for r in range(peers.size)]
-        self._rows.append(PeerRows(tuple(r.data_ptr() for r in rows), bucket.slice_numel, received.dtype))
-        self._copies.append(halves(copies))
-        self._received.append(received)
-        return mine
+            copies.append((row(peers.rank, peers.rank), own))
+            own = row(peers.rank, peers.rank)
+        rows = [own if r == peers.rank else row(r, peers.rank) for r in range(peers.size)]
+        addresses = tuple(r.data_ptr() for r in rows)
+        self._rows = PeerRows(addresses, self.bucket.slice_numel, received.dtype)
+        self._own_views, self._received = self.bucket.own_views(own), received
+        self._copies: tuple[Copies, Copies] = halves(copies)
 
-    def prepare(self, gradients: Gradients, as_sent: bool = False) -> Gradients:
-        for memory in () if self._early or self._in_turns else self.memory:
-            memory.take(gradients)
-        return gradients
-
-    # Gradients
-
-    def begin(self) -> None:
-        if self._in_turns:
-            self.error = None
+    def send(self, gradients: BucketGradients | Abstain) -> None:
+        if gradients is ABSTAIN:
             return
-        if self._early:
-            self._peers.wait_until_sent()
-        self._peers.arrive()
-
-    def send_gradients(self, b: int, gradients: Gradients | None) -> None:
-        """Waits for no other rank. Does nothing where other ranks read gradients where they are."""
-        if gradients is None or not (self._early or self._in_turns):
-            return
-        memory, place = self.memory[b], self.memory[b].flat.data_ptr()
-        if place in self._left and not memory.aliased:
+        place = self.memory.flat.data_ptr()
+        if place in self._left and not self.memory.aliased:
             self._left[place].wait()
-        try:
-            memory.take(gradients)
-        except Exception as error:  # the agreement tells the others
-            self.error = self.error or error_text(error)
-            return
-        if self._early:
-            self._left[place] = self._peers.start_copies(*self._copies[b])
+        super().send(gradients)
+        if not self.error:
+            self._left[place] = self._peers.start_copies(*self._copies)
 
-    def arrived(self, b: int, gradients: Gradients) -> Arrived:
-        self._wait()
-        rows = RankGradients(self._rows[b], self.buckets[b].masters, self._peers.rank)
-        return Arrived(self._own_views[b], rows)
-
-    def average(self, b: int, gradients: Gradients, squares: torch.Tensor | None = None) -> None:
-        self._wait()
-        ops.average(self._rows[b], self.buckets[b].gradients, squares=squares)
-
-    def discard(self, b: int) -> None:
-        if self._in_turns:
-            self._peers.arrive()
-
-    def _wait(self) -> None:
-        if self._in_turns:
-            self._peers.arrive()
-        if self.error is not None:
-            raise RuntimeError(self.error)
-
-    def end(self) -> None:
-        self._peers.arrive()
-
-    # With a BackwardSchedule
-
-    def drop(self) -> None:
-        """What was sent so far counts for nothing."""
-        self.error = None
-
-    def drain(self) -> None:
-        """Have nothing on its way any more."""
+    def finish(self) -> None:
         self._peers.wait_until_sent()
+        super().finish()
 
-    # Weights
 
-    def open_weights(self) -> None:
-        self._peers.open()
+def peer_exchanges(
+    buckets: Sequence[Bucket], peers: Peers, *, early: bool = False, in_turns: bool = False
+) -> list[BucketExchange]:
+    """By bucket, an exchange through memory of these ranks.
 
-    def halfway(self, b: int) -> tuple[int, int, Callable[[], None]] | None:
-        if self._halfway[b] is None:
-            return None
-        position, row, sent = self._halfway[b]
-
-        def send() -> None:
-            self._sent_halfway[b] = sent
-            self._peers.start_sending(self.buckets[b].weights, sent)
-
-        return position, row, send
-
-    def gather(self, b: int) -> torch.cuda.Event:
-        bucket = self.buckets[b]
-        if bucket.scales is not None:
-            self._peers.start_sending(bucket.scales.view(-1), bucket.scales.shape[1])
-        return self._peers.start_gather(bucket.weights, self._sent_halfway.pop(b, 0))
+    early: whether a backward pass sends gradients. in_turns: whether buckets use three memories in turns, so
+    that p.grad lies elsewhere.
+    """
+    if early:
+        memory = gradient_memory(buckets, zeros_on(peers.device), count=2)
+        left: dict[int, torch.cuda.Event] = {}
+        return [PushExchange(bucket, own, peers, left) for bucket, own in zip(buckets, memory, strict=True)]
+    memory = gradient_memory(buckets, peers.zeros, 3 if in_turns else None, aliased=not in_turns)
+    return [PeerExchange(bucket, own, peers) for bucket, own in zip(buckets, memory, strict=True)]
 
 
 def find_halfway(bucket: Bucket) -> tuple[int, int, int] | None:

@@ -11,7 +11,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.cast import CastPlan
-from zerofp4.engine import UPDATE_DTYPES, Arrived, Bucket, Transport
+from zerofp4.engine import UPDATE_DTYPES, Arrived, BucketExchange
 from zerofp4.optim.groups import parameter_name
 from zerofp4.optim.inner import has_hooks
 from zerofp4.optim.moments import (
@@ -471,20 +471,15 @@ def _find_pieces(plan: CastPlan, params: _Tensors) -> dict[torch.Tensor, tuple[o
 
 
 class BucketUpdate:
-    """The engine's Update by a FusedAdamW whose part b has the masters of bucket b.
+    """The engine's Update by a FusedAdamW whose parts have the masters of these buckets, in their order.
 
-    inner: the optimizer of the masters. masters: by trainable parameter. exchange: of gradients.
+    inner: the optimizer of the masters. masters: by trainable parameter.
     """
 
-    def __init__(
-        self,
-        inner: FusedAdamW,
-        buckets: Sequence[Bucket],
-        masters: _Tensors,
-        exchange: Transport,
-    ):
-        self._inner, self._buckets, self._masters, self._exchange = inner, buckets, masters, exchange
-        self._orders: list[tuple[Sequence[torch.Tensor], list[int]]] = [([], [])] * len(buckets)
+    def __init__(self, inner: FusedAdamW, masters: _Tensors, exchanges: Sequence[BucketExchange]):
+        self._inner, self._masters, self._exchanges = inner, masters, exchanges
+        self._numbers = {exchange: n for n, exchange in enumerate(exchanges)}
+        self._orders: list[tuple[Sequence[torch.Tensor], list[int]]] = [([], [])] * len(exchanges)
         """By bucket, the parameters of its part, and their positions in the bucket."""
         # Of one step:
         self._options: list[Any] = []
@@ -512,24 +507,25 @@ class BucketUpdate:
             )
         self._options, self.present = self._inner._begin(skip, factor), present
         dtypes = []
-        for b, (bucket, dtype) in enumerate(zip(self._buckets, self._exchange.dtypes, strict=True)):
-            listed = self._inner._parts[b].listed
-            if listed is not self._orders[b][0]:
+        for n, exchange in enumerate(self._exchanges):
+            bucket, listed = exchange.bucket, self._inner._parts[n].listed
+            if listed is not self._orders[n][0]:
                 positions = {id(self._masters[i]): k for k, i in enumerate(bucket.indices)}
-                self._orders[b] = listed, [positions[id(master)] for master in listed]
-            if in_slices or not self._exchange.adds_in_update[b]:
+                self._orders[n] = listed, [positions[id(master)] for master in listed]
+            dtype = bucket.sent_as
+            if in_slices or not exchange.averages_in_update:
                 _, dtype = bucket.gradient_views, torch.float32  # which makes their memory
             dtypes.append([dtype] * len(listed))
         if not self._inner._is_laid_out(dtypes):
             self._inner._lay_out(dtypes, dtypes)
 
-    def __call__(self, b: int, arrived: Arrived | None) -> None:
-        bucket, present = self._buckets[b], self.present
+    def __call__(self, exchange: BucketExchange, arrived: Arrived | None) -> None:
+        bucket, present, n = exchange.bucket, self.present, self._numbers[exchange]
         own = bucket.gradient_views if arrived is None else arrived.own
         if present is not None:
             own = [view if present[i] else None for view, i in zip(own, bucket.indices, strict=True)]
-        gradients = list(map(own.__getitem__, self._orders[b][1]))
-        self._inner._parts[b].run(gradients, self._options, None if arrived is None else arrived.rows)
+        gradients = list(map(own.__getitem__, self._orders[n][1]))
+        self._inner._parts[n].run(gradients, self._options, None if arrived is None else arrived.rows)
 
 
 @dataclasses.dataclass

@@ -18,7 +18,7 @@ from zerofp4.distributed import (
     rank_and_size,
     reduce_max,
 )
-from zerofp4.engine import Rounds, are_sendable, is_sendable
+from zerofp4.engine import Sent, are_sendable, is_sendable
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import MultiTensor, find_nonfinite, is_capturing
 from zerofp4.optim.build import Slots
@@ -43,7 +43,7 @@ _EQUAL = len(Call._fields) + 1
 that the maximum of both shows whether ranks differ."""
 
 _FLAGS = 4
-"""Words behind them: Rounds, the word of a NaN or Inf, and 1 + the number of a rank with an error."""
+"""Words behind them: Sent, the word of a NaN or Inf, and 1 + the number of a rank with an error."""
 
 FOUND_INF = 1
 """The word of a found_inf that a user gave the inner optimizer. Those of parameters are even, and larger."""
@@ -92,8 +92,7 @@ class Agreement:
         self._count = len(slots.labels)
         self._group = GroupReference(group)
         self.rank, self.world_size = rank_and_size(group)
-        self.calls = 0  # how many agreements there were
-        self.rounds = Rounds()
+        self.sent = Sent()
         """Of the agreement that was read last: the largest of all ranks."""
         self._vector = torch.zeros(self._count + 2 * _EQUAL + _FLAGS, dtype=torch.float64, device=device)
         self.refused = torch.zeros((), dtype=torch.float32, device=device)
@@ -132,7 +131,7 @@ class Agreement:
         error: OwnError,
         nonfinite: torch.Tensor | None,
         param_groups: Sequence[dict],
-        rounds: Rounds,
+        sent: Sent,
     ) -> None:
         """One MAX all-reduce, of several ranks. Collective.
 
@@ -140,11 +139,10 @@ class Agreement:
         call: what this rank is about to do; None with an error.
         error: of this rank.
         nonfinite: the word of the first of its gradients with a NaN or Inf, by slots; None without one.
-        rounds: what it has sent in backward passes.
+        sent: what backward passes have sent for it.
         """
-        self.calls += 1
         options, tensors = (0, None) if error else self._options_hash.of(param_groups)
-        words = self._ballot(present, call and call._replace(options=options), error, rounds)
+        words = self._ballot(present, call and call._replace(options=options), error, sent)
         on_gpu = self._device.type == "cuda"
         ballot = torch.tensor(words, dtype=torch.float64, device="cpu", pin_memory=on_gpu)
         self._vector[-len(words) :].copy_(ballot, non_blocking=True)
@@ -165,7 +163,7 @@ class Agreement:
         self._unread.append(self._to_host(vector))
 
     def _ballot(
-        self, present: Sequence[bool], call: Call | None, error: OwnError, rounds: Rounds
+        self, present: Sequence[bool], call: Call | None, error: OwnError, sent: Sent
     ) -> list[float]:
         equal = [0.0] * _EQUAL
         there, own = [0.0] * self._count, self.slots.own
@@ -176,7 +174,7 @@ class Agreement:
                 there[slot] = float(is_present)
             equal[:-1] = map(float, call)
         failed = self.rank + 1.0 if error else 0.0
-        flags = float(rounds.count), float(rounds.again), 0.0, failed
+        flags = float(sent.all), float(sent.again), 0.0, failed
         return [*there, *equal, *(-word for word in equal), *flags]
 
     def _to_host(self, vector: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
@@ -220,13 +218,6 @@ class Agreement:
             present = None if self._in_buckets else [bool(found[slot]) for slot in self.slots.own]
         return present
 
-    def call_of_others(self) -> Call:
-        """What ranks without an error do in this call, so that this one joins them. Waits for the device."""
-        words, event = self._unread[-1]
-        if event is not None:
-            event.synchronize()
-        return Call(*words[-_FLAGS - 2 * _EQUAL :][: len(Call._fields)].tolist())
-
     def drop_unread(self) -> None:
         """Forget the agreements that were not read."""
         self._unread = []
@@ -235,8 +226,8 @@ class Agreement:
     def _find_problem(self, words: list[float], param_groups: Sequence[dict] | None) -> str | None:
         """Why no rank takes the step, the same words on every rank; None where all do."""
         equal, minus = words[-_FLAGS - 2 * _EQUAL :][:_EQUAL], words[-_FLAGS - _EQUAL : -_FLAGS]
-        count, again, _, failed = words[-_FLAGS:]
-        self.rounds = Rounds(int(count), bool(again))
+        is_sent, again, _, failed = words[-_FLAGS:]
+        self.sent = Sent(bool(is_sent), bool(again))
         if failed:
             return f"rank {int(failed) - 1} found an error, and no rank takes this step"
         highest, lowest = Call(*equal[:-1]), Call(*(-word for word in minus[:-1]))

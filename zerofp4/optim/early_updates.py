@@ -9,7 +9,18 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.distributed import OwnError, in_phase
-from zerofp4.engine import NOTHING, Gradients, Peers, Rounds, Step, add_gradient_hooks, check_gradients
+from zerofp4.engine import (
+    ABSTAIN,
+    Abstain,
+    BucketExchange,
+    BucketGradients,
+    LocalExchange,
+    Peers,
+    Sent,
+    Step,
+    add_gradient_hooks,
+    check_gradients,
+)
 from zerofp4.optim.adamw import BucketUpdate
 from zerofp4.optim.agreement import Agreement, Call
 from zerofp4.optim.inner import InnerOptimizers
@@ -53,7 +64,8 @@ class EarlyUpdates:
         self._shards, self._inners, self._agreement = shards, inners, agreement
         self._step, self._update, self._peers = step, update, peers
         self._saved, self._sound = saved, sound
-        self._buckets, self._device = shards.buckets, shards.found_inf.device
+        self._exchanges, self._buckets = step.exchanges, shards.buckets
+        self._device = shards.found_inf.device
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.indices}
         self._in_order = agreement.world_size > 1
         self._lag = int(self._in_order)
@@ -73,8 +85,8 @@ class EarlyUpdates:
         """The error of this rank, which step() raises. Until then every agreement on a bucket carries it: no
         rank updates the bucket, and all cast it from its masters as they are.
         """
-        self._waiting: dict[int, tuple[Gradients, dict[int, bool], torch.Tensor | None]] = {}
-        """By bucket between send and update: its gradients, which parameters have one, the word of a NaN."""
+        self._waiting: dict[BucketExchange, tuple[dict[int, bool], torch.Tensor | None]] = {}
+        """Of buckets between send and update: which parameters have a gradient, the word of a NaN."""
         self._pass: int | None = None
         """The last backward pass that has made a gradient."""
         self._is_over = False
@@ -163,28 +175,19 @@ class EarlyUpdates:
     # One turn, as in Step.run()
 
     def _take_turn(self, turn: int) -> None:
-        """Send bucket `turn`, update the one before it, cast the one before that, and transpose the one
-        before that. One rank alone does all of it to one bucket. The host looks at these buckets alone, so
-        that its work in a pass does not grow with the square of their number.
+        """A turn of the step, with a vote on each bucket; one rank alone does all of it to one bucket. The
+        host looks at these buckets alone, so that its work in a pass does not grow with the square of their
+        number.
         """
-        step, buckets = self._step, range(len(self._buckets))
         if not self._has_begun:
             self._begin()
         if self._is_refused:
             return
-        stages = sent, updated, cast, completed = [turn - stage * self._lag for stage in range(4)]
-        mine = [i for b in set(stages) & set(buckets) for i in self._buckets[b].indices]
+        stages = {turn - stage * self._lag for stage in range(4)} & set(range(len(self._buckets)))
+        mine = [i for b in stages for i in self._buckets[b].indices]
         with self._error:
             self._shards.check_written(mine)
-        if sent in buckets:
-            self._take_gradients(sent)
-            step.send(sent, self._waiting[sent][0])
-        if updated in buckets:
-            step.update(updated, self._agree_on(updated))
-        if cast in buckets:
-            step.cast(cast)
-        if completed in buckets:
-            step.complete(completed)
+        self._step.turn(self._exchanges, turn, self._take_gradients, self._lag, self._vote_on)
         self._shards.accept_values(mine)
 
     def _begin(self) -> None:
@@ -214,46 +217,43 @@ class EarlyUpdates:
         self._agreement.begin_buckets()
         self._step.begin(self._update, OwnError())
 
-    def _take_gradients(self, b: int) -> None:
-        """Take the gradients of bucket b out of p.grad. After an error of this rank they stay there."""
-        indices, transport = self._buckets[b].indices, self._step.transport
-        present, word, gradients = dict.fromkeys(indices, False), None, NOTHING
+    def _take_gradients(self, exchange: BucketExchange) -> BucketGradients | Abstain:
+        """Take the gradients of a bucket out of p.grad. After an error of this rank they stay there."""
+        indices, gradients = exchange.bucket.indices, ABSTAIN
+        present, word = dict.fromkeys(indices, False), None
         if not (self._error or self._step.failure):
             with self._error:
                 parameters = [self._shards.parameters[i] for i in indices]
                 own = ops.gradients_of(parameters)
-                found = dict(zip(indices, own, strict=True))
-                check_gradients(transport, b, found, self._shards.names)
+                check_gradients(exchange, own, [self._shards.names[i] for i in indices])
                 word = in_phase("scan", self._agreement.find_word)(own, indices)
-                gradients = transport.prepare(found)
-                present = {i: gradient is not None for i, gradient in found.items()}
+                gradients = exchange.in_place(own) if isinstance(exchange, LocalExchange) else own
+                present = {i: g is not None for i, g in zip(indices, own, strict=True)}
                 with torch._C.DisableTorchFunctionSubclass():
                     for parameter in parameters:
                         parameter.grad = None
                 for gradient in own:
                     if gradient is not None and gradient.is_cuda:  # it may come from another stream
                         gradient.record_stream(torch.cuda.current_stream(gradient.device))
-        self._waiting[b] = gradients, present, word
+        self._waiting[exchange] = present, word
+        return gradients
 
-    def _agree_on(self, b: int) -> Gradients:
-        """The agreement of all ranks on the update of bucket b, which the update reads on the device. Returns
-        the gradients of the bucket.
-        """
+    def _vote_on(self, exchange: BucketExchange) -> None:
+        """The vote of all ranks on the update of a bucket, which the update reads on the device."""
         agreement, found_inf = self._agreement, self._shards.found_inf
-        error = self._error or self._step.failure
-        gradients, present, word = self._waiting.pop(b)
+        error = self._error or exchange.error or self._step.failure
+        present, word = self._waiting.pop(exchange)
         if agreement.world_size == 1:
             self._update.present = present
         else:
             call = Call(is_clip=False, reduces=True, step=self._saved.steps)
             groups = self._inners.param_groups  # as of the first bucket, whatever a scheduler has done since
-            in_phase("vote", agreement.begin)(list(present.values()), call, error, word, groups, Rounds())
+            in_phase("vote", agreement.begin)(list(present.values()), call, error, word, groups, Sent())
         agreement.accept_nonfinite(word)
         agreement.write_skip()
         torch.maximum(found_inf, agreement.skip, out=found_inf)
         if not error:
             self._sound.is_between = True
-        return gradients
 
     # Calls of the optimizer
 

@@ -1,13 +1,14 @@
 """ZeRO-1 over NVFP4 weights: masters and optimizer state are sharded, the weights are whole on every rank."""
 
 import contextlib
+import math
 import operator
 import secrets
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,26 +20,27 @@ from zerofp4.distributed import (
     OwnError,
     exchange,
     in_phase,
-    raised_by_all,
     rank_and_size,
     resolve_group,
 )
 from zerofp4.engine import (
-    NOTHING,
-    ArrivingMeans,
+    ABSTAIN,
+    Abstain,
     BackwardSchedule,
-    CollectiveTransport,
+    BucketExchange,
     Gradients,
     GradientSnapshot,
     LateGathers,
-    PeerTransport,
-    Rounds,
+    Sent,
     Step,
-    Transport,
     are_as_sent,
     check_gradients,
+    collective_exchanges,
     find_peers,
+    in_place,
+    peer_exchanges,
     write_master,
+    zeros_on,
 )
 from zerofp4.launch import backend_for
 from zerofp4.nn import free_frozen
@@ -61,6 +63,15 @@ from zerofp4.optim.seal import agree_on_save
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.soundness import Soundness
 from zerofp4.optim.state_dict import SavedState, load_error, read_state_dict
+
+
+class Clipped(NamedTuple):
+    """By clip_grad_norm_ for the next step: the gradients that it has averaged, and float32 [], what they are
+    still to be multiplied by.
+    """
+
+    gradients: GradientSnapshot
+    factor: torch.Tensor
 
 
 class ZeroFP4Optimizer(torch.optim.Optimizer):
@@ -177,17 +188,16 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         failed = None if self._peers is None else self._peers.failed
         self._agreement = Agreement(slots, device, group, on_nonfinite, wire, failed, in_turns)
         self._offer_parts()
-        self._transport, self._schedule = self._make_transport()
-        is_local = all(memory is None for memory in self._transport.memory)
+        self._exchanges, self._schedule = self._make_exchanges()
+        is_local = all(exchange.memory is None for exchange in self._exchanges)
         self._averages_nothing = self.world_size == 1 and is_local
         """Whether gradients are their own means, in p.grad: in a world of one where nothing rounds them."""
         self._why_at_once = self._find_why_at_once()
         """Why all masters are updated at once; None where they are updated bucket by bucket."""
         self._update: BucketUpdate | None = None
         if self._why_at_once is None:
-            buckets, masters = self._shards.buckets, self._shards.masters
-            self._update = BucketUpdate(self.inners.all[0], buckets, masters, self._transport)
-        self._step = Step(self._transport, sends=self._schedule is None, late=late)
+            self._update = BucketUpdate(self.inners.all[0], self._shards.masters, self._exchanges)
+        self._step = Step(self._exchanges, self._peers, sends=self._schedule is None, late=late)
         self._why_host_waits = self._find_why_host_waits(group, device)
         """Why the host waits for the vote of each step; None where the device alone reads it."""
         self._agreement.defers = self._why_host_waits is None
@@ -209,14 +219,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._launches: ops.MultiTensor | None = None
         """What reads all of these where they are, if they are sent as they are."""
         self._squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
-        self._reduced: GradientSnapshot | None = None
-        """The gradients that clip_grad_norm_ has averaged for the next step."""
-        self._factor: torch.Tensor | None = None
-        """float32 []: what these are still to be multiplied by; None where nothing was clipped."""
-        self._sat_out_next_step = False
-        """Whether clip_grad_norm_ failed on this rank alone, which has then already taken its part in the
-        step() that the other ranks call next.
-        """
+        self._clipped: Clipped | None = None
+        """By clip_grad_norm_ for the next step."""
+        self._clip_error = OwnError()
+        """Of this rank in clip_grad_norm_, where the host did not wait for the vote: step() raises it."""
         self._scaler_found_inf: torch.Tensor | None = None
         """What a GradScaler has found in the gradients of this rank."""
         self._consolidated: dict[int, dict[str, torch.Tensor]] | None = None
@@ -229,22 +235,20 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             warnings.warn(doubt, stacklevel=3)
         self._built = True
 
-    def _make_transport(self) -> tuple[Transport, BackwardSchedule | None]:
-        """The transport, and what has backward passes send gradients for a step; None where none does."""
+    def _make_exchanges(self) -> tuple[list[BucketExchange], BackwardSchedule | None]:
+        """By bucket, how it travels, and what has backward passes send gradients; None where none does."""
         shards, options = self._shards, self.communication
         early = options.overlaps_backward and self.world_size > 1
         if self._peers is not None:
-            transport = PeerTransport(shards.buckets, self._peers, early, in_turns=options.updates_early)
+            in_turns = options.updates_early
+            exchanges = peer_exchanges(shards.buckets, self._peers, early=early, in_turns=in_turns)
         else:
-            # On a CPU only the host could wait for a bucket in a backward pass.
-            in_flight = len(shards.buckets) if early and self.found_inf.device.type == "cpu" else 2
-            aliased, ordered = not options.updates_early, self._way.reduction == "ordered"
-            transport = CollectiveTransport(shards.buckets, in_flight, aliased, ordered)
-            transport = ArrivingMeans(transport) if early else transport
-        if options.updates_early and not all(transport.adds_in_update):
+            ways = {"early": early, "aliased": not options.updates_early}
+            ways["ordered"] = self._way.reduction == "ordered"
+            exchanges = collective_exchanges(shards.buckets, zeros_on(self.found_inf.device), **ways)
+        if options.updates_early and not all(exchange.averages_in_update for exchange in exchanges):
             shards.share_gradients()
-        schedule = BackwardSchedule(shards.trained, shards.holder, transport) if early else None
-        return transport, schedule
+        return exchanges, BackwardSchedule(shards.trained, shards.holder, exchanges) if early else None
 
     def _offer_parts(self) -> None:
         """Let FusedAdamW update its masters bucket by bucket, and leave the amaxes that casts need."""
@@ -303,25 +307,22 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             is_scaled = self._take_scale() is not None or self._scaler_found_inf is not None
             return self._early.step(closure, is_scaled)
         self._check_not_captured("step()")
-        if self._sat_out_next_step:
-            self._sat_out_next_step = False
-            raise RuntimeError("clip_grad_norm_ has raised an error on this rank: no rank takes this step")
         self._settle_earlier_calls()
-        call, gradients, word, sent, loss, error = None, NOTHING, None, None, None, OwnError()
-        calls = self._agreement.calls
+        call, gradients, word, sent, loss, error = None, (), None, None, None, OwnError()
         try:
             self._check_usable()
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            reduces = self._reduced is None
+            self._clip_error.raise_if_any()
+            reduces = self._clipped is None
             gradients = self._collect_gradients()
             self._unscale(gradients)
             word = self._word(gradients) if reduces else None  # a GPU is at work while the host goes on
             self._shards.check_unchanged(self.param_groups)
             self.inners.sync_options(self.param_groups)
             self.inners.check_options()
-            if not reduces and self._reduced.changed(gradients):
+            if not reduces and self._clipped.gradients.changed(gradients):
                 raise RuntimeError(
                     "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
                     "step: call it after the last backward pass, or zero_grad() before the next one"
@@ -330,15 +331,17 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             sent = self._to_average(gradients, reduces)
             call = Call(is_clip=False, reduces=reduces, step=self._saved.steps)
         except BaseException as failure:
-            if self._raises_at_once(failure, calls):
-                raise
-            error = OwnError(failure)
-        present = self._agree(call, gradients, word, error)
-        if error:  # no host has waited for the agreement, which would have raised it
-            self._sit_out(error, self._agreement.call_of_others().reduces)
-        if call.reduces:
-            self._agreement.accept_nonfinite(word)
+            error = self._to_vote(failure)
+        present, is_taken = self._agree(call, gradients, word, error), False
         try:
+            reduces = self._clipped is None
+            if reduces:
+                self._agreement.accept_nonfinite(word)
+            is_taken = True
+            if error:  # the vote told the other ranks, whose kernels change nothing
+                with error:  # the first one is raised
+                    self._run_program(None, ABSTAIN if reduces else None)
+                error.raise_if_any()
             with self._sound.breaking("step()"):
                 if self._must_skip():
                     self.found_inf.fill_(1)
@@ -348,10 +351,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     self._run_program(self._update, sent)
         finally:
             self._forget_clipped()
+            self._clip_error = OwnError()
             if self._schedule is not None:
                 self._schedule.end_step()
-            self._agreement.count_step()
-            self._saved.steps += 1
+            if is_taken:
+                self._agreement.count_step()
+                self._saved.steps += 1
         return loss
 
     @torch.no_grad()
@@ -372,58 +377,54 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "optimizer without it, or leave out the clipping"
             )
         self._check_not_captured("clip_grad_norm_()")
-        self._sat_out_next_step = False
         self._settle_earlier_calls()
-        call, gradients, word, sent, error = None, NOTHING, None, None, OwnError()
-        calls = self._agreement.calls
+        call, gradients, word, sent, kind, error = None, (), None, ABSTAIN, 2.0, OwnError()
+        before, reduces = self._clipped, self._clipped is None
         try:
-            self._check_usable()
             max_norm, norm_type = float(max_norm), float(norm_type)
             if not max_norm >= 0:
                 raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
             if not norm_type > 0:
                 raise ValueError(f"norm_type must be positive, got {norm_type}")
+            kind = norm_type
+            self._check_usable()
             gradients = self._collect_gradients()
             self._shards.check_unchanged(self.param_groups)
-            if self._reduced is not None and self._reduced.written():
+            if before is not None and before.gradients.written():
                 raise RuntimeError(
                     "gradients were added to clipped ones: clip_grad_norm_ scales what step() uses, not "
                     "p.grad, so call zero_grad() before the next backward pass"
                 )
-            reduces = self._reduced is None or self._reduced.changed(gradients)
+            reduces = before is None or before.gradients.changed(gradients)
             # The sums of squares of gradients in p.grad say if there is a NaN or Inf.
             scans = reduces and not (self._averages_nothing and norm_type == 2.0)
             word = self._word(gradients) if scans else None
             for bucket in () if self._averages_nothing else self._shards.buckets:
                 _ = bucket.gradients  # makes their memory
             sent = self._to_average(gradients, reduces)
-            call = Call(
-                is_clip=True,
-                reduces=reduces,
-                step=self._saved.steps,
-                max_norm=max_norm,
-                norm_type=norm_type,
-            )
+            call = Call(True, reduces, self._saved.steps, max_norm, norm_type)
         except BaseException as failure:
-            if self._raises_at_once(failure, calls):
-                raise
-            error = OwnError(failure)
+            error = self._to_vote(failure)
         self._agree(call, gradients, word, error)
-        if error:  # as in step()
-            self._sit_out_clip(error)
-        total = self._reduce(call, gradients, sent, word)
-        if self._factor is not None:
-            total = total * self._factor
-        factor = (call.max_norm / (total + 1e-6)).clamp(max=1.0)
+        self._clip_error = error
+        total, failure = self._reduce(sent, kind, reduces, gradients, word)
+        if not reduces:
+            total = total * before.factor
+        total.masked_fill_(self._agreement.refused != 0, math.nan)
+        factor = ((0.0 if error else max_norm) / (total + 1e-6)).clamp(max=1.0)
         factor.masked_fill_(self._agreement.nonfinite != 0, 1.0)
-        self._factor = factor if self._factor is None else self._factor * factor
+        if reduces:
+            self._clipped = Clipped(GradientSnapshot(gradients), factor)
+        else:
+            self._clipped = before._replace(factor=before.factor * factor)
+        with self._sound.breaking("clip_grad_norm_()"):  # the others have a norm that is of no use
+            failure.raise_if_any()
         return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's; also forgets what clip_grad_norm_ averaged. Not collective."""
         self._forget_clipped()
         self._scaler_found_inf = None  # GradScaler leaves it after an error, and it is of these gradients
-        self._sat_out_next_step = False
         if self._schedule is not None:
             self._schedule.drop()
         if self._early is not None:
@@ -454,20 +455,17 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """Raise what the ranks found in the step before, on every rank and before it joins a collective.
         [Note: when the host reads an agreement]
         """
-        if self._reduced is None:  # else clip_grad_norm_ of this step has read them, and its own is not due
-            self._agreement.read(self.param_groups)
+        if self._clipped is None:  # else the vote of this step's clip_grad_norm_ is not due
+            self._agreement.read(self.param_groups, self._clip_error if self._clip_error else None)
 
-    def _raises_at_once(self, failure: BaseException, calls: int) -> bool:
-        """Whether an error before the agreement is raised at once; else the agreement tells the other ranks.
-        At once is raised what all ranks raise in a clip_grad_norm_ of a closure, and an error of a
-        collective, which leaves no rank to tell.
-
-        calls: how many agreements there were before.
+    def _to_vote(self, failure: BaseException) -> OwnError:
+        """An error of this rank before a vote, which tells the others of it. Raises it at once if all ranks
+        raise one, as in a clip_grad_norm_ of a closure, and if it is of a collective, which leaves no rank to
+        tell.
         """
-        in_closure = self._agreement.calls > calls and getattr(failure, "all_ranks_raise", False)
-        at_once = in_closure or isinstance(failure, CollectiveError)
-        self._sat_out_next_step &= not at_once
-        return at_once
+        if getattr(failure, "all_ranks_raise", False) or isinstance(failure, CollectiveError):
+            raise failure
+        return OwnError(failure)
 
     def _check_not_captured(self, call: str) -> None:
         if self.world_size > 1 and is_capturing(self.found_inf.device):
@@ -497,10 +495,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         )
 
     def _to_average(self, gradients: Gradients, reduces: bool) -> Gradients | None:
-        """What the transport makes of gradients that are averaged in this call, or are their own means."""
-        if reduces or self._averages_nothing:
-            return self._transport.prepare(gradients, self._launches is not None)
-        return None
+        """The gradients as they are sent or read in this call; None if they are averaged already."""
+        if not (reduces or self._averages_nothing):
+            return None
+        return gradients if self._launches is not None else in_place(self._exchanges, gradients)
 
     def _unscale(self, gradients: Gradients) -> None:
         """Divide the gradients by the scale of a GradScaler, unless its unscale_() has."""
@@ -514,7 +512,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if schedule is not None:
             self._scaler_found_inf = None  # GradScaler leaves it behind an error
             obstacle = "overlap='backward' sends them while they are scaled, and unscale_() comes too late"
-        elif self._reduced is not None:
+        elif self._clipped is not None:
             obstacle = "clip_grad_norm_ has clipped scaled ones: call scaler.unscale_(optimizer) before it"
         elif any(gradient.dtype == torch.float16 for gradient in present):
             obstacle = "float16 ones would underflow: build the optimizer with gradient_dtype=torch.float32"
@@ -537,11 +535,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         try:
             if not is_known:
                 self._kinds = self._launches = None
-            for b in range(len(self._shards.buckets)):
-                check_gradients(self._transport, b, gradients, self._shards.names, is_known)
+            for exchange in self._exchanges:
+                own = [gradients[i] for i in exchange.bucket.indices]
+                names = [self._shards.names[i] for i in exchange.bucket.indices]
+                check_gradients(exchange, own, names, is_known)
             if not is_known and facts is not None:
                 self._kinds = facts.kinds
-                if are_as_sent(self._transport, gradients):
+                if are_as_sent(self._exchanges, gradients):
                     self._launches = ops.MultiTensor(gradients, self._agreement.words)
             if self._launches is not None:
                 self._launches.addresses = facts.addresses
@@ -571,16 +571,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         call: None with an error of this rank. gradients: as far as they were collected.
         word: of Agreement.find_word(); None where nothing was looked at.
         """
-        present, rounds, schedule = [g is not None for g in gradients], Rounds(), self._schedule
+        present, sent, schedule = [g is not None for g in gradients], Sent(), self._schedule
         if schedule is not None:
-            rounds = schedule.close(error, reduces=self._reduced is None if call is None else call.reduces)
+            sent = schedule.close(error, reduces=self._clipped is None if call is None else call.reduces)
         agreement = self._agreement
         try:
             if self.world_size == 1:
-                agreement.rounds = rounds
                 error.raise_if_any()
             else:
-                ballot = present, call, error, word, self.param_groups, rounds
+                ballot = present, call, error, word, self.param_groups, sent
                 in_phase("vote", agreement.begin)(*ballot)
                 if agreement.defers:
                     return None
@@ -588,70 +587,48 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         except Exception:
             error.take()  # it was raised, and would be in a reference cycle
             if schedule is not None:
-                schedule.abandon(agreement.rounds)
+                schedule.abandon(agreement.sent.all)
             raise
         if schedule is not None:
-            schedule.resend(agreement.rounds.again)
+            schedule.accept(agreement.sent.again)
         return present
 
     # Behind it
 
-    def _sit_out(self, error: OwnError, reduces: bool) -> NoReturn:
-        """Take this rank's part in a step that it cannot take, and raise why. The updates of the other ranks
-        read on the device that no rank takes the step. [Note: when the host reads an agreement]
-
-        reduces: whether the other ranks exchange gradients.
-        """
-        try:
-            with error:  # what fails for the same reason is not raised in its place
-                self._run_program(None, NOTHING if reduces else None)
-        finally:
-            self._forget_clipped()
-            self._saved.steps += 1
-        error.raise_if_any()
-
-    def _sit_out_clip(self, error: OwnError) -> NoReturn:
-        """Abstain from a clip_grad_norm_ and from the next step(), and raise why."""
-        call = self._agreement.call_of_others()
-        self._squares.zero_()
-        if call.reduces:
-            self._step.average(NOTHING)
-        in_phase("norm", global_norm)((), call.norm_type or 2.0, self.process_group(), self._squares)
-        self._sat_out_next_step = True
-        # Marked: a closure of step() that calls clip_grad_norm_ must not bring it to another agreement.
-        error = OwnError(raised_by_all(error.take()))
-        self._agree(None, NOTHING, None, error)
-        self._sit_out(error, reduces=False)  # the others have averaged theirs in this clip
-
     def _reduce(
-        self, call: Call, gradients: Gradients, sent: Gradients | None, word: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Average the gradients for a clip, unless they are averaged, and return their norm."""
+        self,
+        sent: Gradients | Abstain | None,
+        norm_type: float,
+        reduces: bool,
+        gradients: Gradients,
+        word: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, OwnError]:
+        """Average the gradients for a clip, unless they are averaged. Returns their norm, and the error of
+        this rank.
+        """
         error = OwnError()
-        means = self._means(sent)  # views, which average() fills
-        if self._averages_nothing and call.norm_type == 2.0:
+        means = [] if sent is ABSTAIN else self._means(sent)  # views, which average() fills
+        if sent is ABSTAIN:
+            self._squares.zero_()
+        elif self._averages_nothing and norm_type == 2.0:
             self._squares.zero_()
             if self._launches is None:
                 ops.add_squares(means, self._squares)
             else:
                 self._launches.add_squares(self._squares)
-            if call.reduces:
+            if reduces:
                 found = self._squares[:, -2:].sum(0)  # how many Infs and NaNs there were
                 word = self._word(gradients, found)
-        if call.reduces:
+        if reduces:
             self._forget_clipped()
             if not self._averages_nothing:
                 self._squares.zero_()
                 error = self._step.average(sent, self._squares)
             self._agreement.accept_nonfinite(word)
-        total = in_phase("norm", global_norm)(means, call.norm_type, self.process_group(), self._squares)
-        with self._sound.breaking("clip_grad_norm_()"):  # the others have a norm that is of no use
-            error.raise_if_any()
-        if call.reduces:
-            self._reduced = GradientSnapshot(gradients)
-            if self._schedule is not None:
-                self._schedule.is_reduced = True
-        return total
+        total = in_phase("norm", global_norm)(means, norm_type, self.process_group(), self._squares)
+        if reduces and self._schedule is not None:
+            self._schedule.is_reduced = True
+        return total, error
 
     def _must_skip(self) -> bool:
         """Whether the host leaves out an update that cannot read on the device that it is to be skipped."""
@@ -699,7 +676,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def _run_program(
         self,
         update: BucketUpdate | None = None,
-        gradients: Gradients | None = None,
+        gradients: Gradients | Abstain | None = None,
         error: OwnError | None = None,
     ) -> None:
         """Run the program of a step: average and update if asked to, cast the masters, gather the weights."""
@@ -720,9 +697,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _forget_clipped(self) -> None:
         """What clip_grad_norm_ has averaged is used up, or not to be used."""
-        self._reduced = self._factor = None
+        self._clipped = None
         if self._schedule is not None:
             self._schedule.is_reduced = False
+
+    @property
+    def _factor(self) -> torch.Tensor | None:
+        """float32 []: what averaged gradients are still to be multiplied by; None if nothing was clipped."""
+        return None if self._clipped is None else self._clipped.factor
 
     # State
 
@@ -833,7 +815,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     write_master(values, *planes)
             self._saved.steps, self._saved.token = steps, token
             self._forget_clipped()
-            self._sat_out_next_step, self._consolidated = False, None
+            self._consolidated, self._clip_error = None, OwnError()
             self._agreement.drop_unread()
             self._run_program()
             self._shards.settle()

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 import zerofp4
 from distributed.engine.update_cases import OPTIONS, TINY, loss_of
 from distributed.optim.cases import all_bytes
-from zerofp4.engine import CollectiveTransport
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 __all__ = ["OPTIONS", "TINY", "loss_of"]  # what other files take from here, too
@@ -90,11 +89,6 @@ def go_on(world, net, first):
     for step in range(2, 4):
         step_of(world, [(net, second)], step)
     return net, second
-
-
-def in_two_places(buckets, in_flight, *options):
-    """A CollectiveTransport whose buckets arrive in two places, as on a GPU."""
-    return CollectiveTransport(buckets, 2, *options)
 
 
 class Broken(Exception):

@@ -69,8 +69,8 @@ ABSTAINED = "another rank could not take part in the cast"
 @on_ranks(2, 3)
 def test_memory_that_a_rank_lacks_ends_the_step_before_it_begins(world):
     """Of moments, or of the slice that gradients are reduced to."""
-    error = torch.OutOfMemoryError("no memory today")
     for owner, name, clip in ((torch, "zeros_like", False), (Bucket, "_zeros", True)):
+        error = torch.OutOfMemoryError("no memory today")
         parameters, optimizer = build(world)
         masters, weights = optimizer.gathered_masters(), [b.clone() for b in model_bytes(parameters)]
         with on_rank_1(world, owner, name, error, call=2):

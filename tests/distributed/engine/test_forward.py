@@ -21,7 +21,7 @@ from distributed.optim.cases import check_weights, model_bytes, refuse_one_step
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
 from zerofp4.distributed import all_gather_slices
-from zerofp4.engine import Bucket, CollectiveTransport
+from zerofp4.engine import Bucket, CollectiveExchange
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 
@@ -47,13 +47,13 @@ class LateGather:
 def late_gathers() -> Iterator[list[Bucket]]:
     """Gathers of codes that begin in here are such; of which buffers somebody has waited for, in order."""
     begun: list[Bucket] = []
-    gather_now = CollectiveTransport.gather
+    gather_now = CollectiveExchange.gather
 
-    def gather(transport, b):
-        bucket = transport.buckets[b]
-        return LateGather(bucket, begun) if bucket.is_packed else gather_now(transport, b)
+    def gather(exchange):
+        bucket = exchange.bucket
+        return LateGather(bucket, begun) if bucket.is_packed else gather_now(exchange)
 
-    with mock.patch.object(CollectiveTransport, "gather", gather):
+    with mock.patch.object(CollectiveExchange, "gather", gather):
         yield begun
 
 

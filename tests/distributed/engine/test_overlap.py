@@ -3,7 +3,7 @@ collectives, or written into each other's memory, here of files on the CPU; with
 run in test_peers.
 """
 
-from unittest import mock
+import functools
 
 import pytest
 import torch
@@ -16,14 +16,12 @@ from distributed.engine.overlap_cases import (
     SMALL,
     TINY,
     assert_same,
-    in_two_places,
     loss_of,
     make,
     step_of,
 )
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
-from zerofp4.optim import zero
 
 FEW = 0.01
 """bucket_mb for some of several parameters."""
@@ -87,30 +85,20 @@ def test_one_optimizer_goes_on_from_another(world, late):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("bucket_mb", [TINY, SMALL, None])
-def test_what_is_received_in_two_places(world, bucket_mb):
-    """As on a GPU, whatever the buckets are: a place is used again when what was there has been averaged."""
-    with mock.patch.object(zero, "CollectiveTransport", in_two_places):
-        models = make_pair(world, bucket_mb=bucket_mb)
-    for step in range(3):
-        step_of(world, models, step)
-    assert_same(models, "the end")
-
-
-@on_ranks(2)
 def test_buckets_begin_in_backward_passes(world):
     """From the last layer on; not under no_sync(), by autograd.grad, nor between clip_grad_norm_ and step."""
     net, optimizer = make(world, overlap="backward", bucket_mb=TINY)
     kinds = [bucket["kind"] for bucket in optimizer.describe()["buckets"]]
     quantized = kinds.count("nvfp4")
     assert kinds[:quantized] == ["nvfp4"] * quantized
-    begun, send = [], optimizer._transport.send_gradients
+    begun = []
 
-    def counted(b, gradients):
+    def counted(b, send, gradients):
         begun.append(b)
-        send(b, gradients)
+        send(gradients)
 
-    optimizer._transport.send_gradients = counted
+    for b, exchange in enumerate(optimizer._exchanges):
+        exchange.send = functools.partial(counted, b, exchange.send)
     torch.autograd.grad(loss_of(net, world, 0), list(net.parameters()))
     with optimizer.no_sync():
         loss_of(net, world, 0).backward()
@@ -153,7 +141,7 @@ def test_no_rank_waits_in_a_backward_pass(world):
         assert optimizer._peers.log == []
         loss_of(net, alone, 4).backward()
         optimizer.step()
-        assert optimizer._peers.log == ["arrive"]
+        assert optimizer._peers.log == ["arrive"] * len(described["buckets"])
         check_weights(list(net.parameters()), optimizer)
 
     run(world, check, late=True, bucket_mb=TINY)
@@ -186,8 +174,7 @@ def test_a_rank_lacks_a_gradient_in_the_first_pass_after_a_load(world):
 @pytest.mark.parametrize("options", [{}, {"gradient_wire": torch.float16}])
 def test_a_backward_pass_between_a_read_and_its_load(world, overlap, options):
     """What was read is not mixed with gradients."""
-    with mock.patch.object(zero, "CollectiveTransport", in_two_places):
-        net, optimizer = make(world, overlap=overlap, bucket_mb=SMALL, **options)
+    net, optimizer = make(world, overlap=overlap, bucket_mb=SMALL, **options)
     step_of(world, [(net, optimizer)], 0)
     state_dict = optimizer.state_dict()
     for own in state_dict["state"].values():

@@ -63,7 +63,7 @@ def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optim
         "reduce": (GradientMemory, "take", 2),
         "norm": (zero, "global_norm", 1),
         "cast": (distributed, "start_reduce_max", 1),
-        "gather": (collective.CollectiveTransport, "gather", 1),
+        "gather": (collective.CollectiveExchange, "gather", 1),
         "save": (piece.Piece, "__get_tensor_shard__", 3),
         "load": (state_dict, "_read_parameter", 2),
     }
