@@ -106,18 +106,26 @@ def test_ranks_are_connected_when_it_is_built(monkeypatch):
     assert log == [[[row] * 3] * 2, 0]
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_memory_that_buckets_send_from_in_turns(monkeypatch, early):
-    """It is written again when it has left. A CPU would wait for that in the middle of a backward pass, so
-    buckets that are sent there have memory of their own.
+def test_memory_that_buckets_send_from_in_turns(monkeypatch):
+    """It is written again when it has left; by then this rank's own gradients are with those of the others,
+    and wait for the step.
     """
-    exchanges, log = of_ranks(monkeypatch, 0, 2, torch.float32, 3, early=early)
+    exchanges, log = of_ranks(monkeypatch, 0, 2, torch.float32, 3, early=True)
     places = [exchange.memory.flat.data_ptr() for exchange in exchanges]
-    assert (places[0] == places[2]) == (not early) and places[0] != places[1]
+    assert places[0] == places[2] != places[1]
     log.clear()
-    for exchange in exchanges:
-        exchange.send(ABSTAIN)
-    assert [entry for entry in log if not isinstance(entry, list)] == ([] if early else [0])
+    for value, exchange in enumerate(exchanges):
+        exchange.send([torch.full((700,), float(value), dtype=torch.bfloat16)])
+    assert [entry for entry in log if not isinstance(entry, list)] == [0]
+    for value, exchange in enumerate(exchanges):
+        (own,) = exchange.receive().own
+        assert own.numel() and (own == value).all()
+
+
+def test_memory_of_their_own(monkeypatch):
+    """Where the host would wait for memory in turns in the middle of a backward pass."""
+    exchanges, _ = of_ranks(monkeypatch, 0, 2, torch.float32, 3, early=True, turns=None)
+    assert len({exchange.memory.flat.data_ptr() for exchange in exchanges}) == 3
 
 
 def test_gradients_that_are_sent_early_wait_for_the_step(monkeypatch):

@@ -52,7 +52,9 @@ class CollectiveExchange(BucketExchange):
         self._of_replicas, self._ordered, self._before = of_replicas, ordered, before
         can_average = ordered and bucket.world_size > 1 and bucket.replica_count == 1
         self.averages_in_update = can_average and bucket.sent_as in UPDATE_DTYPES
-        self._own = memory.flat[bucket.rank]
+        # Memory that later buckets send from does not keep this rank's own row until the update.
+        keeps_own = ordered and bucket.world_size > 1 and not memory.aliased
+        self._own = received[bucket.rank] if keeps_own else memory.flat[bucket.rank]
         self._own_views = bucket.own_views(self._own)
         # A tensor: torch would multiply by the rounded reciprocal of a number.
         self._divisor = torch.full((), bucket.world_size, dtype=torch.float32, device=bucket.device)
@@ -68,6 +70,8 @@ class CollectiveExchange(BucketExchange):
         if gradients is not ABSTAIN:
             with self.error:  # the others wait for this rank's rows, whatever they hold
                 own.take(gradients)
+                if self._own.data_ptr() != own.flat[bucket.rank].data_ptr():
+                    self._own.copy_(own.flat[bucket.rank])
         if bucket.world_size == 1:
             return
         if self._ordered:
@@ -129,6 +133,7 @@ def collective_exchanges(
     zeros: Zeros,
     *,
     early: bool = False,
+    turns: int | None = 2,
     aliased: bool = True,
     ordered: bool = True,
 ) -> list[BucketExchange]:
@@ -138,16 +143,16 @@ def collective_exchanges(
     copied to memory that buckets share in turns, and so is what is received.
 
     early: whether a backward pass sends gradients, which wait on their owners for the step: then all buckets
-        have memory to receive them. On a CPU, where only the host could wait for memory in turns, they have
-        memory to send from, too.
+        have memory to receive them.
+    turns: how many buckets have memory to send copies from, in turns; None for all. Who sends waits until
+        that memory has left: on a CPU the host, which must not in a backward pass.
     aliased: whether p.grad may alias the memory that it is sent from.
     ordered: whether gradients are added up in rank order, or by reduce-scatter.
     """
     rounds = buckets[0].wire not in (None, torch.float32)
     travels = [b.world_size * b.replica_count > 1 for b in buckets]
     sent = [b for b, is_sent in zip(buckets, travels, strict=True) if is_sent or rounds]
-    count = None if early and buckets[0].device.type == "cpu" else 2
-    memory = dict(zip(sent, gradient_memory(sent, zeros, count, aliased), strict=True))
+    memory = dict(zip(sent, gradient_memory(sent, zeros, turns, aliased), strict=True))
     layouts = [
         ((b.world_size if ordered else 1, b.slice_numel), b.sent_as) if b.world_size > 1 else None
         for b in buckets

@@ -244,6 +244,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             exchanges = peer_exchanges(shards.buckets, self._peers, early=early, in_turns=in_turns)
         else:
             ways = {"early": early, "aliased": not options.updates_early}
+            ways["turns"] = None if early and self.found_inf.device.type == "cpu" else 2
             ways["ordered"] = self._way.reduction == "ordered"
             exchanges = collective_exchanges(shards.buckets, zeros_on(self.found_inf.device), **ways)
         if options.updates_early and not all(exchange.averages_in_update for exchange in exchanges):
