@@ -145,8 +145,8 @@ def raised_in_turn(optimizer: ZeroFP4Optimizer, call: Callable) -> BaseException
     error = raised_by(call)
     if optimizer._agreement.defers:
         later = raised_by(optimizer.step)
-        if LATER not in str(later):  # the call was a clip_grad_norm_, to which that step belonged
-            later = raised_by(optimizer.step)
+        if LATER not in str(later):  # the call was a clip_grad_norm_, whose own error that step raises
+            error, later = error or later, raised_by(optimizer.step)
         assert LATER in str(later), repr(later)
         error = error or later
     return error
