@@ -22,9 +22,16 @@ _STASH = "megatron.core.transformer.moe.paged_stash"
 
 @contextlib.contextmanager
 def megatron_here() -> Iterator[None]:
-    """Megatron can be imported and run: on the GPU, or else on the CPU."""
+    """Megatron can be imported and run: on the GPU, or else on the CPU.
+
+    Its import replaces by what torch loads pickled tensors, and pickles name that. It is put back: ranks that
+    get tensors would have to import Megatron first.
+    """
     _supply_psutil()
-    with contextlib.nullcontext() if torch.cuda.is_available() else OnCpu():
+    with (
+        mock.patch.object(torch.storage, "_load_from_bytes", torch.storage._load_from_bytes),
+        contextlib.nullcontext() if torch.cuda.is_available() else OnCpu(),
+    ):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import types
 
@@ -52,6 +53,13 @@ def test_uninstall_leaves_everything_as_it_was(core):
     megatron.uninstall()
     assert replaced() == before
     megatron.uninstall()
+
+
+@needs_megatron
+def test_tensors_are_pickled_without_megatron():
+    with megatron_here():
+        import megatron.core  # noqa: F401
+    assert b"megatron" not in pickle.dumps(torch.zeros(1))
 
 
 @needs_megatron

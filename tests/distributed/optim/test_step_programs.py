@@ -107,7 +107,7 @@ class Program(RuleBasedStateMachine):
         self.tell("begin", {})
         if not groups:
             for size in range(1, RANKS + 1):
-                groups[size] = dist.new_group(list(range(size)), timeout=timedelta(seconds=20))
+                groups[size] = dist.new_group(list(range(size)), timedelta(seconds=20), "gloo")
 
     def tell(self, name: str, drawn: dict) -> None:
         if self.rank == 0:
