@@ -8,9 +8,10 @@ import torch.distributed as dist
 
 from zerofp4 import ops
 from zerofp4.distributed import Stage, reduce_max
-from zerofp4.engine import ALIGNMENT
 
 NORM = "finding the norm of the gradients"
+_AT_ONCE = 1 << 22
+"""So many elements have a copy in float64 at a time."""
 
 
 def global_norm(
@@ -18,21 +19,15 @@ def global_norm(
 ) -> torch.Tensor:
     """The p-norm of the reduced gradients of all ranks, float32 []. Collective: one all-reduce.
 
-    means: those that this rank counts, contiguous, cut at multiples of ALIGNMENT elements of a parameter
-        or at its end.
+    means: those that this rank counts, contiguous.
     squares: the sums that ops.average left of the means, for the 2-norm. It does not depend on the number of
-        ranks. For other norms FP32 sums are kept short and added up in float64: one long FP32 sum is off by
-        percents for 10**8 elements.
+        ranks. Other norms add up in float64, and differ between worlds where that rounds to another float32.
     """
     if p == 2.0:
         return ops.norm_of_squares(_add_up(squares.sum(0), group))
-    rows = [torch.zeros(1, dtype=torch.float32, device=squares.device)]
-    for mean in (mean.view(-1) for mean in means):
-        whole = mean.numel() // ALIGNMENT * ALIGNMENT
-        for short in (mean[:whole].view(-1, ALIGNMENT), mean[whole:].view(1, -1)):
-            if short.numel():
-                rows.append(torch.linalg.vector_norm(short, p, dim=1, dtype=torch.float32))
-    norms = torch.cat(rows).double()
+    parts = [part for mean in means if mean.numel() for part in mean.view(-1).split(_AT_ONCE)]
+    norms = [torch.linalg.vector_norm(part, p, dtype=torch.float64) for part in parts]
+    norms = torch.stack([torch.zeros_like(squares[0, 0], dtype=torch.float64), *norms])
     if p != math.inf:
         return _add_up(norms.pow(p).sum(), group).pow(1 / p).float()
     largest = norms.max()

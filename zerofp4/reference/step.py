@@ -21,7 +21,7 @@ from zerofp4.reference.compact import CompactMoments, compact_adamw_step, no_mom
 from zerofp4.reference.shards import partial_amax, partial_cast
 
 CHUNK = 256
-"""Slices begin at multiples of this many elements, so that a norm has the same partial sums in any world."""
+"""Slices begin at multiples of this many elements of a parameter."""
 
 
 class ShardedParameter:
@@ -134,13 +134,12 @@ def _norm(means: Sequence[torch.Tensor], norm_type: float, group: dist.ProcessGr
         words = torch.stack(list(map(square_sums, means))).sum(0)
         dist.all_reduce(words, group=group)
         return norm_of_squares(words)
-    chunks = torch.cat([mean.view(-1, CHUNK) for mean in means])
-    norms = torch.linalg.vector_norm(chunks, norm_type, dim=1).double()
-    own = norms.max() if norm_type == math.inf else norms.pow(norm_type).sum()
+    values = torch.cat([torch.zeros(1), *(mean.view(-1) for mean in means)]).double()
+    own = torch.linalg.vector_norm(values, norm_type)
     of_all = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(of_all, own, group=group)
     of_all = torch.stack(of_all)
-    return (of_all.max() if norm_type == math.inf else of_all.sum().pow(1 / norm_type)).float()
+    return torch.linalg.vector_norm(of_all, norm_type).float()
 
 
 def _update(p: ShardedParameter, gradient: torch.Tensor, options: dict[str, Any]) -> None:
