@@ -8,7 +8,7 @@
 #
 #   (nothing)     every test but those marked nightly or slow; of a test with more than 4 cases on a device, cases
 #                 in which every two values of its parameters meet: under 20 minutes on 2 cores, the build included.
-#                 With a GPU and 16 cores or more, a process for every 4 cores, 8 at most.
+#                 With a GPU and 16 cores or more, a process for every 4 cores, 16 at most.
 #   --quick       the lane for while you work, under 30 seconds on 2 cores once the extension is built: of each test
 #                 function the middle one of its cases on each device, hypothesis with 3 examples. Left out are the
 #                 tests marked heavy (they compile, or start Python), those of the benchmarks' tooling, and worlds
@@ -82,7 +82,7 @@ else
 fi
 say "pytest"
 if (($# == 0 && $(nproc) >= 16)) && nvidia-smi -L >/dev/null 2>&1; then
-    test_in_parts $(($(nproc) < 32 ? $(nproc) / 4 : 8))
+    test_in_parts $(($(nproc) < 64 ? $(nproc) / 4 : 16))
 else
     "$PYTHON" -m pytest "$@" || failed+=(pytest)
 fi
