@@ -134,7 +134,7 @@ def _norm(means: Sequence[torch.Tensor], norm_type: float, group: dist.ProcessGr
         words = torch.stack(list(map(square_sums, means))).sum(0)
         dist.all_reduce(words, group=group)
         return norm_of_squares(words)
-    values = torch.cat([torch.zeros(1), *(mean.view(-1) for mean in means)]).double()
+    values = torch.cat([torch.zeros(1, dtype=torch.float32), *(mean.view(-1) for mean in means)]).double()
     own = torch.linalg.vector_norm(values, norm_type)
     of_all = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(of_all, own, group=group)
