@@ -25,20 +25,20 @@ def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(leading), cols
 
 
-def stacked_matrices(shape: Sequence[int], block_rows: int) -> int | None:
-    """E of a stack [E, N, K] in blocks of 16x16, whose matrices are quantized separately; None for a single
-    matrix. In blocks of 1x16 every shape is flattened to one matrix.
+def stacked_matrices(shape: Sequence[int], block_rows: int, stacked: bool = False) -> int | None:
+    """E of a stack [E, N, K], whose matrices are quantized separately; None for a single matrix. In blocks of
+    1x16 every shape is flattened to one matrix, unless it is `stacked`.
 
-    Raises ValueError for more than three dimensions in blocks of 16x16.
+    Raises ValueError for more than three dimensions in blocks of 16x16, and for a stack without three.
     """
-    if block_rows == 1 or len(shape) < 3:
-        return None
-    if len(shape) > 3:
+    if block_rows > 1 and len(shape) > 3:
         raise ValueError(
             "blocks of 16x16 need a matrix [N, K] or a stack of them [E, N, K], got shape "
             f"{tuple(shape)}: view it as one of these, or use block (1, 16)"
         )
-    return shape[0]
+    if stacked and len(shape) != 3:
+        raise ValueError(f"stacked=True needs a stack of matrices [E, N, K], got shape {tuple(shape)}")
+    return shape[0] if len(shape) == 3 and (block_rows > 1 or stacked) else None
 
 
 def check_matrix(rows: int, cols: int, *, columnwise: bool) -> None:

@@ -14,7 +14,8 @@ void tensor_amax(const Target& target, const AmaxArgs& args, int64_t experts) {
 }
 
 void quantize(const Target& target, const QuantizeArgs& args, int64_t experts) {
-    const bool at_once = experts > 1 && args.rng_state == nullptr && args.choice.e4m3_max == 0.0f;
+    const bool at_once =
+        experts > 1 && args.block_rows == kBlock && args.rng_state == nullptr && args.choice.e4m3_max == 0.0f;
     dispatch(
         target,
         [&](const cpu::Kernels& k, int threads) {

@@ -76,7 +76,7 @@ def poisoned_like(shape, dtype, device, block=(BLOCK, BLOCK), **kwargs) -> NVFP4
 def expected_buffers(q: reference.Quantized, shape, block_rows: int) -> dict[str, torch.Tensor]:
     """What every buffer of a record should hold; `shape` is that of a matrix, of each of a stack."""
     if q.rowwise_data.dim() == 3:
-        return _expected_stack(q, shape)
+        return _expected_stack(q, shape, block_rows)
     rows, cols = shape
     expected = {"rowwise_data": q.rowwise_data, "rowwise_scale": q.rowwise_scale, "amax": q.amax}
     sides = [("rowwise", q.rowwise_scale, rows, cols)]
@@ -91,13 +91,13 @@ def expected_buffers(q: reference.Quantized, shape, block_rows: int) -> dict[str
     return expected
 
 
-def _expected_stack(q: reference.Quantized, shape) -> dict[str, torch.Tensor]:
+def _expected_stack(q: reference.Quantized, shape, block_rows: int) -> dict[str, torch.Tensor]:
     each = []
     for e in range(len(q.amax)):
         *codes, amax, columnwise_amax = (None if field is None else field[e] for field in q)
         columnwise_amax = None if columnwise_amax is None else columnwise_amax.reshape(1)
         matrix = reference.Quantized(*codes, amax.reshape(1), columnwise_amax)
-        each.append(expected_buffers(matrix, shape, BLOCK))
+        each.append(expected_buffers(matrix, shape, block_rows))
     join = {1: torch.cat, 2: torch.stack}
     return {name: join[buffer.dim()]([of[name] for of in each]) for name, buffer in each[0].items()}
 

@@ -16,13 +16,15 @@ cast = zerofp4.cast_master_weights_to_nvfp4
 SHAPES = [(3, 34, 50), (1, 16, 16), (34, 288), (5, 2, 18), (2, 130, 66)]
 """Ragged experts, one alone, a plain weight among them."""
 
+of_blocks = pytest.mark.parametrize("block", [(16, 16), (1, 16)], ids=["16x16", "1x16"])
 
-def make(device, shapes=SHAPES, dtype=torch.bfloat16, seed=0):
+
+def make(device, shapes=SHAPES, dtype=torch.bfloat16, seed=0, block=(16, 16)):
     """(poisoned weights with every buffer, whole masters)"""
     generator = torch.Generator().manual_seed(seed)
     weights, whole = [], []
     for shape in shapes:
-        weight = zerofp4.empty(shape, dtype=dtype, device=device, scale_layouts=SCALE_LAYOUTS)
+        weight = zerofp4.empty(shape, dtype=dtype, device=device, block=block, scale_layouts=SCALE_LAYOUTS)
         for _, buffer in weight.record.buffers():
             buffer.view(torch.uint8).fill_(0xA5)
         factors = 10.0 ** torch.arange(shape[0]).remainder(4)
@@ -39,8 +41,8 @@ def flat(whole):
 def specified(weight, values, amax=None):
     values = values.view(weight.shape).to(weight.dtype)
     if weight.dim() == 3:
-        return reference.quantize_experts(values, amax)
-    return reference.quantize(values, amax=amax)
+        return reference.quantize_experts(values, amax, block_rows=weight.block[0])
+    return reference.quantize(values, weight.block[0], amax)
 
 
 def check(weights, whole, amaxes=None):
@@ -49,6 +51,7 @@ def check(weights, whole, amaxes=None):
         assert_record_equals(weight.record, specified(weight, values, amax), f"weight {i}")
 
 
+@of_blocks
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("start", "numel"),
@@ -64,11 +67,11 @@ def check(weights, whole, amaxes=None):
         (7, 1500),
     ],
 )
-def test_shards_that_begin_and_end_inside_experts(device, start, numel, dtype):
+def test_shards_that_begin_and_end_inside_experts(device, start, numel, dtype, block):
     """Of 3 experts of 1700 elements: what is owned is written as a cast of each expert alone would, and what
     is not stays.
     """
-    weights, whole = make(device, [(3, 34, 50)] * 2)
+    weights, whole = make(device, [(3, 34, 50)] * 2, block=block)
     stack, alone = weights
     master = whole[0].flatten()[start : start + numel].to(dtype)
     cast([stack], [master], [start])
@@ -99,8 +102,9 @@ def test_codes_of_shards_in_buffers_of_the_caller(device):
         assert_bytes_equal(codes, expected, f"codes of {start}")
 
 
-def test_amax_groups_act_expert_by_expert(device):
-    weights, whole = make(device, [(3, 34, 50), (16, 32), (3, 16, 48), (2, 16, 16)])
+@of_blocks
+def test_amax_groups_act_expert_by_expert(device, block):
+    weights, whole = make(device, [(3, 34, 50), (16, 32), (3, 16, 48), (2, 16, 16)], block=block)
     whole[2] = whole[2].flip(0).contiguous()  # the largest expert of one is the smallest of the other
     plan = zerofp4.CastPlan(weights, flat(whole), [0] * 4, amax_groups=[[weights[0], weights[2]]])
     plan.step()
@@ -111,9 +115,10 @@ def test_amax_groups_act_expert_by_expert(device):
     check(weights, whole, [shared, own[1], shared, own[3]])
 
 
+@of_blocks
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 3.4e38])
-def test_one_expert_is_skipped_and_the_others_are_not(device, bad):
-    weights, whole = make(device)
+def test_one_expert_is_skipped_and_the_others_are_not(device, bad, block):
+    weights, whole = make(device, block=block)
     starts = [0] * len(weights)
     plan = zerofp4.CastPlan(weights, flat(whole), starts)
     plan.step()
@@ -135,7 +140,7 @@ def test_one_expert_is_skipped_and_the_others_are_not(device, bad):
                     assert_bytes_equal(buffer, kept, f"{i}[{e}] {name}")
             else:
                 alone = values.view(-1, *weight.record.matrix)[e]
-                assert_record_equals(matrix, reference.quantize(alone.bfloat16()), f"{i}[{e}]")
+                assert_record_equals(matrix, reference.quantize(alone.bfloat16(), block[0]), f"{i}[{e}]")
 
 
 def test_a_group_is_skipped_for_one_expert(device):

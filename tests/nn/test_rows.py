@@ -36,16 +36,40 @@ def test_report_and_bytes(device):
     before = model["linear"].weight.detach().clone()
     report = zerofp4.convert_model(model, lambda module, name: True, block=(1, 16))
     weight = model["linear"].weight
-    assert report.converted == ["linear"] and weight.block == (1, 16) and weight.columnwise_data is None
+    assert report.converted == ["linear", "experts.weight"]
+    assert model["experts"].weight.amax.shape == model["experts"].weight.shape[:1]
+    assert weight.block == (1, 16) and weight.columnwise_data is None
     assert report.skipped == {
         "conv.weight": "blocks of 1x16 lie along the inputs of a layer, and its weight is [inputs, outputs]",
-        "experts.weight": "it is a stack of matrices, which have one amax in blocks of 1x16",
     }
     expected = reference.quantize(before, 1)
     assert_bytes_equal(weight.rowwise_data, expected.rowwise_data, "codes")
     assert_bytes_equal(weight.rowwise_scale, expected.rowwise_scale, "scale")
     assert torch.equal(weight.get_high_precision_init_val(), before.cpu())
     assert sum(b.nbytes for _, b in weight.record.buffers()) == 34 * 25 + 34 * 4 + 4
+
+
+def test_groups_are_those_of_a_layer_each(device):
+    torch.manual_seed(0)
+    stack = zerofp4.nn.GroupedLinear(3, 64, 32, bias=False, device=device, dtype=torch.bfloat16)
+    alone = [nn.Linear(64, 32, bias=False, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    for layer, weight in zip(alone, stack.weight.unbind(), strict=True):
+        layer.weight.data.copy_(weight)
+    model = nn.ModuleList([stack, *alone])
+    report = zerofp4.convert_model(model, layers=True, block=(1, 16))
+    assert report.converted == ["0", "1", "2", "3"] and stack.weight.block == (1, 16)
+    sizes, x = [5, 0, 11], values(16).to(device, torch.bfloat16)
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    with zerofp4.nn.autocast(RECIPE):
+        y = stack(mine, sizes)
+        expected = torch.cat([layer(part) for layer, part in zip(alone, theirs.split(sizes), strict=True)])
+    assert_bytes_equal(y, expected, "outputs")
+    for each in (y, expected):
+        each.float().square().sum().backward()
+    assert_bytes_equal(mine.grad, theirs.grad, "gradient of x")
+    for e, layer in enumerate(alone):
+        gradient, own = stack.weight.grad[e], layer.weight.grad
+        assert_bytes_equal(gradient, torch.zeros_like(gradient) if own is None else own, f"weight {e}")
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])

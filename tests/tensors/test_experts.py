@@ -1,4 +1,4 @@
-"""Stacks of matrices [E, N, K] in blocks of 16x16: the weights of experts, each quantized alone."""
+"""Stacks of matrices [E, N, K]: the weights of experts, each quantized alone."""
 
 import copy
 import pickle
@@ -24,6 +24,8 @@ SHAPES = [(1, 16, 16), (3, 34, 50), (3, 2, 2), (2, 130, 144), (5, 18, 30), (35, 
 
 CHOICES = [None, FourOverSix(256, "mse"), FourOverSix(448, "mae")]
 
+of_kinds = pytest.mark.parametrize("kind", [{}, {"block": (1, 16), "stacked": True}], ids=["16x16", "1x16"])
+
 
 def experts(device, shape=(3, 34, 50), dtype=torch.bfloat16, seed=0):
     """Matrices of magnitudes so different that an amax of all would show."""
@@ -36,20 +38,26 @@ def make(device, shape=(3, 34, 50), seed=0, **options):
     return zerofp4.quantize(experts(device, shape, seed=seed), **{**ALL, **options})
 
 
+def rows_of(kind) -> int:
+    return kind.get("block", (16, 16))[0]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_every_buffer(device, shape, dtype, choice):
-    x = experts(device, shape, dtype)
-    t = zerofp4.quantize(x, **ALL, four_over_six=choice)
-    assert_record_equals(t.record, reference.quantize_experts(x, four_over_six=choice), "quantized")
+@of_kinds
+def test_every_buffer(device, shape, dtype, choice, kind):
+    x, rows = experts(device, shape, dtype), rows_of(kind)
+    t = zerofp4.quantize(x, **ALL, four_over_six=choice, **kind)
+    specified = reference.quantize_experts(x, block_rows=rows, four_over_six=choice)
+    assert_record_equals(t.record, specified, "quantized")
     assert {name for name, _ in t.record.buffers()} == set(BUFFERS) - {"columnwise_amax"}
     assert t.shape == shape and t.amax.shape == shape[:1] and t.columnwise_amax is t.amax
     assert t.record.matrix == shape[1:]
     maximum = 448 if choice is None else choice.e4m3_max
-    expected = reference.dequantize_experts(t.rowwise_data, t.rowwise_scale, t.amax, dtype, maximum)
+    expected = reference.dequantize_experts(t.rowwise_data, t.rowwise_scale, t.amax, dtype, maximum, rows)
     assert_bytes_equal(t.dequantize(), expected, "values")
-    assert_bytes_equal(zerofp4.quantize_dequantize(x, four_over_six=choice), expected, "in one go")
+    assert_bytes_equal(zerofp4.quantize_dequantize(x, four_over_six=choice, **kind), expected, "in one go")
 
 
 def test_odd_rows(device):
@@ -70,16 +78,31 @@ def test_the_columnwise_copy_alone(device):
     assert_bytes_equal(t.dequantize(), both.dequantize(), "values")
 
 
-def test_given_amaxes(device):
-    x = experts(device)
+@of_kinds
+def test_given_amaxes(device, kind):
+    x, rows = experts(device), rows_of(kind)
     amax = torch.tensor([0.5, 7.0, 1e4], device=device)
-    t = zerofp4.quantize(x, **ALL, amax=amax)
-    assert_record_equals(t.record, reference.quantize_experts(x, amax), "given")
-    expected = reference.dequantize_experts(t.rowwise_data, t.rowwise_scale, t.amax, x.dtype)
-    assert_bytes_equal(zerofp4.quantize_dequantize(x, amax=amax), expected, "values")
+    t = zerofp4.quantize(x, **ALL, amax=amax, **kind)
+    assert_record_equals(t.record, reference.quantize_experts(x, amax, block_rows=rows), "given")
+    expected = reference.dequantize_experts(t.rowwise_data, t.rowwise_scale, t.amax, x.dtype, block_rows=rows)
+    assert_bytes_equal(zerofp4.quantize_dequantize(x, amax=amax, **kind), expected, "values")
     for call in (zerofp4.quantize, zerofp4.quantize_dequantize):
         with pytest.raises(ValueError, match=r"amax must have shape \(3,\), got \(1,\)"):
-            call(x, amax=amax[:1])
+            call(x, amax=amax[:1], **kind)
+
+
+@pytest.mark.parametrize("block", [(16, 16), (1, 16)])
+def test_what_cannot_be_a_stack(device, block):
+    x = experts(device)
+    for call in (zerofp4.quantize, zerofp4.quantize_dequantize):
+        with pytest.raises(ValueError, match=r"a stack of matrices \[E, N, K\], got shape \(34, 50\)"):
+            call(x[0], block=block, stacked=True)
+    with pytest.raises(ValueError, match="stacked=True is for weights, and hadamard=True"):
+        zerofp4.quantize(x, block=(1, 16), columnwise=True, hadamard=True, stacked=True)
+    flat = zerofp4.quantize(x, block=(1, 16))
+    assert flat.amax.shape == (1,) and flat.rowwise_data.shape == (102, 25)
+    with pytest.raises(ValueError, match="out must have stacked True, got False"):
+        zerofp4.quantize(x, block=(1, 16), stacked=True, out=flat)
 
 
 def test_an_expert_that_is_not_finite_leaves_the_others_alone(device):
@@ -90,17 +113,19 @@ def test_an_expert_that_is_not_finite_leaves_the_others_alone(device):
     assert_record_equals(t.record, reference.quantize_experts(x), "with NaN")
 
 
-def test_out_skip_and_a_quantizer(device):
-    x, t = experts(device, seed=1), make(device)
+@of_kinds
+def test_out_skip_and_a_quantizer(device, kind):
+    x, t, rows = experts(device, seed=1), make(device, **kind), rows_of(kind)
     kept, before = addresses(t), copy.deepcopy(t)
-    quantizer = zerofp4.Quantizer(columnwise=True)
+    quantizer = zerofp4.Quantizer(columnwise=True, **kind)
     quantizer.update_(t, x, skip=torch.ones(1, device=device))
     assert_record_equal(t, before)
     quantizer.update_(t, x, skip=torch.zeros(1, device=device))
-    assert_record_equals(t.record, reference.quantize_experts(x), "written")
+    specified = reference.quantize_experts(x, block_rows=rows)
+    assert_record_equals(t.record, specified, "written")
     assert addresses(t) == kept
     for _ in range(2):  # the layout of the shape is remembered
-        assert_record_equals(quantizer(x).record, reference.quantize_experts(x), "quantizer")
+        assert_record_equals(quantizer(x).record, specified, "quantizer")
 
 
 def test_empty_holds_zeros_until_something_is_copied(device):
@@ -120,14 +145,15 @@ def test_copies_of_bytes_derive_what_the_source_lacks(device, rowwise):
     assert_record_equal(target, make(device))
 
 
-def test_padded_scales_without_and_with_buffers(device):
-    bare, full = make(device, scale_layouts=("compact",)), make(device)
+@of_kinds
+def test_padded_scales_without_and_with_buffers(device, kind):
+    bare, full = make(device, scale_layouts=("compact",), **kind), make(device, **kind)
     for columnwise, side in ((False, "rowwise"), (True, "columnwise")):
         expanded = getattr(full, f"{side}_scale_expanded")
         swizzled = getattr(full, f"{side}_scale_swizzled")
         assert_bytes_equal(bare.expanded_scale(columnwise), expanded, "expanded")
         assert_bytes_equal(bare.swizzled_scale(columnwise), swizzled, "swizzled")
-        matrix = zerofp4.quantize(experts(device)[0])
+        matrix = zerofp4.quantize(experts(device)[0], block=bare.block)
         many = zerofp4.swizzle_scales([bare, full, *[matrix] * (not columnwise)], columnwise=columnwise)
         assert_bytes_equal(many[0], swizzled, "of a list")
         assert many[1] is swizzled
@@ -144,11 +170,12 @@ def test_lists_of_stacks_and_matrices(device):
 # The experts' own tensors
 
 
-def test_an_expert_shares_the_buffers(device):
-    t = make(device)
+@of_kinds
+def test_an_expert_shares_the_buffers(device, kind):
+    t = make(device, **kind)
     other = experts(device, seed=5)[1]
-    expected = [zerofp4.quantize(m, **ALL) for m in experts(device)]
-    expected[1] = zerofp4.quantize(other, **ALL)
+    expected = [zerofp4.quantize(m, **ALL, block=t.block) for m in experts(device)]
+    expected[1] = zerofp4.quantize(other, **ALL, block=t.block)
     version = t._version
     t[1].copy_(other)
     assert t._version > version
@@ -207,14 +234,16 @@ WAYS = {
 def through_a_distributed_checkpoint(t):
     with tempfile.TemporaryDirectory() as folder:
         dcp.save({"weight": t}, checkpoint_id=folder, no_dist=True)
-        target = zerofp4.quantize(torch.zeros_like(t.dequantize()), **ALL)
+        options = {"block": t.block, "stacked": t.dim() == 3}
+        target = zerofp4.quantize(torch.zeros_like(t.dequantize()), **ALL, **options)
         dcp.load({"weight": target}, checkpoint_id=folder, no_dist=True)
     return target
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_ways(device, way):
-    t = make(device)
+@of_kinds
+def test_ways(device, way, kind):
+    t = make(device, **kind)
     there = way(t)
     assert type(there) is type(t) and there.shape == t.shape
     assert_record_equal(there, t)
@@ -238,14 +267,15 @@ def test_a_file_of_another_shape_is_refused(device):
 # torch.compile
 
 
-def test_compiled(device):
+@of_kinds
+def test_compiled(device, kind):
     x = experts(device)
 
     def through(x, weight):
-        made = zerofp4.quantize(x, columnwise=True)
+        made = zerofp4.quantize(x, columnwise=True, **kind)
         return made.dequantize(), torch.nn.functional.linear(x[0], weight[1])
 
-    t = make(device)
+    t = make(device, **kind)
     compiled = torch.compile(through, backend="aot_eager", fullgraph=True)
     assert_all_equal(compiled(x, t), through(x, t), "compiled")
 

@@ -103,5 +103,5 @@ def test_options_are_judged_before_any_call():
 def test_repr_says_the_options():
     assert repr(Quantizer(columnwise=True)) == (
         "Quantizer(block=(16, 16), rowwise=True, columnwise=True, scale_layouts=('compact',), "
-        "hadamard=False, random_signs=True, four_over_six=None, stochastic_rounding=False)"
+        "hadamard=False, random_signs=True, four_over_six=None, stochastic_rounding=False, stacked=False)"
     )

@@ -37,8 +37,8 @@ class Amaxes(enum.Enum):
 class CastPlan:
     """Casts a list of sharded masters into a list of NVFP4 weights, any number of times.
 
-    model_weights: NVFP4Tensors, or their records, the same list on every rank. One of shape [E, N, K] with
-    block (16, 16) is E weights in all that follows, each with an amax, a group and skipping of its own; its
+    model_weights: NVFP4Tensors, or their records, the same list on every rank. A stack [E, N, K] of matrices
+    is E weights in all that follows, each with an amax, a group and skipping of its own; its
     shard is one of its E * N * K elements, and may begin and end inside any of them. Those with block (1, 16)
     have no columnwise copy.
     master_weights[i]: the 1D float32 or bfloat16 elements of weight i that this rank owns, start_offsets[i]
@@ -240,10 +240,10 @@ class CastPlan:
         Raises ValueError for a weight with blocks that boundaries of shards cut: no optimizer leaves their
         amaxes.
         """
-        for name, cut in zip(self._names, self._vector.cut, strict=True):
-            if cut:
+        for i, name in enumerate(self._names):
+            if cut := self._vector.cut(i):
                 raise ValueError(
-                    f"{name} has {len(cut)} blocks of 1x16 that shards cut: an optimizer leaves amaxes where "
+                    f"{name} has {cut} blocks of 1x16 that shards cut: an optimizer leaves amaxes where "
                     "shards begin and end between blocks"
                 )
         items = self._vector.items(self._request)

@@ -24,12 +24,14 @@ _NO_HASH = -1.0
 
 class _Words(NamedTuple):
     """Of one matrix: [first, last) are its own amaxes. Those of its tiles; or, where scales travel, that of
-    the whole, then those of the blocks that a boundary of shards cuts. group: the word of its amax group.
+    the whole, then those of `cut`, the blocks of 1x16 that a boundary of shards cuts, in order. group: the
+    word of its amax group.
     """
 
     first: int
     last: int
     group: int
+    cut: list[int]
 
 
 class ReducedVector:
@@ -49,8 +51,6 @@ class ReducedVector:
     ):
         self._words: list[list[_Words]] = [[] for _ in records]
         """By weight, of each of its matrices."""
-        self.cut: list[list[int]] = []
-        """By weight, the blocks of 1x16 that a boundary of shards cuts, in order."""
         first, self._groups_end = {}, HEADER_WORDS
         for record, group in zip(records, amax_groups, strict=True):
             if group not in first:
@@ -58,16 +58,20 @@ class ReducedVector:
         total = round_up(self._groups_end, _VECTOR_WORDS)
         for i, (record, group) in enumerate(zip(records, amax_groups, strict=True)):
             rows, cols = record.matrix
-            cut: set[int | None] = set()
-            if record.block[0] == 1:
-                cut = {block for shards in rank_shards for block in cut_blocks(shards[i], cols)} - {None}
             tiles = ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK)
-            count = 1 + len(cut) if record.scales_travel else tiles
-            self.cut.append(sorted(cut))
             for e in range(record.amax_shape[0]):
-                self._words[i].append(_Words(total, total + count, first[group] + e))
+                cut: set[int | None] = set()
+                if record.block[0] == 1:
+                    owned = (_of_matrix(shards[i], e, rows * cols) for shards in rank_shards)
+                    cut = {block for shard in owned for block in cut_blocks(shard, cols)} - {None}
+                count = 1 + len(cut) if record.scales_travel else tiles
+                self._words[i].append(_Words(total, total + count, first[group] + e, sorted(cut)))
                 total += round_up(count, _VECTOR_WORDS)
         self.words = torch.zeros(total, dtype=torch.float32, device=device)
+
+    def cut(self, i: int) -> int:
+        """How many blocks of 1x16 of weight i a boundary of shards cuts."""
+        return sum(len(words.cut) for words in self._words[i])
 
     def items(self, request: CastRequest) -> list[CastItem]:
         """What this rank owns of each matrix, and the matrix's words, for the stages of a plan."""
@@ -76,7 +80,7 @@ class ReducedVector:
             shard, master, codes = request.shards[i], request.masters[i], request.codes(i)
             rows, cols = record.matrix
             for e, matrix in enumerate(record.matrices()):
-                own = intersect(e * rows * cols, rows * cols, shard.start, shard.end)
+                own = _of_matrix(shard, e, rows * cols)
                 own_master = own_codes = None
                 if own.numel:
                     begin = e * rows * cols + own.start
@@ -91,8 +95,8 @@ class ReducedVector:
                 piece = MasterPiece(own_master, own, *kind, tiles, words[e].group, total)
                 if record.block[0] == 1:
                     first, last = (
-                        -1 if block is None else words[0].first + 1 + self.cut[i].index(block)
-                        for block in cut_blocks(shard, cols)
+                        -1 if block is None else words[e].first + 1 + words[e].cut.index(block)
+                        for block in cut_blocks(own, cols)
                     )
                     piece = piece._replace(cut_offsets=(first, last))
                 items.append(CastItem(matrix, piece, own_codes))
@@ -122,3 +126,8 @@ class ReducedVector:
         """
         error_word, hash_word = self.words[[ERROR_WORD, HASH_WORD]].tolist()
         return hash_word == _NO_HASH if error_word == _DECLINED else None
+
+
+def _of_matrix(shard: Shard, e: int, numel: int) -> Shard:
+    """What a shard of a stack has of matrix e."""
+    return intersect(e * numel, numel, shard.start, shard.end)

@@ -220,7 +220,10 @@ def number_groups(
         return weight_name(i, weights[i]) if names is None else repr(names[i])
 
     def experts(i: int) -> int | None:
-        return stacked_matrices(weights[i].shape, getattr(weights[i], "block", block)[0])
+        shape = weights[i].shape
+        if isinstance(weights[i], NVFP4Storage):
+            return weights[i].experts
+        return stacked_matrices(shape, block[0], stacked=len(shape) == 3)
 
     if not isinstance(amax_groups, list | tuple | None):
         raise TypeError(f"amax_groups must be a list of lists of weights, got {type(amax_groups).__name__}")

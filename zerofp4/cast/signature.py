@@ -17,6 +17,7 @@ class Description(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     block: tuple[int, int]
+    experts: int | None
     four_over_six: str
 
 
@@ -36,7 +37,7 @@ class Signature(NamedTuple):
 
 def describe(records: Sequence[NVFP4Storage]) -> list[Description]:
     return [
-        Description(weight_name(i, r), tuple(r.shape), str(r.dtype), r.block, str(r.four_over_six))
+        Description(weight_name(i, r), tuple(r.shape), str(r.dtype), r.block, r.experts, str(r.four_over_six))
         for i, r in enumerate(records)
     ]
 

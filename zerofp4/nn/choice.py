@@ -117,7 +117,7 @@ def choose_weights(
         is_head = id(module) in heads
         reason = _why_not(module, module_name, parameter_name, tied, is_head, filter_fn, tensor_parallel)
         if reason is None and block[0] == 1:
-            reason = _why_not_rows(module, parameter)
+            reason = _why_not_rows(module)
         report.shares[name] = _numel(parameter) / max(total, 1)
         if reason is None:
             chosen.append(Chosen(_called(module, module_name, parameter_name), module, parameter_name))
@@ -257,11 +257,9 @@ def why_not_quantized(parameter: nn.Parameter, dimensions: int = 2) -> str | Non
     return None
 
 
-def _why_not_rows(module: nn.Module, parameter: nn.Parameter) -> str | None:
-    """Why a parameter that is converted in blocks of 16x16 is not in blocks of 1x16."""
-    if parameter.dim() != 2:
-        return "it is a stack of matrices, which have one amax in blocks of 1x16"
-    if linear_forward(module) is not nn.Linear.forward:
+def _why_not_rows(module: nn.Module) -> str | None:
+    """Why a parameter of a module that is converted in blocks of 16x16 is not in blocks of 1x16."""
+    if linear_forward(module) not in (None, nn.Linear.forward):
         return "blocks of 1x16 lie along the inputs of a layer, and its weight is [inputs, outputs]"
     return None
 

@@ -53,7 +53,7 @@ def convert_model(
     experts of transformers become zerofp4.nn.Experts if filter_fn took both of their stacked parameters.
     Otherwise products dequantize the weight.
     block: (16, 16); or (1, 16) along the inputs, in which serving engines read weights. The latter have rows
-    only, 0.56 bytes per element; stacks of experts and Conv1D are not converted; inside autocast they take
+    only, 0.56 bytes per element; Conv1D is not converted; inside autocast they take
     NVFP4Recipe(weight_block=(1, 16)), on FP4 tensor cores with backward="dequantized".
     columnwise: keep the transposed copy, too: 1.01 instead of 0.51 bytes per element. None keeps it if
     something reads it: layers of zerofp4.nn on a GPU with FP4 tensor cores, if the model is there already,
@@ -139,7 +139,8 @@ def _shared_amaxes(
     counts = Counter(numbers)
     for number, parameter in zip(numbers, parameters, strict=True):
         if counts[number] > 1:
-            amaxes.setdefault(number, []).append(quantize(parameter, **options).amax)
+            stacked = parameter.dim() == 3
+            amaxes.setdefault(number, []).append(quantize(parameter, stacked=stacked, **options).amax)
     largest = {number: torch.stack(members).amax(dim=0) for number, members in amaxes.items()}
     pairs = zip(parameters, numbers, strict=True)
     return {id(parameter): largest[number] for parameter, number in pairs if number in largest}

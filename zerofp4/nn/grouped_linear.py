@@ -261,7 +261,8 @@ def _stack(values: list[torch.Tensor]) -> torch.Tensor:
         for name, first in found[0].items()
     }
     shape = torch.Size((len(records), *records[0].shape))
-    return NVFP4Tensor(NVFP4Storage.from_buffers(shape, records[0].context(), buffers))
+    stacked = records[0].block[0] == 1
+    return NVFP4Tensor(NVFP4Storage.from_buffers(shape, (*records[0].context()[:-1], stacked), buffers))
 
 
 class _Split(torch.autograd.Function):

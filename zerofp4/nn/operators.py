@@ -137,7 +137,8 @@ class _Weight(NamedTuple):
             has_rows = given["rowwise_scale"].shape[-2] == lines[-1]
             chosen = None if self.e4m3_max == E4M3_MAX else FourOverSix(self.e4m3_max)
             block, shape = (1 if has_rows else BLOCK, BLOCK), torch.Size((*lines, 2 * width))
-            record: Storage = NVFP4Storage(shape, self.dtype, block, four_over_six=chosen)
+            options = {"four_over_six": chosen, "stacked": has_rows and len(shape) == 3}
+            record: Storage = NVFP4Storage(shape, self.dtype, block, **options)
         else:
             record = MXFP8Storage(torch.Size((*lines, width)), self.dtype)
         for name, side in sides_of(given).items():

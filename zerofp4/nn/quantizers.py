@@ -326,7 +326,7 @@ def primary_parameter(
         columnwise = reads_columns(block, weight.device)
     # Native products read swizzled scales: where there are some, casts write them, and nobody swizzles.
     layouts = ("compact", "swizzled") if ops.has_fp4_tensor_cores(weight.device) else ("compact",)
-    options = {"columnwise": columnwise, "scale_layouts": layouts}
+    options = {"columnwise": columnwise, "scale_layouts": layouts, "stacked": weight.dim() == 3}
     tensor = quantize(weight, block=block, four_over_six=four_over_six, amax=amax, **options)
     tensor.record.name = name or None
     tensor.record.attachments[INIT_VAL] = weight.detach().to("cpu", copy=True)

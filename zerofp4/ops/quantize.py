@@ -1,7 +1,7 @@
 """Matrices, stacks and groups of rows into given buffers, NVFP4 and MXFP8; and their values without buffers.
 
-The matrices of a stack [E, N, K], in blocks of 16x16, have an amax and a random state each. They take one
-launch, but one after the other with stochastic rounding or four over six.
+The matrices of a stack [E, N, K] have an amax and a random state each. They take one launch, but in blocks of
+1x16, with stochastic rounding or four over six one after the other.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 import zerofp4._C as _C
-from zerofp4.format import BLOCK, FourOverSix
+from zerofp4.format import FourOverSix
 from zerofp4.ops.device import DTYPE_CODES, scale_addresses, target_of
 from zerofp4.ops.schemas import (
     backend,
@@ -197,7 +197,7 @@ def quantize_into(
     given, transform = (amax, columnwise_amax), (record.hadamard, record.random_signs)
     choice = choice_arguments(record.four_over_six)
     options = (record.block[0], *given, *transform, rng_state, *choice, skip)
-    matrix = x if record.block[0] == BLOCK else x.reshape(record.matrix)
+    matrix = x.reshape(record.matrix) if record.experts is None else x
     if not is_plain_call(x):
         buffers = dict(record.buffers())
         torch.ops.zerofp4.quantize(matrix, *options, *[buffers.get(name) for name in BUFFERS])

@@ -1,4 +1,4 @@
-"""Stacks of matrices [E, N, K] in 16x16 blocks: each is quantized alone, with an amax of its own."""
+"""Stacks of matrices [E, N, K]: each is quantized alone, with an amax of its own."""
 
 import torch
 
@@ -10,6 +10,7 @@ def quantize_experts(
     x: torch.Tensor,
     amax: torch.Tensor | None = None,
     *,
+    block_rows: int = BLOCK,
     rng_state: torch.Tensor | None = None,
     four_over_six: FourOverSix | None = None,
 ) -> Quantized:
@@ -21,7 +22,7 @@ def quantize_experts(
     nothing = [None] * len(x)
     given = nothing if amax is None else amax.split(1), nothing if rng_state is None else rng_state
     made = [
-        quantize(matrix, BLOCK, own, rng_state=state, four_over_six=four_over_six)
+        quantize(matrix, block_rows, own, rng_state=state, four_over_six=four_over_six)
         for matrix, own, state in zip(x, *given, strict=True)
     ]
     *codes, amaxes, columnwise_amaxes = zip(*made, strict=True)
@@ -36,7 +37,8 @@ def dequantize_experts(
     amax: torch.Tensor,
     dtype: torch.dtype = torch.float32,
     e4m3_max: float = E4M3_MAX,
+    block_rows: int = BLOCK,
 ) -> torch.Tensor:
     """[E, N, K] values of packed codes [E, N, K/2] with compact scales and amaxes [E]."""
     matrices = zip(data, scale, amax.split(1), strict=True)
-    return torch.stack([dequantize(*matrix, BLOCK, dtype, e4m3_max) for matrix in matrices])
+    return torch.stack([dequantize(*matrix, block_rows, dtype, e4m3_max) for matrix in matrices])

@@ -68,7 +68,7 @@ class Averaged:
         pass
 
     def whole(self) -> NVFP4Storage:
-        options = {"block": self.record.block, "four_over_six": self.record.four_over_six}
+        options = {name: getattr(self.record, name) for name in ("block", "four_over_six", "stacked")}
         return quantize(self._values(), amax=self.amax, **options).record
 
 

@@ -18,11 +18,11 @@ class NVFP4Storage(Storage):
     compact, or expanded and swizzled, which are padded (layout.scale_shape); amaxes float32 [1], one tensor
     unless the columnwise copy is of the transform.
 
-    A shape [E, N, K] in blocks of 16x16 is a stack of E matrices [N, K], each quantized alone, as the weights
-    of experts are: every buffer has E as its first dimension, amaxes are float32 [E].
+    A shape [E, N, K] in blocks of 16x16, or `stacked`, is a stack of E matrices [N, K], each quantized alone,
+    as the weights of experts are: every buffer has E as its first dimension, amaxes are float32 [E].
     """
 
-    context_fields: ClassVar = ("dtype", "block", "hadamard", "random_signs", "four_over_six")
+    context_fields: ClassVar = ("dtype", "block", "hadamard", "random_signs", "four_over_six", "stacked")
 
     block: tuple[int, int]
     hadamard: bool = dataclasses.field(default=False, kw_only=True)
@@ -30,6 +30,8 @@ class NVFP4Storage(Storage):
     random_signs: bool = dataclasses.field(default=True, kw_only=True)
     """The transform's; True without one."""
     four_over_six: FourOverSix | None = dataclasses.field(default=None, kw_only=True)
+    stacked: bool = dataclasses.field(default=False, kw_only=True)
+    """Whether [E, N, K] in blocks of 1x16 is a stack."""
 
     @property
     def e4m3_max(self) -> int:
@@ -42,21 +44,22 @@ class NVFP4Storage(Storage):
 
     @classmethod
     def from_context(cls, shape, context) -> "NVFP4Storage":
-        dtype, block, hadamard, random_signs, choice = context
+        dtype, block, hadamard, random_signs, choice, *stacked = context  # of a checkpoint without it
         if choice is not None and not isinstance(choice, FourOverSix):
             choice = FourOverSix(*choice)
         options = {"hadamard": hadamard, "random_signs": random_signs, "four_over_six": choice}
-        return cls(shape, dtype, tuple(block), **options)
+        return cls(shape, dtype, tuple(block), **options, stacked=stacked == [True])
 
     def context(self) -> tuple:
-        """(dtype, block, hadamard, random_signs, the fields of four_over_six or None)"""
+        """(dtype, block, hadamard, random_signs, the fields of four_over_six or None, stacked)"""
         four_over_six = self.four_over_six and (self.four_over_six.e4m3_max, self.four_over_six.error)
-        return self.dtype, self.block, self.hadamard, self.random_signs, four_over_six
+        return self.dtype, self.block, self.hadamard, self.random_signs, four_over_six, self.stacked
 
     def check_context(self) -> None:
         super().check_context()
         check_block(self.block)
-        stacked_matrices(self.shape, self.block[0])
+        check_stacked(self.stacked, self.hadamard)
+        stacked_matrices(self.shape, self.block[0], self.stacked)
         check_transform(self.block[0], self.columnwise is not None, self.hadamard, self.random_signs)
         check_matrix(*self.matrix, columnwise=self.columnwise is not None and not self.hadamard)
 
@@ -70,7 +73,8 @@ class NVFP4Storage(Storage):
 
     @property
     def scheme(self) -> tuple:
-        return NVFP4Storage, self.shape, self.block, self.hadamard, self.random_signs, self.e4m3_max
+        transform = self.hadamard, self.random_signs
+        return NVFP4Storage, self.shape, self.block, self.experts, *transform, self.e4m3_max
 
     @property
     def scales_travel(self) -> bool:
@@ -81,8 +85,9 @@ class NVFP4Storage(Storage):
 
     @property
     def experts(self) -> int | None:
-        """E of a stack [E, N, K] in blocks of 16x16; None for one matrix."""
-        return self.shape[0] if len(self.shape) == 3 and self.block[0] == BLOCK else None
+        """E of a stack [E, N, K]; None for one matrix."""
+        is_stack = len(self.shape) == 3 and (self.stacked or self.block[0] == BLOCK)
+        return self.shape[0] if is_stack else None
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -100,7 +105,7 @@ class NVFP4Storage(Storage):
         records = []
         first, count = (0, self.shape[0]) if only is None else (only, 1)
         for e, sides in enumerate(unstack(self, count, first), first):
-            record = self.from_context(self.shape[1:], self.context())
+            record = self.from_context(self.shape[1:], self.context()[:-1])
             record.rowwise, record.columnwise = sides.rowwise, sides.columnwise
             record.name = None if self.name is None else f"{self.name}[{e}]"
             records.append(record)
@@ -142,6 +147,11 @@ def check_transform(block_rows: int, columnwise: bool, hadamard: bool, random_si
         raise ValueError("hadamard=True transforms the columnwise copy, but none is asked for")
 
 
+def check_stacked(stacked: bool, hadamard: bool) -> None:
+    if stacked and hadamard:
+        raise ValueError("stacked=True is for weights, and hadamard=True for activations and gradients")
+
+
 def check_rounding(stochastic: bool, four_over_six: FourOverSix | None) -> None:
     """Raises TypeError for what is no choice of scales, ValueError for one that rounding excludes."""
     if not isinstance(four_over_six, FourOverSix | None):
@@ -164,6 +174,7 @@ class Scheme(NamedTuple):
     random_signs: bool = True
     four_over_six: FourOverSix | None = None
     stochastic_rounding: bool = False
+    stacked: bool = False
 
     @classmethod
     def checked(cls, **options: Any) -> "Scheme":
@@ -172,9 +183,16 @@ class Scheme(NamedTuple):
         check_block(given.block)
         check_sides(given.rowwise, given.columnwise)
         check_transform(given.block[0], given.columnwise, given.hadamard, given.random_signs)
+        check_stacked(given.stacked, given.hadamard)
         check_rounding(given.stochastic_rounding, given.four_over_six)
         layouts = check_layouts(given.scale_layouts)
         return cls(**options | {"block": tuple(given.block), "scale_layouts": layouts})
+
+    @property
+    def of_records(self) -> dict[str, Any]:
+        """Fields of records."""
+        of_records = {name: getattr(self, name) for name in NVFP4Storage.context_fields[1:]}
+        return of_records | {"stacked": self.stacked and self.block[0] == 1}
 
     @property
     def sides(self) -> list[str]:
@@ -186,9 +204,8 @@ class Scheme(NamedTuple):
         """
         if dtype not in WEIGHT_DTYPES:
             raise TypeError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype}")
-        stacked_matrices(shape, self.block[0])
-        options = {name: getattr(self, name) for name in ("hadamard", "random_signs", "four_over_six")}
-        record = NVFP4Storage(torch.Size(shape), dtype, self.block, **options)
+        stacked_matrices(shape, self.block[0], self.stacked)
+        record = NVFP4Storage(torch.Size(shape), dtype, **self.of_records)
         check_matrix(*record.matrix, columnwise=self.columnwise and not self.hadamard)
         amax = None
         for side in self.sides:

@@ -46,7 +46,8 @@ def _has_codes_of(record: NVFP4Storage, value: torch.Tensor) -> bool:
         return False
     name, side = next(record.sides())
     sides = {"rowwise": name == "rowwise", "columnwise": name == "columnwise"}
-    scheme = Scheme(block=record.block, four_over_six=record.four_over_six, **sides)
+    options = {"four_over_six": record.four_over_six, "stacked": record.stacked}
+    scheme = Scheme(block=record.block, **options, **sides)
     made = scheme.allocate(record.shape, record.dtype, record.device)
     ops.quantize_into(value.to(record.device), made, amax=side.amax)
     again = getattr(made, name)

@@ -116,6 +116,7 @@ def quantize_dequantize(
     stochastic_rounding: bool = False,
     generator: torch.Generator | None = None,
     four_over_six: FourOverSix | None = None,
+    stacked: bool = False,
 ) -> torch.Tensor:
     """Fake quantization: quantize(x, ...).dequantize() byte for byte, without the codes, in one kernel.
 
@@ -127,9 +128,10 @@ def quantize_dequantize(
     TypeError for a wrong dtype, ValueError for a wrong shape, option or combination of options.
     """
     check_values(x)
-    scheme = Scheme.checked(block=block, stochastic_rounding=stochastic_rounding, four_over_six=four_over_six)
+    rounding = {"stochastic_rounding": stochastic_rounding, "four_over_six": four_over_six}
+    scheme = Scheme.checked(block=block, stacked=stacked, **rounding)
     check_generator(generator, stochastic_rounding)
-    experts = stacked_matrices(x.shape, block[0])
+    experts = stacked_matrices(x.shape, block[0], stacked)
     state = ops.draw_rng_state(x.device, generator, experts) if stochastic_rounding else None
     choice = ops.choice_arguments(scheme.four_over_six)
     options = (scheme.block[0], detached("amax", amax), state, *choice)
@@ -150,7 +152,7 @@ def empty(
 ) -> NVFP4Tensor:
     """A weight to cast into; it holds zeros until then.
 
-    shape: [N, K], or in blocks of 16x16 [E, N, K] for E experts, each a weight of its own with its own amax.
+    shape: [N, K], or [E, N, K] for E experts, each a weight of its own with its own amax.
     block: (16, 16), or (1, 16), in which serving engines read weights.
     columnwise: whether it has the transposed copy, too. None: in blocks of 16x16.
     four_over_six: how casts choose its scales, of two for each block.
@@ -161,6 +163,7 @@ def empty(
     device = torch.get_default_device() if device is None else torch.device(device)
     columnwise = weight_columns(block, columnwise)
     options = {"block": block, "four_over_six": four_over_six, "scale_layouts": scale_layouts}
-    record = Scheme.checked(columnwise=columnwise, **options).allocate(shape, dtype, device)
+    scheme = Scheme.checked(columnwise=columnwise, stacked=len(shape) == 3, **options)
+    record = scheme.allocate(shape, dtype, device)
     record.zero()
     return NVFP4Tensor(record)

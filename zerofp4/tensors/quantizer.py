@@ -43,8 +43,8 @@ class Quantizer:
     """quantize with its options checked once; the layout of a shape is worked out once and remembered.
 
     The options are those of quantize, which describes them: block, rowwise, columnwise, hadamard,
-    random_signs, stochastic_rounding, generator, four_over_six, scale_layouts. q(x) is quantize(x, ...) and
-    q.update_(out, x) is quantize(x, ..., out=out), byte for byte.
+    random_signs, stochastic_rounding, generator, four_over_six, scale_layouts, stacked. q(x) is
+    quantize(x, ...) and q.update_(out, x) is quantize(x, ..., out=out), byte for byte.
 
     Raises TypeError for an option of a wrong type, ValueError for a wrong option or combination of options.
     """
@@ -61,13 +61,14 @@ class Quantizer:
         generator: torch.Generator | None = None,
         four_over_six: FourOverSix | None = None,
         scale_layouts: Sequence[str] = ("compact",),
+        stacked: bool = False,
     ):
         copies = {"rowwise": rowwise, "columnwise": columnwise, "scale_layouts": scale_layouts}
         transform = {"hadamard": hadamard, "random_signs": random_signs}
         rounding = {"stochastic_rounding": stochastic_rounding, "four_over_six": four_over_six}
-        self._scheme = Scheme.checked(block=block, **copies, **transform, **rounding)
+        self._scheme = Scheme.checked(block=block, stacked=stacked, **copies, **transform, **rounding)
         check_generator(generator, stochastic_rounding)
-        self._generator = generator
+        self._generator, self._of_records = generator, self._scheme.of_records
         self._layouts: dict[tuple, _Layout] = {}
 
     def __call__(
@@ -109,8 +110,7 @@ class Quantizer:
         amax, columnwise_amax, skip: as of quantize. Returns out. Errors as quantize.
         """
         layout, scheme = self._layout(x), self._scheme
-        options = {name: getattr(scheme, name) for name in NVFP4Storage.context_fields[1:]}
-        check_out(out, NVFP4Tensor, x, scheme.sides, scheme.scale_layouts, **options)
+        check_out(out, NVFP4Tensor, x, scheme.sides, scheme.scale_layouts, **self._of_records)
         torch.autograd.graph.increment_version(out)
         self._fill(out.record, layout, x, amax, columnwise_amax, skip)
         if skip is None:
@@ -194,6 +194,7 @@ def quantize(
     out: NVFP4Tensor | None = None,
     skip: torch.Tensor | None = None,
     straight_through: bool = False,
+    stacked: bool = False,
 ) -> NVFP4Tensor:
     """Quantize x [..., K] of float32, bfloat16 or float16, K even, flattened to [M, K].
 
@@ -222,6 +223,7 @@ def quantize(
     it, so a captured CUDA graph can skip a weight (GradScaler's found_inf is such a flag).
     straight_through: the gradient of the result is x's, also where x is larger than a given amax. Not with
     out. Otherwise the result has no autograd history.
+    stacked: in blocks of (1, 16), too, x is [E, N, K], E matrices. Not with hadamard.
 
     Raises TypeError for a wrong dtype or a tensor without memory of its own (for a DTensor pass to_local()),
     ValueError for a wrong shape, option or combination of options, RuntimeError for an x whose storage was
@@ -241,6 +243,7 @@ def quantize(
         generator=generator,
         four_over_six=four_over_six,
         scale_layouts=scale_layouts,
+        stacked=stacked,
     )
     if out is not None:
         if straight_through:

@@ -50,11 +50,14 @@ struct AmaxArgs {
     float* hadamard_amax;  // float[1], or null
 };
 
-// Matrix e of a stack [experts, rows, cols] in tiles: every buffer holds those of all matrices one behind the
+// Matrix e of a stack [experts, rows, cols]: every buffer holds those of all matrices one behind the
 // other, each with its padding. `first` is the stack's first. A skip is one for all.
 ZEROFP4_HD QuantizeArgs matrix_of(const QuantizeArgs& first, int64_t e) {
     const int64_t row_blocks = ceil_div(first.rows, kBlock), col_blocks = ceil_div(first.cols, kBlock);
-    const int64_t compact = row_blocks * col_blocks, bytes = first.rows * first.cols * size_of(first.dtype);
+    const bool tiles = first.block_rows == kBlock;
+    const int64_t compact = (tiles ? row_blocks : first.rows) * col_blocks;
+    const int64_t columnwise_compact = (tiles ? col_blocks : first.cols) * row_blocks;
+    const int64_t bytes = first.rows * first.cols * size_of(first.dtype);
     const int64_t across = round_up(first.rows, kAtomRows) * round_up(col_blocks, kAtomColumns);
     const int64_t along = round_up(first.cols, kAtomRows) * round_up(row_blocks, kAtomColumns);
     const auto move = [e](auto*& p, int64_t step) { p = p ? p + e * step : p; };
@@ -68,7 +71,7 @@ ZEROFP4_HD QuantizeArgs matrix_of(const QuantizeArgs& first, int64_t e) {
     move(args.columnwise_data, first.cols * (first.rows / 2));
     for (int layout = 0; layout < kScaleLayouts; ++layout) {
         move(args.rowwise_scale[layout], layout == kCompact ? compact : across);
-        move(args.columnwise_scale[layout], layout == kCompact ? compact : along);
+        move(args.columnwise_scale[layout], layout == kCompact ? columnwise_compact : along);
     }
     move(args.stored_amax, 1);
     move(args.stored_columnwise_amax, 1);

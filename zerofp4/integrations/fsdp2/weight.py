@@ -67,9 +67,8 @@ class Weight:
         if self._gathered is not None:  # attached before: FSDP2 has tensors over the scales of that record
             return
         shape, local = placement.shape, self.master()
-        self.record = NVFP4Storage(
-            shape, placement.dtype, self.block, name=self.name, four_over_six=self.four_over_six
-        )
+        options = {"four_over_six": self.four_over_six, "stacked": self.block[0] == 1 and len(shape) == 3}
+        self.record = NVFP4Storage(shape, placement.dtype, self.block, name=self.name, **options)
         amax = torch.zeros(self.record.amax_shape, dtype=torch.float32, device=local.device)
         pinned = local.is_pinned() and placement.device != local.device
         options = {"dtype": torch.uint8, "device": local.device, "pin_memory": pinned}
