@@ -35,7 +35,7 @@ from zerofp4.engine.exchange import (
     in_place,
 )
 from zerofp4.engine.late_gather import LateGathers
-from zerofp4.engine.overlap import BackwardSchedule, Sent
+from zerofp4.engine.overlap import BackwardSchedule, Sent, UpdateSchedule
 from zerofp4.engine.peer import peer_exchanges
 from zerofp4.engine.peers import Peers
 from zerofp4.engine.step import Step
@@ -63,6 +63,7 @@ __all__ = [
     "Sharding",
     "Step",
     "Trained",
+    "UpdateSchedule",
     "add_gradient_hooks",
     "are_as_sent",
     "are_sendable",

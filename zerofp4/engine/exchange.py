@@ -189,6 +189,12 @@ def check_gradients(
         exchange.memory.check(gradients, names)
 
 
+def as_sent(exchange: BucketExchange, gradients: BucketGradients, names: Sequence[str]) -> BucketGradients:
+    """check_gradients(), and the gradients as send() takes them."""
+    check_gradients(exchange, gradients, names)
+    return exchange.in_place(gradients) if isinstance(exchange, LocalExchange) else gradients
+
+
 def _check_gradient(name: str, gradient: torch.Tensor, shape: torch.Size, bucket: Bucket) -> None:
     problem, dtype = None, bucket.sent_as
     if gradient.layout != torch.strided:

@@ -1,75 +1,104 @@
-"""Overlap with backward passes, which send gradients."""
+"""Overlap with backward passes: buckets are sent, or updated, as soon as their gradients are there."""
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
 
 import torch
 
 from zerofp4 import ops
 from zerofp4.distributed import OwnError, in_phase
 from zerofp4.engine.assignment import Trained
-from zerofp4.engine.buckets import add_gradient_hooks
-from zerofp4.engine.exchange import ABSTAIN, BucketExchange
+from zerofp4.engine.buckets import GradientSnapshot, add_gradient_hooks
+from zerofp4.engine.exchange import ABSTAIN, Abstain, BucketExchange, BucketGradients, as_sent
+from zerofp4.engine.step import Step
 from zerofp4.tensors import Holder
 
 
-class Sent(NamedTuple):
-    """Of a rank before a vote, or of any rank after it.
+class Schedule:
+    """Counts gradients in backward passes, and takes each bucket when its gradients are complete.
 
-    all: whether it has sent all buckets for this vote. again: whether they must be sent once more, because
-    zero_grad() has dropped some of them.
+    holder: of the trained parameters; nothing is taken once another optimizer has taken them over.
+    """
+
+    _in_order = True  # a bucket also waits for those before it, as exchanges of several ranks must
+
+    def __init__(self, trained: Sequence[Trained], holder: Holder, exchanges: Sequence[BucketExchange]):
+        self._parameters, self._names = [one.parameter for one in trained], [one.name for one in trained]
+        self._holder, self._exchanges = holder, exchanges
+        self._position = {i: n for n, e in enumerate(exchanges) for i in e.bucket.indices}  # of its bucket
+        self.start_over()
+        self._end_hooks = add_gradient_hooks(self, self._parameters, type(self)._accept, averages=True)
+
+    def start_over(self) -> None:
+        """No gradient has been counted."""
+        self._missing = [set(exchange.bucket.indices) for exchange in self._exchanges]
+        """By bucket, the parameters without a gradient so far."""
+        self._taken: set[int] = set()
+        """Positions of the buckets that were taken, or are being taken."""
+        self._error = OwnError()  # of this rank, for the next vote
+
+    def _accept(self, i: int, _: torch.Tensor) -> None:
+        """The gradient of parameter i is in p.grad."""
+        raise NotImplementedError
+
+    def _complete_with(self, i: int) -> Iterator[int]:
+        """Count the gradient of parameter i, and yield the buckets to take now."""
+        own = self._position[i]
+        self._missing[own].discard(i)
+        for n in range(len(self._taken), len(self._exchanges)) if self._in_order else [own]:
+            if self._missing[n]:
+                return
+            self._taken.add(n)
+            yield n
+
+    def _rest(self, after: int = 0) -> list[int]:
+        """The buckets that were not taken, to take them now, and `after` more turns."""
+        rest = [n for n in range(len(self._exchanges) + after) if n not in self._taken]
+        self._taken.update(rest)
+        return rest
+
+
+# overlap="backward"
+
+
+class Sent(NamedTuple):
+    """all: whether a rank has sent all buckets for a vote. again: whether all ranks must send them once more,
+    because zero_grad() has dropped some of them.
     """
 
     all: bool = False
     again: bool = False
 
 
-class BackwardSchedule:
-    """Counts gradients in backward passes, and sends each bucket when it is complete.
+class BackwardSchedule(Schedule):
+    """Sends each bucket.
 
-    Buckets are sent in one order, each when it and all before it are complete. Before each vote on gradients
-    close() sends the missing buckets, so that all ranks have sent each bucket once, whatever passes they ran,
-    broke off or ran under no_sync(). If zero_grad() has dropped sent buckets, all ranks send all of them once
-    more after the vote.
-
-    holder: of the trained parameters; nothing is sent any more once another optimizer has taken them over.
+    Before each vote on gradients close() sends the missing buckets, so that all ranks have sent each bucket
+    once, whatever passes they ran, broke off or ran under no_sync(). If zero_grad() has dropped sent buckets,
+    all ranks send all of them once more after the vote.
     """
 
-    def __init__(self, trained: Sequence[Trained], holder: Holder, exchanges: Sequence[BucketExchange]):
-        self._parameters, self._names = [one.parameter for one in trained], [one.name for one in trained]
-        self._holder, self._exchanges = holder, exchanges
-        self._position = {i: n for n, e in enumerate(exchanges) for i in e.bucket.indices}
-        """By parameter, that of its bucket."""
-        self.is_reduced = False
-        """Whether clip_grad_norm_ has averaged the gradients of the next step: then nothing is sent."""
-        self.has_sent = False
-        """Whether backward passes have sent gradients of the next step, for which unscale_() is too late."""
-        self._is_syncing = True  # False under no_sync()
-        self._start_over()
-        self._end_hooks = add_gradient_hooks(self, self._parameters, BackwardSchedule._mark, averages=True)
+    is_reduced = False
+    """Whether clip_grad_norm_ has averaged the gradients of the next step: then nothing is sent."""
+    has_sent = False
+    """Whether backward passes have sent gradients of the next step, for which unscale_() is too late."""
+    _is_syncing = True  # False under no_sync()
 
-    def _start_over(self) -> None:
-        self._next = 0  # the position of the bucket that is sent next
+    def start_over(self) -> None:
+        super().start_over()
         self._is_stale = False  # whether zero_grad() has dropped sent buckets
-        self._missing = [set(exchange.bucket.indices) for exchange in self._exchanges]
-        """By bucket, the parameters whose gradients are not there."""
-        self._sent: dict[int, tuple[torch.Tensor | None, int]] = {}
-        """By parameter, the gradient that was sent, and its version then."""
-        self._samples: list[Samples] = []
-        self._error = OwnError()
+        self._sent: dict[int, GradientSnapshot] = {}
+        """By parameter, the gradient that was sent."""
+        self._samples: list[tuple[dict[int, torch.Tensor], torch.Tensor]] = []
+        """By bucket, these gradients by parameter, and their _samples_of() then."""
 
-    # In a backward pass
-
-    def _mark(self, i: int, _: torch.Tensor) -> None:
-        """The gradient of parameter i is there."""
-        if not self._is_syncing or self._is_stale or self.is_reduced or self._holder.is_taken_over:
-            return
-        self._missing[self._position[i]].discard(i)
-        while self._next < len(self._exchanges) and not self._missing[self._next]:
-            self._send_next()
-        self.has_sent |= self._next > 0
+    def _accept(self, i: int, _: torch.Tensor) -> None:
+        if self._is_syncing and not (self._is_stale or self.is_reduced or self._holder.is_taken_over):
+            self._send(self._complete_with(i))
+            self.has_sent |= bool(self._taken)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -81,19 +110,14 @@ class BackwardSchedule:
 
     def drop(self) -> None:
         """As zero_grad(): sent gradients are not used."""
-        is_stale = self._next > 0
         self.has_sent = False
-        if is_stale:
-            self._is_stale = True
-            self._sent.clear()
-            self._samples.clear()
+        if self._taken:
+            self._is_stale, self._sent, self._samples = True, {}, []
         else:
-            self._start_over()
-
-    # Before a vote
+            self.start_over()
 
     def close(self, error: OwnError, reduces: bool) -> Sent:
-        """Send the missing buckets, if ranks are to average gradients now.
+        """Before a vote: send the missing buckets, if ranks are to average gradients now.
 
         error: of this rank; it takes up an error found here. With an error this rank abstains.
         """
@@ -102,7 +126,7 @@ class BackwardSchedule:
         with error:
             self._check_unchanged()
         with error:
-            self._complete(abstain=self._is_stale or bool(error))
+            self._send(self._rest(), abstain=self._is_stale or bool(error))
             self._error.raise_if_any()
             for exchange in self._exchanges:
                 exchange.error.raise_if_any()
@@ -113,15 +137,12 @@ class BackwardSchedule:
         after it does.
         """
         present = ops.gradients_of([self._parameters[i] for i in self._sent])
-        changed = [
-            i
-            for now, (i, (gradient, version)) in zip(present, self._sent.items(), strict=True)
-            if now is not gradient or (gradient is not None and gradient._version != version)
-        ]
+        pairs = zip(self._sent.items(), present, strict=True)
+        changed = [i for (i, sent), gradient in pairs if sent.changed([gradient])]
         if not changed and self._samples:  # writes that no version counts, as those of unscale_()
-            indices = itertools.chain.from_iterable(sample.indices for sample in self._samples)
-            flags = torch.cat([sample.changed() for sample in self._samples]).tolist()
-            changed = list(itertools.compress(indices, flags))
+            now = [_samples_of(gradients.values()).ne(then).any(1) for gradients, then in self._samples]
+            indices = itertools.chain.from_iterable(gradients for gradients, _ in self._samples)
+            changed = list(itertools.compress(indices, torch.cat(now).tolist()))
         if changed:
             raise RuntimeError(
                 f"the gradient of {self._names[changed[0]]} changed after it had begun to travel, as "
@@ -131,20 +152,18 @@ class BackwardSchedule:
                 "several segments use one weight"
             )
 
-    # After it
-
     def accept(self, again: bool) -> None:
-        """All ranks take the step, and have sent all buckets. again: all must do it once more."""
-        self._start_over()
+        """After a vote: all ranks take the step, and have sent all buckets. again: as of Sent."""
+        self.start_over()
         if again:
-            self._complete()
-            self._start_over()
+            self._send(self._rest())
+            self.start_over()
 
     def abandon(self, any_sent: bool) -> None:
-        """No rank takes the step. any_sent: whether a rank has sent all buckets for it."""
+        """After a vote: no rank takes the step. any_sent: whether a rank has sent all buckets for it."""
         if any_sent:
-            self._complete(abstain=True)
-        self._start_over()
+            self._send(self._rest(), abstain=True)
+        self.start_over()
         self.end_step()
 
     def end_step(self) -> None:
@@ -154,48 +173,176 @@ class BackwardSchedule:
     def stop(self) -> None:
         """Nothing is sent any more. Collective."""
         self._end_hooks()
-        self._complete(abstain=True)
+        self._send(self._rest(), abstain=True)
         for exchange in self._exchanges:
             exchange.finish()
 
-    # Buckets
-
-    def _complete(self, abstain: bool = False) -> None:
-        """Send all buckets that have not been sent."""
-        while self._next < len(self._exchanges):
-            self._send_next(abstain)
-
-    def _send_next(self, abstain: bool = False) -> None:
-        exchange = self._exchanges[self._next]
-        self._next += 1
-        gradients = ABSTAIN
-        if not abstain:
-            indices = exchange.bucket.indices
-            gradients = ops.gradients_of([self._parameters[i] for i in indices])
-            own = dict(zip(indices, gradients, strict=True))
-            self._sent |= {i: (g, 0 if g is None else g._version) for i, g in own.items()}
-            present = {i: g for i, g in own.items() if g is not None and g.numel()}
-            with self._error:  # the vote tells the others
-                self._samples += [Samples(present)] if present else []
-        in_phase("gradients", exchange.send)(gradients)
+    def _send(self, positions: Iterable[int], abstain: bool = False) -> None:
+        for exchange in map(self._exchanges.__getitem__, positions):
+            gradients, indices = ABSTAIN, exchange.bucket.indices
+            if not abstain:
+                gradients = ops.gradients_of([self._parameters[i] for i in indices])
+                own = dict(zip(indices, gradients, strict=True))
+                self._sent |= {i: GradientSnapshot([gradient]) for i, gradient in own.items()}
+                present = {i: g for i, g in own.items() if g is not None and g.numel()}
+                with self._error:
+                    self._samples += [(present, _samples_of(present.values()))] if present else []
+            in_phase("gradients", exchange.send)(gradients)
 
 
-class Samples:
-    """Two elements of each of some gradients as they were sent: the first one, and one in the middle."""
-
-    def __init__(self, gradients: dict[int, torch.Tensor]):
-        self.indices, self._gradients = list(gradients), list(gradients.values())
-        self._values = self._read()
-
-    def changed(self) -> torch.Tensor:
-        """bool, by index, on the device: whether they have other bytes now."""
-        return self._read().ne(self._values).any(1)
-
-    def _read(self) -> torch.Tensor:
-        # The views are not kept: Module.to() swaps no gradient that has one.
-        return torch.stack(list(map(_two_elements, self._gradients))).view(torch.uint8)
+def _samples_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """uint8 [gradients, bytes]: of each the first element, and one in the middle."""
+    pairs = [(g, zip(g.shape, g.stride(), strict=True)) for g in gradients]
+    # The views are not kept: Module.to() swaps no gradient that has one.
+    two = [g.as_strided((2,), (sum((n - 1) // 2 * step for n, step in steps),)) for g, steps in pairs]
+    return torch.stack(two).view(torch.uint8)
 
 
-def _two_elements(tensor: torch.Tensor) -> torch.Tensor:
-    middle = sum((n - 1) // 2 * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((2,), (middle,))
+# overlap="update"
+
+
+class Weights(Protocol):
+    """The trained parameters, and whether others than the optimizer have written to them."""
+
+    trained: Sequence[Trained]
+    holder: Holder
+    check_written: Callable[[Sequence[int]], None]  # raises RuntimeError
+    accept_values: Callable[[Sequence[int]], None]  # after the optimizer has written
+
+
+class UpdateSchedule(Schedule):
+    """Takes each bucket through a whole turn of the step.
+
+    One rank alone takes a bucket as soon as it is complete, and finish() takes the rest. Several ranks take
+    the rest when a backward pass ends, since other ranks may have all gradients, and wait. Each bucket has a
+    vote of its own.
+
+    [Note: when a weight may be written] autograd accumulates a gradient once per pass, after every node that
+    computes a part of it has read the weight. So nothing in the pass reads the weight any more; the page on
+    the optimizer lists the exceptions. Other ranks write into a weight after the vote on its bucket, which
+    this rank joins when its own gradients are complete, or its pass has ended.
+
+    begin: does the work of a step before its first bucket. Returns the error of this rank, and whether it is
+        of all ranks, which have refused the last step.
+    vote: all ranks vote on a bucket. Takes its gradients, and the error of this rank.
+    breaking: a context in which an error breaks the optimizer, if a bucket was updated.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        step: Step,
+        begin: Callable[[], tuple[OwnError, bool]],
+        vote: Callable[[BucketExchange, BucketGradients | Abstain, OwnError], None],
+        breaking: Callable[[], AbstractContextManager],
+    ):
+        self._step, self._weights = step, weights
+        self._begin, self._vote, self._breaking = begin, vote, breaking
+        self._stream: torch.cuda.Stream | None = None  # on which something was queued last
+        self._in_order = step.exchanges[0].bucket.world_size > 1
+        self._lag = int(self._in_order)  # how many buckets lie between two stages: transfers need time
+        super().__init__(weights.trained, weights.holder, step.exchanges)
+
+    def start_over(self) -> None:
+        super().start_over()
+        self.has_begun = False  # whether a bucket has begun to go through the step
+        self.is_refused = False  # whether the ranks have refused the step, which runs nothing and raises
+        self._pass: int | None = None  # the last backward pass that has made a gradient
+
+    def _accept(self, i: int, _: torch.Tensor) -> None:
+        if self._holder.is_taken_over:
+            return
+        with self._breaking():
+            self._follow_stream()
+            n = self._position[i]
+            is_second = i not in self._missing[n]
+            if is_second or n in self._taken:
+                which = "a second gradient" if is_second else "a gradient in a second backward pass"
+                raise RuntimeError(
+                    f"{self._names[i]} got {which} before step(), and overlap='update' uses each "
+                    "gradient as soon as it is there: call step() after every backward pass, also one that "
+                    "raised, and give checkpoint() use_reentrant=False where several segments use one weight"
+                )
+            self._take(self._complete_with(i))
+            running = torch._C._current_graph_task_id()
+            if self._in_order and self._pass != running:
+                self._pass = running
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        """Not called if the pass raised. Of nested passes (reentrant checkpoints) only the outer one ends."""
+        if torch._C._current_autograd_node() is None:
+            with self._breaking():
+                self._take(self._rest(3 * self._lag))
+
+    def _follow_stream(self) -> None:
+        """Make the current stream wait for that of the last call. autograd runs a hook on its gradient's
+        stream, and has the caller of backward() wait for all of them at the end.
+        """
+        device = self._exchanges[0].bucket.device
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            if self._stream not in (None, stream):
+                stream.wait_stream(self._stream)
+            self._stream = stream
+
+    def _take(self, turns: Iterable[int]) -> None:
+        for t in turns:
+            self.begin()
+            if self.is_refused:
+                return
+            # All parameters in each turn would be work that grows with the square of the number of buckets.
+            positions = {t - stage * self._lag for stage in range(4)} & set(range(len(self._exchanges)))
+            indices = [i for n in positions for i in self._exchanges[n].bucket.indices]
+            with self._error:
+                self._weights.check_written(indices)
+            self._step.turn(self._exchanges, t, self._take_gradients, self._lag, self._vote_on)
+            self._weights.accept_values(indices)
+
+    def begin(self) -> None:
+        """Begin a step, unless one has begun."""
+        self._follow_stream()
+        if not self.has_begun:
+            self.has_begun = True
+            self._error, self.is_refused = self._begin()
+
+    def _take_gradients(self, exchange: BucketExchange) -> BucketGradients | Abstain:
+        """Take the gradients of a bucket out of p.grad. After an error of this rank they stay there."""
+        gradients, indices = ABSTAIN, exchange.bucket.indices
+        if not (self._error or self._step.failure):
+            with self._error:
+                parameters = [self._parameters[i] for i in indices]
+                own = ops.gradients_of(parameters)
+                gradients = as_sent(exchange, own, [self._names[i] for i in indices])
+                with torch._C.DisableTorchFunctionSubclass():
+                    for parameter in parameters:
+                        parameter.grad = None
+                for gradient in own:
+                    if gradient is not None and gradient.is_cuda:  # it may come from another stream
+                        gradient.record_stream(torch.cuda.current_stream(gradient.device))
+        return gradients
+
+    def _vote_on(self, exchange: BucketExchange, gradients: BucketGradients | Abstain) -> None:
+        """From the first error of this rank on, every vote carries it, and no rank updates the bucket."""
+        self._vote(exchange, gradients, self._error or exchange.error or self._step.failure)
+
+    # In calls of the optimizer
+
+    def finish(self, error: OwnError) -> OwnError:
+        """Take the rest of the step. error: of this rank. Returns the error that step() is to raise."""
+        with error:
+            for i, gradient in enumerate(ops.gradients_of(self._parameters)):
+                if gradient is not None and self._position[i] in self._taken:
+                    found = f"{self._names[i]} has a gradient that was assigned after its update"
+                    raise RuntimeError(f"{found} in the backward pass")
+        self.begin()
+        with self._error:
+            error.raise_if_any()
+        self._take(self._rest(3 * self._lag))
+        return self._step.failure or self._error
+
+    def drop(self) -> None:
+        """As zero_grad(): forget the gradients of buckets that were not complete, unless a bucket was."""
+        if not self.has_begun:
+            self.start_over()

@@ -25,12 +25,13 @@ class Soundness:
         return None
 
     @contextlib.contextmanager
-    def breaking(self, call: str) -> Iterator[None]:
-        """What is raised inside leaves the optimizer broken."""
+    def breaking(self, call: str, in_buckets: bool = False) -> Iterator[None]:
+        """What is raised inside leaves the optimizer broken; in_buckets: only after a bucket's update."""
         try:
             yield
         except BaseException as error:
-            self.mark_broken(call, error)
+            if not in_buckets or (self.is_between and self.broken is None):
+                self.mark_broken(call, error)
             raise
 
     def mark_broken(self, call: str, error: BaseException) -> None:

@@ -28,11 +28,13 @@ from zerofp4.engine import (
     Abstain,
     BackwardSchedule,
     BucketExchange,
+    BucketGradients,
     Gradients,
     GradientSnapshot,
     LateGathers,
     Sent,
     Step,
+    UpdateSchedule,
     are_as_sent,
     check_gradients,
     collective_exchanges,
@@ -55,7 +57,6 @@ from zerofp4.optim.build import (
     set_gradient_dtype,
 )
 from zerofp4.optim.communication import Communication
-from zerofp4.optim.early_updates import EarlyUpdates, check_trainer
 from zerofp4.optim.initial import broadcast_frozen, initialize_masters
 from zerofp4.optim.inner import InnerOptimizers
 from zerofp4.optim.norm import global_norm
@@ -201,17 +202,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._why_host_waits = self._find_why_host_waits(group, device)
         """Why the host waits for the vote of each step; None where the device alone reads it."""
         self._agreement.defers = self._why_host_waits is None
-        self._early: EarlyUpdates | None = None
+        self._early: UpdateSchedule | None = None
         if communication.updates_early:
-            self._early = EarlyUpdates(
+            self._early = UpdateSchedule(
                 self._shards,
-                self.inners,
-                self._agreement,
                 self._step,
-                self._update,
-                self._peers,
-                self._saved,
-                self._sound,
+                begin=lambda: me()._begin_early(),
+                vote=lambda *bucket: me()._vote_early(*bucket),
+                breaking=lambda: me()._sound.breaking("backward()", in_buckets=True),
             )
         # From one call to the next
         self._kinds: Any = None
@@ -305,8 +303,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._consolidated = None
         self._shards.holder.end_watch()
         if self._early is not None:
-            is_scaled = self._take_scale() is not None or self._scaler_found_inf is not None
-            return self._early.step(closure, is_scaled)
+            return self._end_early_step(closure)
         self._check_not_captured("step()")
         self._settle_earlier_calls()
         call, gradients, word, sent, loss, error = None, (), None, None, None, OwnError()
@@ -429,15 +426,24 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._schedule is not None:
             self._schedule.drop()
         if self._early is not None:
-            self._early.zero_grad()
+            self._early.drop()
         super().zero_grad(set_to_none)
 
     def train(self) -> None:
         """Does nothing. transformers' Trainer calls it before each batch: with overlap="update" it raises
         ValueError if Trainer is to clip gradients afterwards.
         """
-        if self._early is not None:
-            check_trainer(sys._getframe(1))
+        frame = None if self._early is None else sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") != "transformers.trainer":
+            frame = frame.f_back
+        # Trainer tells the optimizer nothing about it, and torch's clip_grad_norm_ would find no gradients.
+        arguments = None if frame is None else getattr(frame.f_locals.get("self"), "args", None)
+        max_norm = getattr(arguments, "max_grad_norm", None)
+        if max_norm:
+            raise ValueError(
+                f"max_grad_norm={max_norm} of TrainingArguments: overlap='update' has used all gradients "
+                "before Trainer clips them: pass max_grad_norm=0, or build the optimizer without it"
+            )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -696,6 +702,101 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         finally:
             self._shards.accept_values()
 
+    # Updates in backward passes
+
+    def _begin_early(self) -> tuple[OwnError, bool]:
+        """As `begin` of UpdateSchedule."""
+        error = OwnError()
+        with error:
+            self._read_early(self.inners.param_groups)
+        if error:
+            return error, True
+        if not self._shards.weights_follow:
+            self._shards.accept_values()  # the weights follow the masters in this step, bucket by bucket
+            self._shards.follow_masters()
+        with error:
+            self._check_usable()
+            if is_capturing(self.found_inf.device):
+                raise RuntimeError("overlap='update': a CUDA graph cannot capture a backward pass or step()")
+            if self.inners.found_inf() is not None:
+                raise RuntimeError("overlap='update' heeds no found_inf of yours: it would come too late")
+            self.inners.sync_options(self.param_groups)
+            self._update.begin(self._agreement.skip_in_kernels)
+            self._shards.check_unchanged(self.param_groups)
+        self.found_inf.zero_()
+        self._agreement.begin_buckets()
+        self._step.begin(self._update, OwnError())
+        return error, False
+
+    def _read_early(self, *how: Any) -> None:
+        """Agreement.read() of buckets, which breaks the optimizer if ranks took some of them and not all."""
+        try:
+            self._agreement.read(*how)
+        except Exception as error:
+            self._sound.is_between = False
+            if self._agreement.taken:
+                self._sound.mark_broken("step()", error)
+            raise
+
+    def _vote_early(self, exchange: BucketExchange, own: BucketGradients | Abstain, error: OwnError) -> None:
+        """As `vote` of UpdateSchedule; the update reads the outcome on the device."""
+        agreement, indices, word = self._agreement, exchange.bucket.indices, None
+        gradients = [None] * len(indices) if own is ABSTAIN else own
+        present = [gradient is not None for gradient in gradients]
+        with error:
+            word = in_phase("scan", agreement.find_word)(gradients, indices)
+        if self.world_size == 1:
+            self._update.present = dict(zip(indices, present, strict=True))
+        else:
+            call = Call(is_clip=False, reduces=True, step=self._saved.steps)
+            groups = self.inners.param_groups  # as of the first bucket, whatever a scheduler has done since
+            in_phase("vote", agreement.begin)(present, call, error, word, groups, Sent())
+        agreement.accept_nonfinite(word)
+        agreement.write_skip()
+        torch.maximum(self.found_inf, agreement.skip, out=self.found_inf)
+        self._sound.is_between |= not error
+
+    def _end_early_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take the buckets that no backward pass has completed, and end the step."""
+        self._shards.check_not_taken_over()
+        early, loss, error = self._early, None, OwnError()
+        is_scaled = self._take_scale() is not None or self._scaler_found_inf is not None
+        try:
+            with self._sound.breaking("step()", in_buckets=True):
+                with error:
+                    if closure is not None:
+                        with torch.enable_grad():
+                            loss = closure()
+                    self._sound.raise_if_broken()
+                    if is_scaled:
+                        why = "overlap='update' has used gradients as they were"
+                        raise RuntimeError(f"a GradScaler has scaled the loss, and {why}")
+                    if early.has_begun:
+                        self._shards.check_unchanged(self.param_groups)
+                error = early.finish(error)
+                if not self._agreement.defers:
+                    self._read_early(self.inners.param_groups, error)
+                error.raise_if_any()
+        finally:
+            if self._sound.is_between or (self._agreement.defers and not early.is_refused):
+                self._agreement.count_step()
+                self._saved.steps += 1
+            self._sound.is_between = False
+            early.start_over()
+        return loss
+
+    def _give_up_early_step(self) -> None:
+        """Before a load: join the rest of a step, and change nothing more, not even weights, whose values the
+        load may look at.
+        """
+        if self.world_size > 1 or self._early.has_begun:  # of several ranks, another may have begun
+            self._early.begin()
+            self._step.failure = OwnError(RuntimeError("load_state_dict() came before step()"))
+            with OwnError():  # but a CollectiveError is raised
+                self._end_early_step()
+            self._agreement.drop_unread()
+        self._early.drop()
+
     def _forget_clipped(self) -> None:
         """What clip_grad_norm_ has averaged is used up, or not to be used."""
         self._clipped = None
@@ -720,8 +821,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        if self._early is not None:
-            self._early.find_if_sound()
+        self._find_if_sound()
         self.inners.sync_options(self.param_groups)
         state_dict = self._saved.state_dict()
         if self._consolidated is not None:
@@ -732,11 +832,17 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _check_sound(self, waits: bool = True) -> None:
         """Raise RuntimeError where masters may be of two steps. waits: whether the host may, to find out."""
-        if waits and self._early is not None:
-            self._early.find_if_sound()
+        if waits:
+            self._find_if_sound()
         self._sound.raise_if_broken()
         if self._sound.obstacle is not None:
             raise RuntimeError(self._sound.obstacle)
+
+    def _find_if_sound(self) -> None:
+        """Find out if ranks took some buckets of the last step and not all. Waits for the device."""
+        if self._early is not None and not self._early.has_begun:
+            with contextlib.suppress(RuntimeError):  # the next step raises it
+                self._read_early()
 
     @torch.no_grad()
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -787,7 +893,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         written = self._shards.written()  # a pass that ends accepts the values of weights
         if self._early is not None:
-            self._early.give_up()
+            self._give_up_early_step()
         before, loaded, steps, saves, error = self.inners.present(), None, 0, set(), OwnError()
         moved = self._shards.find_moved()
         moved = None if moved is None else str(moved)  # an error would keep this frame, which would keep it
@@ -850,7 +956,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """The masters for a later optimizer, and which parameters were written to since the last step."""
         if self.broken is not None:
             raise ValueError(f"masters_from is of no more use: {self.broken}")
-        if self._early is not None and self._early.is_open:
+        if self._early is not None and self._early.has_begun:
             raise ValueError("masters_from is in the middle of a step: call its step() first")
         return self._saved, self._shards.written()
 

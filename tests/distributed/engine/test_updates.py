@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import datetime
 import io
 import math
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from distributed.engine.update_cases import (
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
 from zerofp4 import ops
+from zerofp4.distributed import CollectiveError
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, sharded
 from zerofp4.testing import verify_model
 
@@ -391,6 +393,18 @@ def test_a_load_between_a_backward_pass_and_its_step(world, way):
     assert optimizer.broken is None
     assert_same(models, "loaded")
     whole_steps(world, models)
+
+
+@on_ranks(2, time_limit=60)
+def test_a_load_waits_once_for_a_rank_that_never_comes(world):
+    """In the rest of the step, not in the load as well."""
+    if world.device.type == "cuda":
+        pytest.skip("NCCL ends the process then")
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    _, optimizer = make(world, bucket_mb=TINY, transport="collective", process_group=group)
+    if world.rank == 0:
+        with pytest.raises(CollectiveError, match=r"agreeing on step\(\)"):
+            optimizer.load_state_dict(optimizer.state_dict())
 
 
 @on_ranks(1, 2, time_limit=120)
