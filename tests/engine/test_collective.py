@@ -131,7 +131,7 @@ def test_memory_of_their_own(monkeypatch):
 def test_gradients_that_are_sent_early_wait_for_the_step(monkeypatch):
     """What was received of all buckets is there at once, and not averaged."""
     exchanges, _ = of_ranks(monkeypatch, 0, 2, count=4, early=True)
-    assert len({exchange._received.data_ptr() for exchange in exchanges}) == 4
+    assert len({exchange.received.data_ptr() for exchange in exchanges}) == 4
     for exchange in exchanges:
         exchange.send([torch.ones(700, dtype=torch.bfloat16)])
     assert all(exchange.receive().rows is not None for exchange in exchanges)

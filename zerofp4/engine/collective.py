@@ -48,7 +48,7 @@ class CollectiveExchange(BucketExchange):
         ordered: bool,
         before: "CollectiveExchange | None",
     ):
-        self.bucket, self.memory, self._received = bucket, memory, received
+        self.bucket, self.memory, self.received = bucket, memory, received
         self._of_replicas, self._ordered, self._before = of_replicas, ordered, before
         can_average = ordered and bucket.world_size > 1 and bucket.replica_count == 1
         self.averages_in_update = can_average and bucket.sent_as in UPDATE_DTYPES
@@ -75,10 +75,10 @@ class CollectiveExchange(BucketExchange):
         if bucket.world_size == 1:
             return
         if self._ordered:
-            messages = _messages(self._received), _messages(own.flat)
+            messages = _messages(self.received), _messages(own.flat)
             self._pending = start_exchange(*messages, bucket.group(), STAGE)
         else:
-            flats = self._received.view(-1), own.flat.view(-1)
+            flats = self.received.view(-1), own.flat.view(-1)
             self._pending = reduce_scatter_slices(*flats, bucket.group(), STAGE)
 
     def finish(self) -> None:
@@ -92,7 +92,7 @@ class CollectiveExchange(BucketExchange):
             return None
         self.finish()
         self.error.raise_if_any()
-        return Arrived(self._own_views, RankGradients(self._received, self.bucket.masters, self.bucket.rank))
+        return Arrived(self._own_views, RankGradients(self.received, self.bucket.masters, self.bucket.rank))
 
     def average(self, squares: torch.Tensor | None = None) -> None:
         bucket, means = self.bucket, self.bucket.gradients
@@ -101,9 +101,9 @@ class CollectiveExchange(BucketExchange):
         self.finish()
         counted = None if has_replicas else squares
         if self._ordered or bucket.world_size == 1:
-            ops.average(self._received, means, self._own, bucket.rank, counted)
+            ops.average(self.received, means, self._own, bucket.rank, counted)
         else:
-            means.copy_(self._received[0]).div_(self._divisor)
+            means.copy_(self.received[0]).div_(self._divisor)
             if counted is not None:
                 ops.add_squares([means], counted)
         if has_replicas:

@@ -53,6 +53,8 @@ class BucketExchange(Protocol):
 
     memory: what this rank's gradients are sent from; None where kernels read them in place.
     averages_in_update: whether receive() leaves the mean to the update.
+    received: where gradients of other ranks wait for it; None if they are read on those ranks, or there are
+        none. Buckets may share the memory.
     halfway: (position of a weight, its row, function to call): where the cast may pause once, so that the
         codes before that row leave while the rest is cast; None where that gains nothing.
     error: of this rank in the last send(), which receive() and average() raise.
@@ -61,6 +63,7 @@ class BucketExchange(Protocol):
     bucket: Bucket
     memory: GradientMemory | None
     averages_in_update: bool
+    received: torch.Tensor | None
     halfway: tuple[int, int, Callable[[], None]] | None
     error: OwnError
 
@@ -91,7 +94,7 @@ class LocalExchange(BucketExchange):
     memory: for rounded gradients.
     """
 
-    halfway = None
+    received = halfway = None
 
     def __init__(self, bucket: Bucket, memory: GradientMemory | None):
         self.bucket, self.memory = bucket, memory

@@ -37,6 +37,7 @@ class PeerExchange(BucketExchange):
         self.bucket, self.memory, self._peers = bucket, memory, peers
         self.averages_in_update = bucket.sent_as in UPDATE_DTYPES
         self.error = OwnError()
+        self.received: torch.Tensor | None = None
         self._sent_halfway = 0
         """How many elements of the slice of weights left halfway through its cast."""
         found = find_halfway(bucket)
@@ -124,7 +125,7 @@ class PushExchange(PeerExchange):
         rows = [own if r == peers.rank else row(r, peers.rank) for r in range(peers.size)]
         addresses = tuple(r.data_ptr() for r in rows)
         self._rows = PeerRows(addresses, self.bucket.slice_numel, received.dtype)
-        self._own_views, self._received = self.bucket.own_views(own), received
+        self._own_views, self.received = self.bucket.own_views(own), received
         self._copies: tuple[Copies, Copies] = halves(copies)
 
     def send(self, gradients: BucketGradients | Abstain) -> None:

@@ -224,7 +224,9 @@ class Step:
         return error
 
     def describe(self) -> dict[str, Any]:
-        """What lies in each bucket, what this rank sends for it in a step, and the sums of that by phase."""
+        """What lies in each bucket, what this rank sends for it in a step, the sums of that by phase, and the
+        memory where received gradients wait.
+        """
         described = []
         for exchange in self.exchanges:
             bucket = exchange.bucket
@@ -248,7 +250,11 @@ class Step:
             )
         phases = ("gradients", "amaxes", "weights")
         sent = {phase: sum(bucket[phase] for bucket in described) for phase in phases}
-        return {"buckets": described, "bytes_sent": sent}
+        received = [e.received for e in self.exchanges if e.bucket.world_size > 1 and e.received is not None]
+        waiting: dict[int, int] = {}  # by address, since buckets may share memory
+        for rows in received:
+            waiting[rows.data_ptr()] = max(rows.nbytes, waiting.get(rows.data_ptr(), 0))
+        return {"buckets": described, "bytes_sent": sent, "waiting_bytes": sum(waiting.values())}
 
 
 def _of_bucket(gradients: Gradients | Abstain, exchange: BucketExchange) -> BucketGradients | Abstain:

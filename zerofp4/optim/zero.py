@@ -1011,6 +1011,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         elements, optimizer, gathered_in ("step", "forward" or None), state, of which "compact24" has masters
         of 24 bits, and the bytes of gradients, amaxes and weights that this rank sends for it in a step.
         bytes_sent: by this rank in a step, by phase. shared_bytes: memory that other ranks can access.
+        waiting_bytes: memory where gradients of other ranks wait for the update.
         host_waits: why the host waits for the ranks' vote in each step, or None.
         """
         described = self._step.describe()

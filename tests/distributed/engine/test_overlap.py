@@ -147,6 +147,25 @@ def test_no_rank_waits_in_a_backward_pass(world):
     run(world, check, late=True, bucket_mb=TINY)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("late", [None, True])
+def test_gradients_wait_as_they_were_sent(world, late):
+    """The update averages them, as without overlap: no FP32 slice, and at most a model's gradients more."""
+
+    def check(alone, **options):
+        waiting = []
+        for overlap in (None, "backward"):
+            net, optimizer = make(alone, overlap=overlap, **options)
+            step_of(alone, [(net, optimizer)], 0)
+            buckets = optimizer._shards.buckets
+            assert not any("gradients" in vars(bucket) for bucket in buckets)
+            waiting.append(optimizer.describe()["waiting_bytes"])
+        sent = sum(b.world_size * b.slice_numel * b.sent_as.itemsize for b in buckets)
+        assert 0 < waiting[1] <= sent and (waiting[0] > 0) == (late is None)
+
+    run(world, check, late, bucket_mb=TINY)
+
+
 # What lies in the FP32 slices meanwhile
 
 

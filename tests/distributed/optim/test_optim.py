@@ -166,7 +166,7 @@ def test_clip_is_over_the_gradients_of_all_ranks(world, norm_type, wire, max_nor
     parameters, optimizer = built(world, torch.optim.SGD, lr=1.0, gradient_wire=wire)
     for exchange in optimizer._exchanges:  # gaps between parameters must not get into the norm
         if isinstance(exchange, CollectiveExchange):
-            exchange._received.fill_(math.nan)
+            exchange.received.fill_(math.nan)
         if exchange.memory is not None and not exchange.memory.aliased:
             exchange.memory.flat.fill_(math.nan)
     before = optimizer.gathered_masters()
