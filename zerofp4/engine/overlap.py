@@ -214,17 +214,16 @@ class UpdateSchedule(Schedule):
     """Takes each bucket through a whole turn of the step.
 
     One rank alone takes a bucket as soon as it is complete, and finish() takes the rest. Several ranks take
-    the rest when a backward pass ends, since other ranks may have all gradients, and wait. Each bucket has a
-    vote of its own.
+    the rest when a backward pass ends, since other ranks may have all gradients, and wait.
 
     [Note: when a weight may be written] autograd accumulates a gradient once per pass, after every node that
     computes a part of it has read the weight. So nothing in the pass reads the weight any more; the page on
     the optimizer lists the exceptions. Other ranks write into a weight after the vote on its bucket, which
     this rank joins when its own gradients are complete, or its pass has ended.
 
-    begin: does the work of a step before its first bucket. Returns the error of this rank, and whether it is
-        of all ranks, which have refused the last step.
-    vote: all ranks vote on a bucket. Takes its gradients, and the error of this rank.
+    begin: starts a step. Returns the error of this rank, and whether all ranks have it, from the last step.
+    scan: looks for a NaN or Inf in gradients of these indices.
+    vote: on a bucket, by indices: whether each has a gradient, what scan() returned, the error of this rank.
     breaking: a context in which an error breaks the optimizer, if a bucket was updated.
     """
 
@@ -233,11 +232,12 @@ class UpdateSchedule(Schedule):
         weights: Weights,
         step: Step,
         begin: Callable[[], tuple[OwnError, bool]],
-        vote: Callable[[BucketExchange, BucketGradients | Abstain, OwnError], None],
+        scan: Callable[[BucketGradients, Sequence[int]], torch.Tensor | None],
+        vote: Callable[[Sequence[int], list[bool], torch.Tensor | None, OwnError], None],
         breaking: Callable[[], AbstractContextManager],
     ):
         self._step, self._weights = step, weights
-        self._begin, self._vote, self._breaking = begin, vote, breaking
+        self._begin, self._scan, self._vote, self._breaking = begin, scan, vote, breaking
         self._stream: torch.cuda.Stream | None = None  # on which something was queued last
         self._in_order = step.exchanges[0].bucket.world_size > 1
         self._lag = int(self._in_order)  # how many buckets lie between two stages: transfers need time
@@ -248,6 +248,7 @@ class UpdateSchedule(Schedule):
         self.has_begun = False  # whether a bucket has begun to go through the step
         self.is_refused = False  # whether the ranks have refused the step, which runs nothing and raises
         self._pass: int | None = None  # the last backward pass that has made a gradient
+        self._waiting: dict[BucketExchange, tuple[list[bool], torch.Tensor | None]] = {}  # for the vote
 
     def _accept(self, i: int, _: torch.Tensor) -> None:
         if self._holder.is_taken_over:
@@ -277,9 +278,7 @@ class UpdateSchedule(Schedule):
                 self._take(self._rest(3 * self._lag))
 
     def _follow_stream(self) -> None:
-        """Make the current stream wait for that of the last call. autograd runs a hook on its gradient's
-        stream, and has the caller of backward() wait for all of them at the end.
-        """
+        """Make the current stream wait for that of the last hook: each runs on its gradient's stream."""
         device = self._exchanges[0].bucket.device
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
@@ -309,25 +308,28 @@ class UpdateSchedule(Schedule):
 
     def _take_gradients(self, exchange: BucketExchange) -> BucketGradients | Abstain:
         """Take the gradients of a bucket out of p.grad. After an error of this rank they stay there."""
-        gradients, indices = ABSTAIN, exchange.bucket.indices
+        gradients, word, indices = ABSTAIN, None, exchange.bucket.indices
+        present = [False] * len(indices)
         if not (self._error or self._step.failure):
             with self._error:
                 parameters = [self._parameters[i] for i in indices]
                 own = ops.gradients_of(parameters)
-                gradients = as_sent(exchange, own, [self._names[i] for i in indices])
+                sent = as_sent(exchange, own, [self._names[i] for i in indices])
+                word = in_phase("scan", self._scan)(sent, indices)
+                gradients, present = sent, [gradient is not None for gradient in own]
                 with torch._C.DisableTorchFunctionSubclass():
                     for parameter in parameters:
                         parameter.grad = None
                 for gradient in own:
                     if gradient is not None and gradient.is_cuda:  # it may come from another stream
                         gradient.record_stream(torch.cuda.current_stream(gradient.device))
+        self._waiting[exchange] = present, word
         return gradients
 
-    def _vote_on(self, exchange: BucketExchange, gradients: BucketGradients | Abstain) -> None:
-        """From the first error of this rank on, every vote carries it, and no rank updates the bucket."""
-        self._vote(exchange, gradients, self._error or exchange.error or self._step.failure)
-
-    # In calls of the optimizer
+    def _vote_on(self, exchange: BucketExchange) -> None:
+        # From the first error of this rank on, every vote carries it, and no rank updates the bucket.
+        error = self._error or exchange.error or self._step.failure
+        self._vote(exchange.bucket.indices, *self._waiting.pop(exchange), error)
 
     def finish(self, error: OwnError) -> OwnError:
         """Take the rest of the step. error: of this rank. Returns the error that step() is to raise."""

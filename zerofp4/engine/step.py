@@ -116,12 +116,12 @@ class Step:
         t: int,
         gradients_of: Source,
         lag: int = 1,
-        vote: Callable[[BucketExchange, BucketGradients | Abstain], None] | None = None,
+        vote: Callable[[BucketExchange], None] | None = None,
     ) -> None:
         """Send bucket t, update bucket t - lag, cast the one before that, and transpose the one before that.
 
         gradients_of: what this rank sends of a bucket. lag: 0 does all of it to one bucket.
-        vote: called before each update, with what gradients_of() returned.
+        vote: called before each update.
         """
         sent, updated, cast, completed = (
             exchanges[t - n * lag] if 0 <= t - n * lag < len(exchanges) else None for n in range(4)
@@ -132,7 +132,7 @@ class Step:
                 in_phase("gradients", sent.send)(own)
         if updated is not None:
             if vote is not None:
-                vote(updated, self._gradients[updated])
+                vote(updated)
             self._update_masters(updated)
         if cast is not None:
             self._cast(cast)

@@ -28,7 +28,6 @@ from zerofp4.engine import (
     Abstain,
     BackwardSchedule,
     BucketExchange,
-    BucketGradients,
     Gradients,
     GradientSnapshot,
     LateGathers,
@@ -208,6 +207,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 self._shards,
                 self._step,
                 begin=lambda: me()._begin_early(),
+                scan=self._agreement.find_word,
                 vote=lambda *bucket: me()._vote_early(*bucket),
                 breaking=lambda: me()._sound.breaking("backward()", in_buckets=True),
             )
@@ -738,13 +738,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 self._sound.mark_broken("step()", error)
             raise
 
-    def _vote_early(self, exchange: BucketExchange, own: BucketGradients | Abstain, error: OwnError) -> None:
+    def _vote_early(
+        self, indices: Sequence[int], present: list[bool], word: torch.Tensor | None, error: OwnError
+    ) -> None:
         """As `vote` of UpdateSchedule; the update reads the outcome on the device."""
-        agreement, indices, word = self._agreement, exchange.bucket.indices, None
-        gradients = [None] * len(indices) if own is ABSTAIN else own
-        present = [gradient is not None for gradient in gradients]
-        with error:
-            word = in_phase("scan", agreement.find_word)(gradients, indices)
+        agreement = self._agreement
         if self.world_size == 1:
             self._update.present = dict(zip(indices, present, strict=True))
         else:
