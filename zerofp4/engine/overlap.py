@@ -61,9 +61,6 @@ class Schedule:
         return rest
 
 
-# overlap="backward"
-
-
 class Sent(NamedTuple):
     """all: whether a rank has sent all buckets for a vote. again: whether all ranks must send them once more,
     because zero_grad() has dropped some of them.
@@ -74,7 +71,7 @@ class Sent(NamedTuple):
 
 
 class BackwardSchedule(Schedule):
-    """Sends each bucket.
+    """overlap="backward": sends each bucket.
 
     Before each vote on gradients close() sends the missing buckets, so that all ranks have sent each bucket
     once, whatever passes they ran, broke off or ran under no_sync(). If zero_grad() has dropped sent buckets,
@@ -198,9 +195,6 @@ def _samples_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack(two).view(torch.uint8)
 
 
-# overlap="update"
-
-
 class Weights(Protocol):
     """The trained parameters, and whether others than the optimizer have written to them."""
 
@@ -211,7 +205,7 @@ class Weights(Protocol):
 
 
 class UpdateSchedule(Schedule):
-    """Takes each bucket through a whole turn of the step.
+    """overlap="update": takes each bucket through a whole turn of the step.
 
     One rank alone takes a bucket as soon as it is complete, and finish() takes the rest. Several ranks take
     the rest when a backward pass ends, since other ranks may have all gradients, and wait.
@@ -221,7 +215,7 @@ class UpdateSchedule(Schedule):
     the optimizer lists the exceptions. Other ranks write into a weight after the vote on its bucket, which
     this rank joins when its own gradients are complete, or its pass has ended.
 
-    begin: starts a step. Returns the error of this rank, and whether all ranks have it, from the last step.
+    begin: starts a step. Returns the error of this rank, and whether it is a refusal by all ranks.
     scan: looks for a NaN or Inf in gradients of these indices.
     vote: on a bucket, by indices: whether each has a gradient, what scan() returned, the error of this rank.
     breaking: a context in which an error breaks the optimizer, if a bucket was updated.
@@ -272,7 +266,9 @@ class UpdateSchedule(Schedule):
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        """Not called if the pass raised. Of nested passes (reentrant checkpoints) only the outer one ends."""
+        """Take the rest. Not called if the pass raised. Ignored for nested passes (reentrant checkpoints), as
+        the outer one may still make gradients.
+        """
         if torch._C._current_autograd_node() is None:
             with self._breaking():
                 self._take(self._rest(3 * self._lag))
@@ -327,7 +323,7 @@ class UpdateSchedule(Schedule):
         return gradients
 
     def _vote_on(self, exchange: BucketExchange) -> None:
-        # From the first error of this rank on, every vote carries it, and no rank updates the bucket.
+        """From the first error of this rank on, every vote carries it, and no rank updates the bucket."""
         error = self._error or exchange.error or self._step.failure
         self._vote(exchange.bucket.indices, *self._waiting.pop(exchange), error)
 

@@ -705,7 +705,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     # Updates in backward passes
 
     def _begin_early(self) -> tuple[OwnError, bool]:
-        """As `begin` of UpdateSchedule."""
+        """Do what comes before a step's first bucket. Returns the error of this rank, and whether it is the
+        refusal of the last step, which every rank raises.
+        """
         error = OwnError()
         with error:
             self._read_early(self.inners.param_groups)
@@ -741,7 +743,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def _vote_early(
         self, indices: Sequence[int], present: list[bool], word: torch.Tensor | None, error: OwnError
     ) -> None:
-        """As `vote` of UpdateSchedule; the update reads the outcome on the device."""
+        """Vote on a bucket; the update reads the outcome on the device.
+
+        indices, present, word: of its gradients, in their order. error: of this rank.
+        """
         agreement = self._agreement
         if self.world_size == 1:
             self._update.present = dict(zip(indices, present, strict=True))
@@ -784,8 +789,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return loss
 
     def _give_up_early_step(self) -> None:
-        """Before a load: join the rest of a step, and change nothing more, not even weights, whose values the
-        load may look at.
+        """Before a load: join the other ranks in the rest of a step, and change nothing. The load may look at
+        the values of weights.
         """
         if self.world_size > 1 or self._early.has_begun:  # of several ranks, another may have begun
             self._early.begin()
