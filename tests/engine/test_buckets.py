@@ -23,12 +23,10 @@ def grouped(together):
     [
         ([], [], []),
         ([3, 3, 3, 3], [0, 1, 2, 3], [[0, 1, 2], [3]]),
-        ([9, 2, 9], [0, 1, 2], [[0], [1], [2]]),
         ([25, 1], [0, 1], [[0], [1]]),  # larger than a bucket, alone
         ([4, 5, 1, 1], [0, 1, 2, 3], [[0, 1, 2], [3]]),
         ([4, 4, 4, 4], [5, 1, 2, 5], [[0, 3], [1, 2]]),  # what is together comes where its first one is
         ([6, 6, 6, 1], [0, 0, 0, 1], [[0, 1, 2], [3]]),  # and is never parted
-        ([0, 0], [0, 1], [[0, 1]]),
     ],
 )
 def test_buckets_of_at_most_ten(sizes, together, expected):
@@ -40,9 +38,7 @@ def test_buckets_of_at_most_ten(sizes, together, expected):
     [
         ([1] * 16, range(16), [[0], [1], [2, 3], [4, 5, 6, 7], list(range(8, 16))]),
         ([1] * 20, range(20), [[0], [1], [2], [3, 4, 5], list(range(6, 12)), list(range(12, 20))]),
-        ([1] * 9, range(9), [[0], [1], [2], [3, 4], [5, 6, 7, 8]]),
         ([1] * 8, range(8), [list(range(8))]),  # one bucket has nothing before it
-        ([3, 3, 3], range(3), [[0], [1], [2]]),  # what is larger, alone
         ([1, 1, 6, 1, 6], [0, 1, 2, 1, 3], [[0], [1, 3], [2], [4]]),
     ],
 )
@@ -54,11 +50,9 @@ def test_buckets_of_at_most_eight_of_which_the_first_is_done_last(sizes, togethe
     ("works", "world_size", "owners"),
     [
         ([], 2, []),
-        ([5, 5, 5], 1, [0, 0, 0]),
         ([5, 5, 5], 2, [0, 1, 0]),  # ties by index
         ([1, 9, 4, 4], 2, [1, 0, 1, 1]),
         ([3, 3, 2, 2, 2], 2, [0, 1, 0, 1, 0]),
-        ([7], 3, [0]),
     ],
 )
 def test_the_longest_goes_first_to_who_has_least(works, world_size, owners):
@@ -68,13 +62,10 @@ def test_the_longest_goes_first_to_who_has_least(works, world_size, owners):
 @pytest.mark.parametrize(
     ("sizes", "owners", "together", "expected"),
     [
-        ([], [], [], []),
         ([4, 4, 4, 4], [0, 1, 0, 1], [0, 1, 2, 3], [[0, 2, 1, 3]]),  # in the order of owners
         ([6, 6, 6, 4], [0, 0, 1, 0], [0, 1, 2, 3], [[0, 3, 2], [1]]),  # the first bucket with room
         ([30, 25, 6], [0, 1, 1], [0, 1, 2], [[0, 1], [2]]),  # all ranks have as much as what is too large
-        ([6, 6, 2], [0, 0, 1], [0, 1, 0], [[0, 2], [1]]),
         ([6, 6, 6], [0, 0, 1], [7, 7, 7], [[0, 1, 2]]),  # what is together is never parted
-        ([0, 0], [1, 0], [0, 1], [[1, 0]]),
     ],
 )
 def test_buckets_with_room_for_ten_of_each_rank(sizes, owners, together, expected):
@@ -102,15 +93,13 @@ def test_buckets_have_every_position_once_and_no_rank_has_too_much(data):
             assert sum(sizes[i] for i in bucket if owners[i] == rank) <= max(room, *needed, 0)
 
 
-@pytest.mark.parametrize(("gigabytes", "expected"), [(0.5, 256), (7, 512), (13.02, 952.32), (140, 1024)])
-def test_the_size_of_buckets_follows_the_model(gigabytes, expected):
+@pytest.mark.parametrize(
+    ("gigabytes", "wire", "expected"),
+    [(0.5, None, 256), (7, None, 512), (13.02, None, 952.32), (140, None, 1024), (7, torch.float32, 1024)],
+)
+def test_the_size_of_buckets_follows_the_model_and_the_wire(gigabytes, wire, expected):
     half = nn.Parameter(torch.empty(int(gigabytes * 2**28), dtype=torch.bfloat16, device="meta"))
-    assert find_bucket_mb([half, half], None) == pytest.approx(expected)
-
-
-def test_what_is_rounded_to_float32_takes_more():
-    weight = nn.Parameter(torch.empty(7 * 2**29, dtype=torch.bfloat16, device="meta"))
-    assert find_bucket_mb([weight], torch.float32) == 1024
+    assert find_bucket_mb([half, half], wire) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("bucket_mb", [0, -1, float("inf"), float("nan"), True, "8"])

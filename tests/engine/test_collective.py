@@ -26,16 +26,6 @@ def exchanges_of(several, **options):
     return collective_exchanges(several, zeros_on(several[0].device), **options)
 
 
-def test_only_gradients_in_another_order_are_copied(device):
-    """In a world of one, which reads the others where they are."""
-    parameters = [torch.zeros(8, 3, device=device).requires_grad_() for _ in range(3)]
-    exchanges = exchanges_of([Bucket(range(3), parameters)])
-    gradients = [torch.ones(8, 3, device=device), None, torch.ones(3, 8, device=device).t()]
-    in_order, missing, turned = in_place(exchanges, gradients)
-    assert in_order is gradients[0] and missing is None
-    assert turned.is_contiguous() and turned.equal(gradients[2])
-
-
 def test_gradients_of_two_dtypes_are_copied_once(device):
     """To the means, which are FP32."""
     if not hasattr(torch.Tensor, "grad_dtype"):
@@ -106,26 +96,20 @@ def test_ranks_are_connected_when_it_is_built(monkeypatch):
     assert log == [[[row] * 3] * 2, 0]
 
 
-def test_memory_that_buckets_send_from_in_turns(monkeypatch):
+@pytest.mark.parametrize(("turns", "count"), [({}, 2), ({"turns": None}, 3)])
+def test_memory_that_buckets_send_from_in_turns(monkeypatch, turns, count):
     """It is written again when it has left; by then this rank's own gradients are with those of the others,
-    and wait for the step.
+    and wait for the step. With turns=None the host never waits in the middle of a backward pass.
     """
-    exchanges, log = of_ranks(monkeypatch, 0, 2, torch.float32, 3, early=True)
-    places = [exchange.memory.flat.data_ptr() for exchange in exchanges]
-    assert places[0] == places[2] != places[1]
+    exchanges, log = of_ranks(monkeypatch, 0, 2, torch.float32, 3, early=True, **turns)
+    assert len({exchange.memory.flat.data_ptr() for exchange in exchanges}) == count
     log.clear()
     for value, exchange in enumerate(exchanges):
         exchange.send([torch.full((700,), float(value), dtype=torch.bfloat16)])
-    assert [entry for entry in log if not isinstance(entry, list)] == [0]
-    for value, exchange in enumerate(exchanges):
+    assert [entry for entry in log if not isinstance(entry, list)] == ([] if turns else [0])
+    for value, exchange in enumerate(exchanges if count == 2 else ()):
         (own,) = exchange.receive().own
         assert own.numel() and (own == value).all()
-
-
-def test_memory_of_their_own(monkeypatch):
-    """Where the host would wait for memory in turns in the middle of a backward pass."""
-    exchanges, _ = of_ranks(monkeypatch, 0, 2, torch.float32, 3, early=True, turns=None)
-    assert len({exchange.memory.flat.data_ptr() for exchange in exchanges}) == 3
 
 
 def test_gradients_that_are_sent_early_wait_for_the_step(monkeypatch):

@@ -1,13 +1,15 @@
-"""Who waits for codes that are on their way, and what is queued behind what: gathers that remember it."""
+"""Who waits for codes that are on their way, and what is queued after what."""
 
 import contextlib
 import copy
+import functools
 import pickle
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from cases.streams import Event, Stream
 
 import zerofp4
 from zerofp4.distributed import CollectiveError
@@ -16,18 +18,6 @@ from zerofp4.storage import Gate
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 DONE = ["gather 0", "complete 0"]
-
-
-class Gather:
-    """error: what waiting for it raises."""
-
-    def __init__(self, said, name="gather", error=None):
-        self._said, self._name, self._error = said, name, error
-
-    def wait(self):
-        self._said.append(self._name)
-        if self._error is not None:
-            raise self._error
 
 
 class Bucket:
@@ -45,10 +35,15 @@ class Bucket:
 def on_the_way(*buckets, errors=()):
     """LateGathers on the CPU of what is added for each bucket, and what is said by whoever waits."""
     said, coming = [], LateGathers(CPU)
+
+    def wait(b):
+        said.append(f"gather {b}")
+        if errors and errors[b]:
+            raise errors[b]
+
     for b, bucket in enumerate(buckets):
-        error = errors[b] if errors else None
-        gather = Gather(said, f"gather {b}", error)
-        coming.add(bucket, gather, lambda b=b: said.append(f"complete {b}"))
+        gather = SimpleNamespace(wait=functools.partial(wait, b))
+        coming.add(bucket, gather, functools.partial(said.append, f"complete {b}"))
     return coming, said
 
 
@@ -114,15 +109,6 @@ SCALES = {
 }
 
 
-@pytest.mark.parametrize("travel", [True, False])
-@pytest.mark.parametrize("name", SCALES)
-def test_whoever_reads_scales_waits_where_they_travel(name, travel):
-    bucket = Bucket(block=(1, 16) if travel else (16, 16))
-    _, said = on_the_way(bucket)
-    SCALES[name](bucket.parameters[0])
-    assert said == (DONE if travel or name == "buffers" else [])
-
-
 ASKS = {
     "scales": lambda w: (w.rowwise_scale, w.columnwise_scale, w.amax),
     "swizzled scales": lambda w: zerofp4.swizzle_scales([w]),
@@ -133,6 +119,15 @@ ASKS = {
     "addresses": lambda w: zerofp4.ops.Addresses({"w": w}, {}).find_moved(),
     "matrices": lambda w: w.record.matrices(),
 }
+
+
+@pytest.mark.parametrize("travel", [True, False])
+@pytest.mark.parametrize("name", SCALES)
+def test_whoever_reads_scales_waits_if_they_travel(name, travel):
+    bucket = Bucket(block=(1, 16) if travel else (16, 16))
+    _, said = on_the_way(bucket)
+    SCALES[name](bucket.parameters[0])
+    assert said == (DONE if travel or name == "buffers" else [])
 
 
 @pytest.mark.parametrize("name", [*READS, *ASKS])
@@ -158,18 +153,17 @@ def test_other_threads_wait_for_the_reader_that_completes():
     bucket, said = Bucket(), []
     begun, may_end = threading.Event(), threading.Event()
 
-    class Slow:
-        def wait(self):
-            said.append("gather")
-            begun.set()
-            assert may_end.wait(30)
+    def wait():
+        said.append("gather")
+        begun.set()
+        assert may_end.wait(30)
 
-    def read():
-        bucket.parameters[0].dequantize()
+    def read_there():
+        read(bucket)
         said.append("read")
 
-    LateGathers(CPU).add(bucket, Slow(), lambda: said.append("complete"))
-    threads = [threading.Thread(target=read) for _ in range(3)]
+    LateGathers(CPU).add(bucket, SimpleNamespace(wait=wait), lambda: said.append("complete"))
+    threads = [threading.Thread(target=read_there) for _ in range(3)]
     for thread in threads:
         thread.start()
     assert begun.wait(30) and said == ["gather"]
@@ -193,36 +187,7 @@ def test_a_gather_that_fails_is_raised_once():
     assert said == ["gather 0", "gather 1", "complete 1", "gather 2"]
 
 
-# On a GPU: streams and events that only remember
-
-
-class Stream:
-    """done: all that is done once the stream is here."""
-
-    def __init__(self, handle=0):
-        self.cuda_stream, self.done = handle, set()
-
-    def synchronize(self):
-        Event.arrived = True
-
-
-class Event:
-    """arrived: whether the device has come there."""
-
-    arrived, asked = False, 0
-
-    def __init__(self):
-        self.done = frozenset()
-
-    def record(self, stream):
-        self.done = frozenset(stream.done)
-
-    def wait(self, stream):
-        stream.done |= self.done
-
-    def query(self):
-        Event.asked += 1
-        return Event.arrived
+# On a GPU
 
 
 @pytest.fixture
@@ -249,10 +214,14 @@ def gpu(monkeypatch):
     return state
 
 
-def add(gpu, coming, bucket):
-    """What is done at the gather's end, and then by the stream that completes."""
-    gather = SimpleNamespace(wait=lambda: gpu.on[-1].done.add("gathered"))
-    coming.add(bucket, gather, lambda: gpu.on[-1].done.add("completed"))
+def add(gpu, coming, bucket, call=lambda: None):
+    """What is done at the gather's end, and then by the stream that completes. call: before each of them."""
+
+    def queue(name):
+        call()
+        gpu.on[-1].done.add(name)
+
+    coming.add(bucket, SimpleNamespace(wait=lambda: queue("gathered")), lambda: queue("completed"))
 
 
 def read(bucket):
@@ -299,12 +268,7 @@ def test_a_reader_that_comes_while_a_gather_is_queued_waits_later(gpu):
         read(bucket)
         gpu.on[:] = mine
 
-    def queue(name):
-        read_there()
-        gpu.on[-1].done.add(name)
-
-    gather = SimpleNamespace(wait=lambda: queue("gathered"))
-    LateGathers(GPU).add(bucket, gather, lambda: queue("completed"))
+    add(gpu, LateGathers(GPU), bucket, read_there)
     assert other.done == set()
     read_there()
     assert other.done == ALL
@@ -337,12 +301,9 @@ def test_a_capture_is_told_what_to_do(gpu):
 
 
 def test_what_cannot_be_completed_is_raised_at_once_and_waited_for(gpu):
-    bucket, coming = Bucket(), LateGathers(GPU)
-
-    def fail():
-        raise RuntimeError("no transpose")
-
-    with pytest.raises(RuntimeError, match="no transpose"):
-        coming.add(bucket, SimpleNamespace(wait=lambda: gpu.on[-1].done.add("gathered")), fail)
+    bucket = Bucket()
+    gather = SimpleNamespace(wait=lambda: gpu.on[-1].done.add("gathered"))
+    with pytest.raises(ZeroDivisionError):
+        LateGathers(GPU).add(bucket, gather, lambda: 1 / 0)
     read(bucket)
     assert gpu.on[0].done == {"gathered"}
