@@ -46,17 +46,15 @@ class Offered:
         self.optimizer = FusedAdamW(masters if parameters is None else parameters, **adamw)
         self.optimizer.offer_amaxes(self.plan)
 
-    def check_amaxes(self) -> None:
-        """The whole vector, header included, is that of a plan which takes the amaxes itself."""
+    def step(self, expected=None, gradient=None) -> None:
+        """Leaves all amaxes, whatever was there: the whole vector, header included, is that of a plan which
+        takes them itself. expected, gradient: those of Expected.compare_steps().
+        """
+        self.plan.reduced.fill_(123)
+        self.optimizer.step() if expected is None else expected.compare_steps(range(1), gradient)
         own = zerofp4.CastPlan(self.weights, self.masters, self.starts, **self.options)
         own.step()
         assert_bytes_equal(self.plan.reduced, own.reduced, "reduced vector")
-
-    def step(self) -> None:
-        """Leaves all amaxes, whatever was there."""
-        self.plan.reduced.fill_(123)
-        self.optimizer.step()
-        self.check_amaxes()
 
     def cast(self) -> None:
         self.plan.step()
@@ -85,22 +83,17 @@ def test_amaxes_of_shards(device, pieces, grouped, seed):
         values = torch.randn(p.numel(), generator=generator).to(device)
         return None if dtypes[i] is None else values.to(dtypes[i])
 
-    for step in range(2):
-        case.plan.reduced.fill_(123)
-        expected.compare_steps(range(step, step + 1), gradient)
-        case.check_amaxes()
-
-
-KINDS = {"rows": [ROWS], "rows and tiles": [ROWS, TILES], "tiles": [TILES]}
+    for _ in range(2):
+        case.step(expected, gradient)
 
 
 @pytest.mark.parametrize("choices", [[None], [FourOverSix()]], ids=["one scale", "four over six"])
-@pytest.mark.parametrize("blocks", KINDS)
+@pytest.mark.parametrize("blocks", [[ROWS], [ROWS, TILES], [TILES]], ids=["rows", "both", "tiles"])
 @pytest.mark.parametrize("state", ["full", "compact"])
 def test_weights_whose_scales_travel(device, state, blocks, choices):
     """Their own amaxes and those of their groups, also of masters without a gradient."""
     shapes = [(34, 288), (32, 64), (2, 2), (130, 1000), (16, 128)]
-    weights, masters, starts = make_kinds(device, shapes, KINDS[blocks], choices)
+    weights, masters, starts = make_kinds(device, shapes, blocks, choices)
     parameters = [master.view(shape) for master, shape in zip(masters, shapes, strict=True)]
     groups = {"amax_groups": [[weights[1], weights[4]]]}
     case = Offered(weights, masters, starts, parameters, {"lr": 0.1, "state": state}, **groups)
@@ -114,31 +107,20 @@ def test_weights_whose_scales_travel(device, state, blocks, choices):
             with stages_of_plans() as stages:
                 case.plan.step()
             assert "begin_amax" not in stages
-            first = weights[0]
-            values = masters[0].view(first.shape).to(first.dtype)
-            options = {"block": first.block, "four_over_six": first.four_over_six}
-            expected = zerofp4.quantize(values, **options)
-            assert_bytes_equal(first.rowwise_data, expected.rowwise_data, "codes")
-            assert_bytes_equal(first.rowwise_scale, expected.rowwise_scale, "scales")
-
-
-def test_shards_between_blocks_of_weights_whose_scales_travel(device):
-    weights = [zerofp4.empty((40, 288), block=ROWS, device=device), zerofp4.empty((40, 40), block=ROWS)]
-    weights[1] = weights[1].to(device)
-    masters = [torch.randn(288 * 20 + 32, device=device), torch.randn(40 + 8, device=device)]
-    case = Offered(weights, masters, [5 * 288 + 16, 32])
-    for _ in range(2):
-        set_random_gradients(masters)
-        case.step()
 
 
 @pytest.mark.threads
 def test_large_weights_on_many_threads(device):
-    case = Offered(*make(device, ((512, 1024), (300, 2872), (48, 128), (1024, 130))))
-    for i, master in enumerate(case.masters):
+    """Beside one whose scales travel, of which a rank owns a part between blocks."""
+    shapes = (512, 1024), (300, 2872), (48, 128), (1024, 130)
+    weights, masters, starts = make(device, shapes)
+    weights.append(zerofp4.empty((40, 288), block=ROWS, device=device))
+    masters.append(torch.randn(288 * 20 + 32, device=device))
+    case = Offered(weights, masters, [*starts, 5 * 288 + 16])
+    for i, master in enumerate(masters):
         set_gradient(master, torch.randn_like(master).to(torch.bfloat16 if i % 2 else torch.float32))
-    case.step()
-    case.cast()
+    for _ in range(2):
+        case.step()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -153,12 +135,12 @@ def test_amaxes_of_values_at_the_edges(device, dtype, value):
         case.step()
 
 
-def test_training_steps(device):
-    """Update and cast, as often as one likes, also where one of the two is left out."""
+def test_update_and_cast_as_often_as_one_likes(device):
+    """Also where one of the two is left out, and where masters were written in between."""
     case = Offered(*make(device))
-    for step in range(6):
+    for step, updates in enumerate((1, 1, 1, 0, 2, 1)):
         set_random_gradients(case.masters)
-        for _ in range((1, 1, 1, 0, 2, 1)[step]):
+        for _ in range(updates):
             case.optimizer.step()
         if step != 2:
             case.cast()
@@ -166,19 +148,6 @@ def test_training_steps(device):
             check_kinds(case.weights, case.masters)
     torch._foreach_mul_(case.masters, 3)
     case.cast()
-
-
-def test_amaxes_of_masters_that_were_written_are_outdated(device):
-    case = Offered(*make(device))
-    assert not FusedAdamW(case.masters).amaxes_outdated() and not case.optimizer.amaxes_outdated()
-    for master in case.masters:
-        master.grad = torch.randn_like(master)
-        case.optimizer.step()
-        assert not case.optimizer.amaxes_outdated()
-        master.mul_(50)
-        assert case.optimizer.amaxes_outdated()
-        case.plan.begin_update()
-        case.cast()
 
 
 @pytest.mark.parametrize("when", ["gradient", "update"])
@@ -243,11 +212,7 @@ def test_steps_of_experts_are_those_of_their_parameter(device):
         if step == 6:
             optimizer.load_state_dict(saved)
             expected.steps, expected.moments = kept
-        case.plan.reduced.fill_(123)
-        expected.compare_steps(
-            range(step, step + 1), lambda step, i, p: None if (step, i) == (2, 0) else torch.randn_like(p)
-        )
-        case.check_amaxes()
+        case.step(expected, lambda _, i, p, at=step: None if (at, i) == (2, 0) else torch.randn_like(p))
 
 
 def test_offers_that_are_refused(device):
@@ -279,7 +244,5 @@ def test_a_word_on_the_device_says_whether_there_is_a_gradient(device):
         set_gradient(other, torch.randn_like(other))
         expected.step()
         set_gradient(without, torch.full_like(without, math.nan))
-        case.optimizer.step()
-        case.plan.step()
-        case.check_amaxes()
+        case.step()
     expected.check()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases.optim import assert_all_equal
 from distributed.optim.fused_cases import each_state, set_gradient, set_random_gradients
-from helpers import assert_bytes_equal
+from helpers import assert_bytes_equal, freed
 
 import zerofp4
 from zerofp4.optim import FusedAdamW
@@ -38,9 +38,7 @@ def refused(optimizer, error, message):
         ({"lr": -0.1}, "lr must be finite and 0 or more, got -0.1"),
         ({"lr": float("nan")}, "lr must be finite and 0 or more, got nan"),
         ({"eps": math.inf}, "eps must be finite and 0 or more, got inf"),
-        ({"weight_decay": -1}, "weight_decay must be finite and 0 or more, got -1"),
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers of at least 0 and below 1, got \(0.9, 1.0\)"),
-        ({"betas": (0.9,)}, r"betas must be two numbers of at least 0 and below 1, got \(0.9,\)"),
         ({"betas": (0.9, torch.tensor(0.9))}, r"betas must be two numbers .*, got \(0.9, tensor"),
     ],
 )
@@ -83,7 +81,6 @@ def test_scalars_that_kernels_cannot_read(device, name):
     [
         (lambda: torch.zeros(4).bfloat16(), TypeError, "must be a torch.float32 tensor, got torch.bfloat16"),
         (lambda: torch.zeros(4).to_sparse(), TypeError, "must be a dense tensor, got layout"),
-        (lambda: torch.zeros(4, 4).t()[1:], ValueError, r"must be contiguous, got strides \(1, 4\)"),
         (lambda: torch.zeros(4, device="meta"), ValueError, "must be on a CPU or CUDA device, got meta"),
         (lambda: zerofp4.quantize(torch.zeros(16, 16)), TypeError, "must be a plain tensor, got NVFP4Tensor"),
     ],
@@ -93,11 +90,16 @@ def test_parameters(make, error, message):
         FusedAdamW([("weight", make())])
 
 
-def test_a_parameter_twice():
-    p = torch.zeros(4)
+def test_a_parameter_twice_or_that_changes_its_kind(device):
+    p = torch.randn(4, 4, device=device)
     message = re.escape("param_groups[0] has a parameter twice")
     with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(ValueError, match=message):
         FusedAdamW([p, p])
+    optimizer = FusedAdamW([p])
+    optimizer.step()
+    p.data = p.data.t()
+    with pytest.raises(ValueError, match=r"\['params'\]\[0\] must be contiguous, got strides \(1, 4\)"):
+        optimizer.step()
 
 
 def test_two_devices(device):
@@ -110,11 +112,6 @@ def test_two_devices(device):
         FusedAdamW([torch.zeros(4)], lr=lr).step()
     with pytest.raises(TypeError, match=r"\['lr'\] must be a torch.float32 tensor, got torch.float64"):
         FusedAdamW([torch.zeros(4, device=device)], lr=lr.double()).step()
-
-
-def freed(gradient):
-    gradient.untyped_storage().resize_(0)
-    return gradient
 
 
 @pytest.mark.parametrize(
@@ -156,19 +153,16 @@ def test_state_that_does_not_fit(device, state):
     optimizer = FusedAdamW(params, state=state)
     optimizer.offer_parts([(params[:2], None), (params[2:], None)])
     set_random_gradients(params[1:])
-    for _ in range(2):
-        optimizer.step()
+    optimizer.step()
     set_random_gradients(params[:1])
     good = {p: optimizer.state[p] for p in params[1:]}
     for bad, error, message in bad_states(good[params[2]], state):
-        optimizer.state[params[1]] = {name: value.clone() for name, value in good[params[1]].items()}
         optimizer.state[params[2]] = good[params[2]] | bad
         with refused(optimizer, error, message):
             optimizer.step()
     optimizer.state.update(good)
-    before = [entries["step"].item() for entries in good.values()]
     optimizer.step()
-    assert [entries["step"].item() for entries in good.values()] == [step + 1 for step in before]
+    assert [optimizer.state[p]["step"].item() for p in params] == [1, 2, 2]
     assert all(optimizer.state[p] is entries for p, entries in good.items())
 
 
@@ -186,12 +180,3 @@ def test_state_of_another_optimizer():
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(theirs.state_dict())
         assert optimizer.state is state and optimizer.param_groups is groups
-
-
-def test_a_parameter_that_changes_its_kind(device):
-    p = torch.randn(4, 4, device=device)
-    optimizer = FusedAdamW([p])
-    optimizer.step()
-    p.data = p.data.t()
-    with pytest.raises(ValueError, match=r"\['params'\]\[0\] must be contiguous, got strides \(1, 4\)"):
-        optimizer.step()

@@ -1,17 +1,157 @@
-"""FusedAdamW in CUDA graphs; test_stragglers has it on several streams, and in graphs with casts."""
+"""FusedAdamW in CUDA graphs, and chains of kernels each of which may start while the one before still runs:
+whatever holds blocks of them up, the bytes are those of waiting after every stage.
+"""
+
+from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
 import torch
 from cases.cast import make
 from distributed.optim.fused_cases import OPTIONS, Expected, set_gradient
-from helpers import collect_garbage
+from helpers import assert_bytes_equal, collect_garbage, needs_gpu
 
 import zerofp4
 from zerofp4 import ops
+from zerofp4.format import SCALE_LAYOUTS
 from zerofp4.optim import FusedAdamW
+
+SHAPES = [(34, 288), (130, 66), (256, 512), (16, 16)]
+STEPS, WARM_UP = 1000, 3
+LONGEST = 20000  # cycles of a sleeping kernel: about what a stage of these sizes takes, with its launch
+
+
+class Chain:
+    """Update, amaxes, scales, codes, transposes of weights and a gradient that is made of what came out: an
+    error in any stage of any step is in the masters ever after.
+    """
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.weights, self.masters, starts = make("cuda", SHAPES)
+        self.targets = [torch.randn_like(master) for master in self.masters]
+        for master in self.masters:
+            master.grad = torch.randn_like(master)
+        self.plan = zerofp4.CastPlan(self.weights, self.masters, starts)
+        self.optimizer = FusedAdamW(self.masters, **OPTIONS, capturable=True)
+        self.optimizer.offer_amaxes(self.plan)
+        options = {"columnwise": True, "scale_layouts": SCALE_LAYOUTS}
+        self.copies = [zerofp4.quantize(weight.dequantize(), **options) for weight in self.weights]
+        self.stages = (self.optimizer.step, self.plan.step, self.plan.post, self.make_gradients)
+
+    def make_gradients(self) -> None:
+        values = zerofp4.dequantize_many(self.weights, torch.float32)
+        for master, value, copy, target in zip(self.masters, values, self.copies, self.targets, strict=True):
+            zerofp4.quantize(value.bfloat16(), columnwise=True, out=copy)
+            eight = zerofp4.quantize_mxfp8(copy.dequantize(torch.float32))
+            master.grad.copy_(eight.dequantize(torch.float32).flatten())
+            master.grad.sub_(target)
+
+    def run(self, steps: int, between: Callable[[], object]) -> None:
+        for _ in range(steps):
+            for stage in self.stages:
+                stage()
+                between()
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "reduced vector", self.plan.reduced
+        for i, (master, weight, copy) in enumerate(zip(self.masters, self.weights, self.copies, strict=True)):
+            yield f"master {i}", master
+            yield f"gradient {i}", master.grad
+            for name, tensor in self.optimizer.state[master].items():
+                yield f"{name} {i}", tensor
+            for what, record in (("weight", weight.record), ("copy", copy.record)):
+                for name, buffer in record.buffers():
+                    yield f"{what} {i} {name}", buffer
+
+
+class Noise:
+    """Sleeping kernels in the stream of the chain, and on side streams what takes away some or all of the
+    multiprocessors for a while: the same in every run, and never twice the same in one.
+    """
+
+    def __init__(self):
+        self.calls = 0
+        self.sides = [torch.cuda.Stream() for _ in range(2)]
+        self.large = torch.empty(1 << 24, device="cuda")
+
+    def __call__(self) -> None:
+        self.calls += 1
+        kind = self.calls * 7919 % 101
+        if kind % 3 == 0:
+            torch.cuda._sleep(1 + kind * LONGEST // 101)
+        with torch.cuda.stream(self.sides[kind % 2]):
+            if kind % 5 == 0:
+                self.large.mul_(0.5)
+            if kind % 4 == 0:
+                torch.cuda._sleep(1 + kind * LONGEST // 101)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, torch.Tensor]:
+    chain = Chain()
+    chain.run(WARM_UP + STEPS, torch.cuda.synchronize)
+    return {name: tensor.clone() for name, tensor in chain.state()}
+
+
+def check(chain: Chain, expected: dict[str, torch.Tensor]) -> None:
+    torch.cuda.synchronize()
+    assert expected["master 0"].isfinite().all() and expected["weight 0 rowwise_data"].any()
+    found = dict(chain.state())
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert_bytes_equal(tensor, expected[name], name)
+
+
+@pytest.mark.heavy
+@needs_gpu
+@pytest.mark.parametrize("count", [1, 3])
+def test_stages_on_streams_in_turn(expected, count):
+    """count: of streams."""
+    chain, noise = Chain(), Noise()
+    streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(count - 1))]
+    last = streams[0]
+    for step in range(WARM_UP + STEPS):
+        for i, stage in enumerate(chain.stages):
+            stream = streams[(step + i) % count]
+            stream.wait_stream(last)
+            with torch.cuda.stream(stream):
+                stage()
+                noise()
+            last = stream
+    check(chain, expected)
+
+
+@pytest.mark.heavy
+@needs_gpu
+@pytest.mark.parametrize("sleeps", [False, True], ids=["alone", "beside a sleeping branch"])
+def test_in_a_graph(expected, sleeps):
+    chain, noise, branch = Chain(), Noise(), torch.cuda.Stream()
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        chain.run(WARM_UP, noise)
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        capturing = torch.cuda.current_stream()
+        if sleeps:
+            branch.wait_stream(capturing)
+            with torch.cuda.stream(branch):
+                torch.cuda._sleep(LONGEST)
+        chain.run(1, lambda: torch.cuda._sleep(LONGEST // 10) if sleeps else None)
+        if sleeps:
+            capturing.wait_stream(branch)
+    for _ in range(STEPS):
+        graph.replay()
+        noise()
+    check(chain, expected)
+
+
+# Graphs
 
 
 @pytest.fixture
@@ -94,25 +234,3 @@ def test_what_a_graph_uses_outlives_an_offer(device):
         optimizer.step()
         collect_garbage()
         assert stage() is not None
-
-
-def test_a_replay_after_the_plan_was_refreshed(gpu):
-    """Memory that is freed meanwhile is given to others, which write to it."""
-    weights, masters, starts = make(gpu)
-    optimizer = FusedAdamW(masters, **OPTIONS, capturable=True)
-    plan = zerofp4.CastPlan(weights, masters, starts)
-    optimizer.offer_amaxes(plan)
-    expected = Expected(optimizer)
-    expected.compare_steps()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    plan.refresh()
-    optimizer.offer_amaxes(plan)
-    expected.step()
-    optimizer.step()
-    junk = [torch.full((256,), 0xAB, dtype=torch.uint8, device=gpu) for _ in range(4096)]
-    expected.step()
-    graph.replay()
-    expected.check("replay:")
-    assert len(junk) == 4096

@@ -1,4 +1,6 @@
-"""Updates of compact state are reference.compact_adamw_step, byte for byte: masters, codes and scales."""
+"""The kernels of updates: those of compact state are reference.compact_adamw_step, byte for byte, and those
+that add up the gradients of ranks as they read them have the bytes of a mean that is taken first.
+"""
 
 from __future__ import annotations
 
@@ -14,68 +16,60 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerofp4 import ops, reference
+from zerofp4.shard import Shard
 
 # Whole vectors and parts of them, groups, strips and more than one.
 COLUMNS = st.one_of(st.sampled_from([64, 65, 127, 128, 144, 192, 256, 272, 320, 528]), st.integers(64, 560))
 PLAIN = OPTIONS | {"maximize": False}
 
 
-def run(tensors, gradients, options, reduced=None, pieces=None, brought=None, offset=0):
-    """One step of the kernels. gradients: of each tensor [rows, cols], or None. offset: so many elements
-    behind the beginning of its memory lies each of them.
+def compare_step(tensors, gradients, what, reduced=None, pieces=None, offsets=(0,), **hypers):
+    """A step of the kernels has the bytes of one of the reference.
+
+    gradients: of each tensor [rows, cols], or None. pieces: of each tensor. offsets: of each tensor, so many
+    elements after the beginning of its memory its gradient lies.
     """
-    dtypes = [torch.float32 if gradient is None else gradient.dtype for gradient in gradients]
-    items = [
-        t.item(dtype, piece)
-        for t, dtype, piece in zip(tensors, dtypes, pieces or [None] * len(tensors), strict=True)
-    ]
+    hypers, items, owned = PLAIN | hypers, [], []
+    for i, (t, gradient) in enumerate(zip(tensors, gradients, strict=True)):
+        items.append(t.item(torch.float32 if gradient is None else gradient.dtype, pieces and pieces[i]))
+        owned.append(None if gradient is None else embedded(t.owned(gradient), offsets[i % len(offsets)]))
+        if gradient is not None:
+            t.update(gradient, **hypers)
     stage = ops.AdamWStage(items, reduced)
-    pairs = zip(tensors, gradients, strict=True)
-    owned = [g if g is None else embedded(t.owned(g), offset) for t, g in pairs]
-    stage.begin(options, 0, owned)
-    stage.update(brought)
-
-
-def compare_step(tensors, gradients, what, **hypers):
-    """A step of the kernels has the bytes of one of the reference."""
-    for t, gradient in zip(tensors, gradients, strict=True):
-        t.update(gradient, **hypers)
-    run(tensors, gradients, ops.adamw_options(**hypers))
+    stage.begin(ops.adamw_options(**hypers), 0, owned)
+    stage.update(None)
     for i, t in enumerate(tensors):
         t.check(f"{what}: tensor {i}")
 
 
 @st.composite
 def shards(draw):
-    """(rows, cols, first and last owned group, 24-bit masters, elements of misalignment, bf16 gradient)"""
+    """(rows, cols, first and last owned element, 24-bit masters, offsets of master and gradient, bf16)"""
     rows, cols = draw(st.integers(1, 40)), draw(COLUMNS)
     groups = rows * -(-cols // 64)
     first = draw(st.sampled_from([0, draw(st.integers(0, groups - 1))]))
     last = draw(st.sampled_from([groups, draw(st.integers(first + 1, groups))]))
-    split, offset, bf16 = draw(st.booleans()), draw(st.sampled_from([0, 0, 16, 5])), draw(st.booleans())
-    return rows, cols, first, last, split, offset, bf16
-
-
-def position_of(group: int, cols: int) -> int:
-    row, group = divmod(group, -(-cols // 64))
-    return row * cols + group * 64
+    places = (divmod(group, -(-cols // 64)) for group in (first, last))
+    owned = tuple(row * cols + group * 64 for row, group in places)
+    offsets = draw(st.sampled_from([0, 0, 16, 5])), draw(st.sampled_from([0, 0, 1, 4, 8, 16]))
+    return rows, cols, owned, draw(st.booleans()), offsets, draw(st.booleans())
 
 
 @given(specifications=st.lists(shards(), min_size=1, max_size=3), hypers=HYPERS, seed=st.integers(0, 1000))
 def test_equals_the_reference(device, specifications, hypers, seed):
     generator = torch.Generator().manual_seed(seed)
     tensors = []
-    for number, (rows, cols, first, last, split, offset, _) in enumerate(specifications):
+    for number, (rows, cols, owned, split, (offset, _), _) in enumerate(specifications):
         master = torch.randn(rows, cols, generator=generator).to(device)
-        owned = position_of(first, cols), position_of(last, cols)
         tensors.append(Tensor.make(master, split, number, owned, offset))
+    offsets = [offset for *_, (_, offset), _ in specifications]
     for step in range(3):
         gradients = []
         for t, (*_, bf16) in zip(tensors, specifications, strict=True):
             spread = torch.randn(t.matrix, generator=generator).exp()
             values = torch.randn(t.matrix, generator=generator) * spread * 10.0 ** (2 * step - 4)
             gradients.append(values.to(device, torch.bfloat16 if bf16 else torch.float32))
-        compare_step(tensors, gradients, f"step {step}", **hypers)
+        compare_step(tensors, gradients, f"step {step}", offsets=offsets, **hypers)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -103,7 +97,7 @@ def test_scales_of_every_magnitude(device, exponent):
     for step in range(4):
         values, spread = (torch.randn(20, 256, generator=generator) for _ in range(2))
         gradient = torch.ldexp(values * spread.exp(), torch.tensor(exponent if step < 2 else -300)).to(device)
-        compare_step([tensor], [gradient], f"2^{exponent}, step {step}", **PLAIN)
+        compare_step([tensor], [gradient], f"2^{exponent}, step {step}")
 
 
 @pytest.mark.parametrize("low", [0, 1, 127, 128, 129, 255])
@@ -119,27 +113,7 @@ def test_masters_of_every_bfloat16(device, low):
             tensor.low.fill_(low)
             master = reference.join_master(tensor.high.cpu(), tensor.low.cpu())
             tensor.master = master.view(tensor.matrix)
-        compare_step([tensor], [gradient], f"step {step}", **PLAIN)
-
-
-@pytest.mark.parametrize("lr", [1e-5, -1e-5, 3e-5])
-def test_the_mean_of_masters_over_all_random_bytes(device, lr):
-    """Is the exact one, also across the middle between two bfloat16 values, toward zero and away from it."""
-    parts = torch.tensor([0, 1 << 31]), torch.arange(0x3F7D, 0x3F83) << 16, torch.arange(0x7C, 0x85) << 8
-    bits = torch.cartesian_prod(*parts).sum(1)
-    masters = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
-    tensor = Tensor.make(masters[:, None].expand(-1, 4096).to(device), True, number=3)
-    hypers = PLAIN | {"lr": lr, "weight_decay": 1.0}
-    gradient = torch.zeros(tensor.matrix)
-    exact, _ = reference.compact_adamw_step(tensor.master, gradient, tensor.moments, 1, number=None, **hypers)
-    compare_step([tensor], [gradient.to(device)], f"lr {lr}", **hypers)
-    # All elements of a row that have a random byte in common are equal: one for each.
-    random = reference.master_bytes(*tensor.matrix, number=3, step=1).long()
-    stored = torch.full((len(bits), 256), math.nan).scatter_(1, random, tensor.stored().view(tensor.matrix))
-    error = stored.double().mean(1) - exact[:, 0].double()
-    step = 2.0 ** (exact[:, 0].double().frexp().exponent - 16.0)
-    assert (error.abs() <= step / 128).all()
-    assert not (tensor.low == 0x80).any()
+        compare_step([tensor], [gradient], f"step {step}")
 
 
 @pytest.mark.parametrize("scales", [(1e-3, 1e-2), (1e-12, 1e-9), (3.0, 1e-15), (1e30, 1e19), (0.0, 1e-3)])
@@ -157,21 +131,7 @@ def test_codes_of_every_pair(device, scales, bf16):
     magnitude = torch.logspace(-8, 2, 512).view(512, 1) * scales[0]
     gradient = (torch.randn(512, 128, generator=generator) * magnitude).to(device)
     gradient = gradient.bfloat16() if bf16 else gradient
-    compare_step([tensor], [gradient], f"scales {scales}", **PLAIN)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("offset", [1, 4, 8, 16])
-def test_gradients_at_any_alignment(device, offset, dtype):
-    """Half a vector and one vector, too: a lane's elements are two or four of them."""
-    generator = torch.Generator().manual_seed(offset)
-    tensors = [Tensor.make(torch.randn(40, 320, generator=generator).to(device), split) for split in (0, 1)]
-    gradients = [torch.randn(t.matrix, generator=generator).to(device, dtype) for t in tensors]
-    for t, gradient in zip(tensors, gradients, strict=True):
-        t.update(gradient, **PLAIN)
-    run(tensors, gradients, ops.adamw_options(**PLAIN), offset=offset)
-    for t in tensors:
-        t.check(f"offset {offset}")
+    compare_step([tensor], [gradient], f"scales {scales}")
 
 
 def test_rows_that_kernels_cannot_count():
@@ -191,7 +151,7 @@ def test_large_matrices_on_many_threads(device):
     ]
     for step in range(2):
         gradients = [torch.randn(t.matrix, generator=generator).to(device, torch.bfloat16) for t in tensors]
-        compare_step(tensors, gradients, f"step {step}", **PLAIN)
+        compare_step(tensors, gradients, f"step {step}")
 
 
 # Amaxes
@@ -199,7 +159,8 @@ def test_large_matrices_on_many_threads(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("split", [False, True])
-def test_amaxes_left_behind(device, split, dtype):
+@pytest.mark.parametrize("value", [0.0, 1e-45, 65519.0, 3.4e38, math.inf, math.nan])
+def test_amaxes_left_behind(device, value, split, dtype):
     """Of masters as they are stored, of whole strips and of parts, with gradients and without."""
     generator = torch.Generator().manual_seed(0)
     shapes = [
@@ -208,9 +169,11 @@ def test_amaxes_left_behind(device, split, dtype):
         ((3, 72), None),
         ((16, 128), (1024, 1920)),
     ]
+    masters = [torch.randn(shape, generator=generator) for shape, _ in shapes]
+    masters[3].view(-1)[1900] = value
     tensors = [
-        Tensor.make(torch.randn(shape, generator=generator).to(device), split, i, owned)
-        for i, (shape, owned) in enumerate(shapes)
+        Tensor.make(master.to(device), split, i, owned)
+        for i, (master, (_, owned)) in enumerate(zip(masters, shapes, strict=True))
     ]
     reduced, pieces, word = torch.zeros(4096, device=device), [], 64
     for i, t in enumerate(tensors):
@@ -219,69 +182,100 @@ def test_amaxes_left_behind(device, split, dtype):
     for step in range(3):
         reduced.zero_()
         gradients = [torch.randn(t.matrix, generator=generator).to(device) for t in tensors]
-        if step == 1:
+        if step != 1:
             gradients[1] = gradients[3] = None
-        for t, gradient in zip(tensors, gradients, strict=True):
-            if gradient is not None:
-                t.update(gradient, **PLAIN)
-        run(tensors, gradients, ops.adamw_options(**PLAIN), reduced, pieces)
+        compare_step(tensors, gradients, f"step {step}", reduced, pieces)
         for i, (t, piece) in enumerate(zip(tensors, pieces, strict=True)):
-            owned = t.owned(t.master)
-            tiles, amax = reference.partial_amax(owned, t.start, torch.Size(t.matrix), dtype)
+            tiles, amax = reference.partial_amax(t.stored(), t.start, torch.Size(t.matrix), dtype)
             found = reduced[piece.tile_offset :][: tiles.numel()].view(tiles.shape)
             assert_bytes_equal(found.cpu(), tiles, f"step {step}: tiles of {i}")
             assert_bytes_equal(reduced[16 + i].cpu().view(1), amax, f"step {step}: amax of {i}")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 3.4e38, 65519.0, 1e-45, 0.0])
-def test_amaxes_of_values_at_the_edges(device, value):
-    master = torch.zeros(32, 160)
-    master[17, 155] = value
-    for split in (False, True):
-        tensor = Tensor.make(master.to(device), split)
-        options = ops.adamw_options(lr=0.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, maximize=False)
-        for gradient in (None, torch.zeros(32, 160, device=device)):
-            reduced = torch.zeros(64, device=device)
-            run([tensor], [gradient], options, reduced, [tensor.piece(torch.float32, 16, 8)])
-            tiles, _ = reference.partial_amax(tensor.stored(), 0, torch.Size((32, 160)), torch.float32)
-            assert_bytes_equal(reduced[16:36].cpu().view(2, 10), tiles, f"split {split}")
+# The mean of ranks
+
+TENSORS = [
+    ((130, 256), 0, 130 * 256),
+    ((64, 130), 1040, 5004),
+    (None, 0, 300),
+    ((48, 128), 128, 4096),
+    (None, 0, 1),
+]
+"""Matrix, first element and number of elements of each; without a matrix it has no amaxes and full state."""
 
 
-# Flags and ranks
+def layout(tensors: list, gap: int) -> tuple[list[slice], int]:
+    """Where the tensors lie in a slice, `gap` elements after a vector's alignment, and its length."""
+    found, end = [], 0
+    for _, _, numel in tensors:
+        begin = -(-end // 256) * 256 + gap
+        end = begin + numel
+        found.append(slice(begin, end))
+    return found, -(-end // 256) * 256
+
+
+def update(state, tensors, masters, spans, gradients, brought, dtype):
+    """By name what two updates make of a slice of masters. masters: replaced by those."""
+    steps, numel = torch.zeros(len(tensors), device=masters.device), masters.numel()
+    found = {"masters": masters, "steps": steps, "amaxes": torch.zeros(4096, device=masters.device)}
+    kinds = (torch.float32,) * 2 if state == "full" else (torch.int8, torch.uint8)
+    for name, kind in zip(("exp_avg", "exp_avg_sq"), kinds, strict=True):
+        found[name] = torch.zeros(numel, dtype=kind, device=masters.device)
+    if state == "24 bits":
+        found["low"] = torch.zeros(numel, dtype=torch.uint8, device=masters.device)
+    items, word = [], 64
+    for i, ((matrix, start, count), span) in enumerate(zip(tensors, spans, strict=True)):
+        pieces, options = (), {}
+        if matrix is not None:
+            owned = Shard(start, count), matrix, torch.bfloat16
+            pieces = (ops.MasterPiece(masters[span], *owned, word, 16 + i),)
+            word += -(-matrix[0] // 16) * -(-matrix[1] // 16) + 3 & -4
+        if state != "full":
+            low = found["low"][span] if "low" in found else None
+            first, last = (Tensor.groups_before(end, matrix[1]) for end in (start, start + count))
+            found[f"scales {i}"] = scales = torch.zeros(last - first, 2, device=masters.device)
+            options = {"compact": True, "scales": scales, "low": low, "number": i}
+        moments = found["exp_avg"][span], found["exp_avg_sq"][span]
+        items.append(ops.AdamWItem(masters[span], steps[i], *moments, dtype, pieces, **options))
+    stage = ops.AdamWStage(items, found["amaxes"])
+    for _ in range(2):
+        found["amaxes"].zero_()
+        stage.begin(ops.adamw_options(**OPTIONS, maximize=False), 0, gradients)
+        stage.update(brought)
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-@pytest.mark.parametrize("split", [False, True])
-def test_the_mean_of_ranks(device, split, count, dtype):
-    """Of rows in one buffer, and of each rank's row in memory of its own: the bytes of a mean taken first."""
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("gap", [0, 1])
+@pytest.mark.parametrize("state", ["full", "compact", "24 bits"])
+def test_the_bytes_of_the_mean(device, state, gap, count, dtype):
+    """Of rows in one buffer, and of each rank's row in memory of its own, wherever that is. Tensors without a
+    gradient are left alone.
+    """
+    tensors = TENSORS if state == "full" else [tensor for tensor in TENSORS if tensor[0] is not None]
+    spans, length = layout(tensors, gap)
     generator = torch.Generator().manual_seed(count)
-    shapes, begins, length = [(20, 256), (9, 130), (16, 128)], [0, 5120, 6304], 8352
     rows = torch.randn(count, length, generator=generator).to(device, dtype)
+    masters = torch.randn(length, generator=generator).to(device)
+    masters = masters.bfloat16() if state == "24 bits" else masters
     mean = torch.empty(length, device=device)
     ops.average(rows, mean)
-    masters = torch.randn(length, generator=generator)
-    high, low = reference.split_master(reference.round_master(masters, torch.tensor(0)))
+    gradients = [None if i == 1 else mean[span] for i, span in enumerate(spans)]
+    expected = update(state, tensors, masters.clone(), spans, gradients, None, torch.float32)
+    assert expected["steps"].tolist() == [0 if i == 1 else 2 for i in range(len(tensors))]
+    assert_bytes_equal(expected["masters"][spans[1]], masters[spans[1]], "the master without gradient")
+    assert expected["amaxes"][17] == masters[spans[1]].bfloat16().abs().max()
+    assert (expected["amaxes"][16:64] > 0).sum() == 3
     apart = [row.clone() for row in rows]
     peers = ops.PeerRows(tuple(row.data_ptr() for row in apart), length, dtype)
-    for maximize, rank in itertools.product((False, True), {0, count - 1}):
+    for rank in {0, count // 2, count - 1}:
         received = rows.clone()
         received[rank] = math.nan  # a rank's own row is not read
+        own = [None if i == 1 else apart[rank][span] for i, span in enumerate(spans)]
         for brought in (received, peers):
-            memory = (high if split else masters).to(device, copy=True)
-            tensors = []
-            for i, (shape, begin) in enumerate(zip(shapes, begins, strict=True)):
-                span = slice(begin, begin + math.prod(shape))
-                tensors.append(Tensor.make(masters[span].view(shape).to(device), split, i))
-                tensors[-1].high = memory[span]
-                if split:
-                    tensors[-1].low = low[span].to(device, copy=True)
-                tensors[-1].update(mean[span].view(shape), **OPTIONS, maximize=maximize)
-            own = [
-                apart[rank][begin : begin + math.prod(shape)].view(shape)
-                for shape, begin in zip(shapes, begins, strict=True)
-            ]
-            gradients = ops.RankGradients(brought, memory, rank)
-            run(tensors, own, ops.adamw_options(**OPTIONS, maximize=maximize), brought=gradients)
-            for i, t in enumerate(tensors):
-                t.check(f"rank {rank}, {type(brought).__name__}: tensor {i}")
+            mine = masters.clone()
+            gradients = ops.RankGradients(brought, mine, rank)
+            found = update(state, tensors, mine, spans, own, gradients, dtype)
+            for name, wanted in expected.items():
+                assert_bytes_equal(found[name], wanted, f"rank {rank}, {type(brought).__name__}: {name}")
