@@ -32,10 +32,8 @@ def interrupt_between_buckets(optimizer) -> None:
 
 
 def two_classes(parameters) -> list[dict]:
-    return [
-        {"params": parameters[::2]},
-        {"params": parameters[1::2], "optimizer_class": torch.optim.SGD, "lr": 0.1},
-    ]
+    beside = {"params": parameters[1::2], "optimizer_class": torch.optim.SGD, "lr": 0.1}
+    return [{"params": parameters[::2]}, beside]
 
 
 BREAKS = {
@@ -46,9 +44,8 @@ BREAKS = {
 
 def build(device, groups):
     parameters = make_parameters(device)
-    return parameters, ZeroFP4Optimizer(
-        groups(parameters), FusedAdamW, lr=0.1, communication=Communication(bucket_mb=0.003)
-    )
+    options = {"lr": 0.1, "communication": Communication(bucket_mb=0.003)}
+    return parameters, ZeroFP4Optimizer(groups(parameters), FusedAdamW, **options)
 
 
 def masters_of(optimizer) -> list[torch.Tensor]:
@@ -122,18 +119,18 @@ def test_a_state_dict_without_masters_mends_nothing(device):
 
 @pytest.mark.parametrize("where", ["read_state_dict", "agree_on_save"])
 def test_a_load_that_is_interrupted_before_it_changes_masters_changes_nothing(device, where, monkeypatch):
-    (parameters, optimizer), (other, right) = (build(device, two_classes) for _ in range(2))
-    for members, one in ((parameters, optimizer), (other, right)):
-        take_step(members, one, 0)
-    saved = copy.deepcopy(optimizer.state_dict())
-    for members, one in ((parameters, optimizer), (other, right)):
-        take_step(members, one, 1)
+    models = [build(device, two_classes) for _ in range(2)]
+    for parameters, one in models:
+        take_step(parameters, one, 0)
+        saved = copy.deepcopy(one.state_dict())
+        take_step(parameters, one, 1)
         one.param_groups[0]["lr"] = 0.05
+    optimizer, right = (one for _, one in models)
     with monkeypatch.context() as patched:
         patched.setattr(zero, where, interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.load_state_dict(saved)
     assert optimizer.broken is None
-    for members, one in ((parameters, optimizer), (other, right)):
-        take_step(members, one, 2)
+    for parameters, one in models:
+        take_step(parameters, one, 2)
     assert_all_equal(masters_of(optimizer), masters_of(right), "master")

@@ -41,14 +41,10 @@ def test_groups_choose(device):
     if not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("this torch has no grad_dtype")
     parameters = make_sharded(device)
-    expected = Whole(parameters)
-    sgd = nn.Parameter(torch.randn(6, 64, device=device))
-    groups = [
-        {"params": parameters[:4], "state": "compact"},
-        {"params": parameters[4:], "state": "compact"},
-        {"params": [sgd], "optimizer_class": torch.optim.SGD, "lr": 0.1, "weight_decay": 0.0},
-    ]
-    optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **HYPERS)
+    expected, sgd = Whole(parameters), nn.Parameter(torch.randn(6, 64, device=device))
+    beside = {"params": [sgd], "optimizer_class": torch.optim.SGD, "lr": 0.1, "weight_decay": 0.0}
+    groups = [{"params": part, "state": "compact"} for part in (parameters[:4], parameters[4:])]
+    optimizer = ZeroFP4Optimizer([*groups, beside], FusedAdamW, **HYPERS)
     assert optimizer.describe()["obstacle"] is not None
     before = sgd.detach().clone()
     for step in range(2):
@@ -69,21 +65,6 @@ def test_groups_that_keep_another_state(device):
     optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, state="compact")
     for p, name in ((one, "momentum_buffer"), (other, "exp_avg"), (third, "scales")):
         assert name in optimizer.state[p]
-
-
-def test_weight_decay_alone_leaves_as_much_as_in_full_state(device):
-    """In steps smaller than those of 24 bits, across one or two middles between bfloat16 values."""
-    left, values = {}, torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
-    for state in ("full", "compact"):
-        p = nn.Parameter(values.to(device, torch.bfloat16))
-        optimizer = build([p], state=state, lr=1e-4, weight_decay=0.1)
-        before = p.detach().double().abs().mean()
-        p.grad = torch.zeros_like(p)
-        for _ in range(1000):
-            optimizer.step()
-        left[state] = (optimizer.gathered_masters()[0].double().abs().mean() / before).item()
-    assert left["full"] == pytest.approx(0.99004, abs=1e-5)
-    assert abs(left["compact"] - left["full"]) <= 0.01 * (1 - left["full"])
 
 
 # What else reads masters
@@ -154,8 +135,7 @@ def test_a_choice_that_is_changed_later():
 @pytest.mark.parametrize(("dtype", "state"), [(torch.bfloat16, "compact"), (torch.float32, "full")])
 def test_a_written_parameter_that_is_its_own_master(device, dtype, state):
     """A state dict that was not saved is that memory, and accepts what is in it: accelerate loads one once it
-    has wrapped the model, and DDP has written to all parameters. The value before is in checkpoints only. An
-    NVFP4 weight is made from its master.
+    has wrapped the model, and DDP has written to all parameters. An NVFP4 weight is made from its master.
     """
     p = nn.Parameter(torch.randn(4, 64, device=device).to(dtype))
     q = nn.Parameter(zerofp4.quantize(torch.randn(16, 64, device=device)))
@@ -171,7 +151,6 @@ def test_a_written_parameter_that_is_its_own_master(device, dtype, state):
     assert not p.any()
     assert_bytes_equal(q.rowwise_data, codes, "codes")
     optimizer.step()
-    assert p.any()
     optimizer.load_state_dict(saved)
     assert_bytes_equal(p.detach(), before, "parameter")
     optimizer.step()

@@ -1,8 +1,9 @@
-"""Bad input to ZeroFP4Optimizer: when it is built, and what changed when it steps."""
+"""Bad input to ZeroFP4Optimizer, when it is built and when it steps, and to averages of its masters."""
 
 import pytest
 import torch
 from cases.optim import (
+    Net,
     assert_all_equal,
     built,
     keywords,
@@ -12,15 +13,16 @@ from cases.optim import (
     set_gradients,
     take_step,
 )
-from helpers import needs_gpu
+from helpers import freed, needs_gpu
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import zerofp4
 from zerofp4 import quantize
 from zerofp4.integrations import fsdp2
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, zero
+from zerofp4.optim import AveragedMasters, FusedAdamW, ZeroFP4Optimizer, zero
 
 
 def assert_refused(optimizer, message):
@@ -88,34 +90,24 @@ def test_weights_that_were_written_to(device):
         assert_refused(optimizer, rf"\['params'\]\[{i}\] was written to since the last step")
 
 
-def freed(gradient, offset=0):
-    """A view of a freed storage is at its offset, not at address 0."""
-    memory = torch.cat((gradient.new_zeros(offset), gradient.flatten()))
-    view = memory[offset:].view(gradient.shape)
-    memory.untyped_storage().resize_(0)
-    return view
-
-
 BAD_GRADIENTS = {
     "sparse": (torch.Tensor.to_sparse, "of layout torch.sparse_coo: gradients must be dense"),
     "freed": (freed, "whose storage was freed"),
-    "freed with an offset": (lambda gradient: freed(gradient, 64), "whose storage was freed"),
+    "freed with an offset": (lambda g: freed(torch.stack((g, g))[1]), "whose storage was freed"),
 }
 
 
 @pytest.mark.parametrize("kind", BAD_GRADIENTS)
-@pytest.mark.parametrize("steps", [0, 1])
-def test_gradients_that_cannot_be_read(device, kind, steps):
-    """In a first step, or behind one whose gradients have passed all checks."""
+@pytest.mark.parametrize("i", [0, 1], ids=["quantized", "plain"])
+def test_gradients_that_cannot_be_read(device, i, kind):
+    """In a first step, or after one whose gradients have passed all checks."""
     change, problem = BAD_GRADIENTS[kind]
-    for i in (0, 1):  # a quantized weight and a plain one
-        parameters, optimizer = built(device, FusedAdamW)
-        for _ in range(steps):
-            take_step(parameters, optimizer, 0)
-        set_gradients(parameters, make_gradients(parameters, 0))
+    parameters, optimizer = built(device, FusedAdamW)
+    for step in range(2):
+        set_gradients(parameters, make_gradients(parameters, step))
         parameters[i].grad = change(parameters[i].grad)
         assert_refused(optimizer, rf"\['params'\]\[{i}\] has a gradient {problem}")
-        take_step(parameters, optimizer, 0)
+        take_step(parameters, optimizer, step)
 
 
 def test_a_gradient_of_fewer_elements(device):
@@ -165,17 +157,15 @@ def test_a_model_in_another_dtype_has_moved(device, dtype):
 @pytest.mark.parametrize("what", ["moved", "written to"])
 def test_parameters_that_changed_between_clipping_and_a_step(device, what):
     """Is said first, where the gradients changed too."""
-    model = nn.Linear(16, 16, device=device)
-    optimizer = ZeroFP4Optimizer(model.named_parameters())
-    model(torch.ones(2, 16, device=device)).sum().backward()
+    parameters, optimizer = built(device, seed=0)
     optimizer.clip_grad_norm_(1.0)
     with torch.no_grad():
         if what == "moved":
-            model.weight.data = model.weight.data.clone()
+            parameters[3].data = parameters[3].data.clone()
         else:
-            model.weight.mul_(2)
-    model(torch.ones(2, 16, device=device)).sum().backward()
-    assert_refused(optimizer, rf"'weight' (has|was) {what}")
+            parameters[3].mul_(2)
+    set_gradients(parameters, make_gradients(parameters, 1))
+    assert_refused(optimizer, rf"\['params'\]\[3\] (has|was) {what}")
 
 
 def bad_arguments(device):
@@ -248,3 +238,30 @@ def test_a_model_that_was_not_converted_warns(device):
     zerofp4.convert_model(model[0])
     model[0].requires_grad_(False)
     ZeroFP4Optimizer(model.named_parameters())
+
+
+# Averages of weights
+
+
+@pytest.mark.parametrize(
+    "way", [{}, {"avg_fn": get_ema_avg_fn(0.9)}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}]
+)
+@pytest.mark.parametrize("updates", [0, 1])
+def test_the_averages_of_torch_do_not_quantize_in_silence(device, way, updates):
+    model = make_net(device)
+    averaged = AveragedModel(model, **way)
+    averaged.n_averaged.fill_(updates)  # the first update copies, the others average
+    with pytest.raises(RuntimeError, match=r"writes to an NVFP4Tensor.* use zerofp4\.optim\.AveragedMas"):
+        averaged.update_parameters(model)
+    plain = AveragedModel(Net().to(device), **way)
+    plain.update_parameters(plain.module)
+    plain.update_parameters(plain.module)
+
+
+def test_wrong_arguments_of_averages(device):
+    optimizer = ZeroFP4Optimizer(make_net(device).parameters())
+    with pytest.raises(TypeError, match="optimizer must be a ZeroFP4Optimizer, got AdamW"):
+        AveragedMasters(torch.optim.AdamW(Net().parameters()))
+    for decay in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=f"decay must be from 0 to 1, got {decay}"):
+            AveragedMasters(optimizer, decay)

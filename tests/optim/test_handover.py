@@ -14,6 +14,7 @@ from cases.optim import (
     assert_all_equal,
     batch,
     built,
+    everything,
     keywords,
     make_gradients,
     make_net,
@@ -25,7 +26,6 @@ from cases.optim import (
 from helpers import assert_bytes_equal
 
 import zerofp4
-from zerofp4 import NVFP4Tensor
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 TAKEN_OVER = "another ZeroFP4Optimizer was built over these parameters"
@@ -124,17 +124,13 @@ def through_torch_save(net):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("duplicate", [through_torch_save, copy.deepcopy])
 def test_a_copy_of_a_model_keeps_what_masters_begin_with(device, duplicate):
-    """Also one that was pickled, as for a process that is spawned."""
+    """Also one that was pickled, as for a process that is spawned, and a layer with primary weights."""
     net = make_net(device)
     models = duplicate(net), net
     sides = [ZeroFP4Optimizer(each.named_parameters()).gathered_masters() for each in models]
     assert_all_equal(*sides, "master")
-
-
-@pytest.mark.filterwarnings("error")
-def test_layers_with_primary_weights_keep_what_masters_begin_with(device):
     layer = zerofp4.nn.Linear(32, 16, device=device, primary_weights=True)
-    ZeroFP4Optimizer(layer.named_parameters())
+    ZeroFP4Optimizer(duplicate(layer).named_parameters())
 
 
 def test_sources_that_are_refused(device):
@@ -168,7 +164,7 @@ def test_a_copied_model_goes_on_with_an_optimizer_of_its_own(device):
         net(batch(device, seed)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        return [b.clone() for p in net.parameters() for b in buffers_of(p)]
+        return everything(list(net.parameters()), optimizer)
 
     net = make_net(device)
     optimizer = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, lr=0.01)
@@ -177,10 +173,5 @@ def test_a_copied_model_goes_on_with_an_optimizer_of_its_own(device):
     new = ZeroFP4Optimizer(other.named_parameters(), FusedAdamW, lr=0.01)
     new.load_state_dict(optimizer.state_dict())
     after = train(net, optimizer, 1)
-    assert_all_equal([b for p in other.parameters() for b in buffers_of(p)], before, "buffer")
-    assert_all_equal(train(other, new, 1), after, "buffer")
-    assert_all_equal(new.gathered_masters(), optimizer.gathered_masters(), "master")
-
-
-def buffers_of(p):
-    return [b for _, b in p.record.buffers()] if isinstance(p, NVFP4Tensor) else [p.detach()]
+    assert_all_equal(everything(list(other.parameters()), new), before, "tensor")
+    assert_all_equal(train(other, new, 1), after, "tensor")

@@ -25,30 +25,25 @@ def stepped(device, count, optimizer_class=torch.optim.SGD, **options):
     return optimizer
 
 
-@pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("strides", ["as before", "other"])
-def test_no_weight_is_asked_through_torch_function(device, monkeypatch, strides, clip):
+def test_no_weight_is_asked_through_torch_function(device, monkeypatch, strides):
     optimizer = stepped(device, 5)
     if strides == "other":  # so that all gradients are checked again
         first = optimizer.param_groups[0]["params"][0]
         first.grad = first.grad.t().contiguous().t()
-    calls = []
-    original = NVFP4Tensor.__torch_function__
+    calls, original = [], NVFP4Tensor.__torch_function__
 
     def counting(func, types, args=(), kwargs=None):
         calls.append(func)
         return original(func, types, args, kwargs)
 
     monkeypatch.setattr(NVFP4Tensor, "__torch_function__", counting)
-    if clip:
-        optimizer.clip_grad_norm_(1.0)
+    optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     assert not calls
 
 
-def test_a_world_of_one_exchanges_no_objects(world_of_one, monkeypatch):
-    """Errors are those of this rank, which names none."""
-
+def test_a_world_of_one_exchanges_no_objects_and_blames_no_rank(world_of_one, monkeypatch):
     def fail(*arguments, **options):
         raise RuntimeError("Numpy is not available")
 
@@ -59,14 +54,8 @@ def test_a_world_of_one_exchanges_no_objects(world_of_one, monkeypatch):
     verify_model(net, optimizer)
     with pytest.raises(ValueError, match=r"^amax_groups"):
         ZeroFP4Optimizer(net.parameters(), amax_groups=[[net.first.bias]])
-
-
-def test_a_world_of_one_blames_no_rank(world_of_one, monkeypatch):
-    def fail(*arguments, **options):
-        raise RuntimeError("Address already in use")
-
     monkeypatch.setattr(dist, "broadcast", fail)
-    with pytest.raises(RuntimeError, match=r"^Address already in use$"):
+    with pytest.raises(RuntimeError, match=r"^Numpy is not available$"):
         ZeroFP4Optimizer([nn.Parameter(torch.zeros(3), requires_grad=needed) for needed in (True, False)])
 
 

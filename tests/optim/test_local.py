@@ -1,8 +1,11 @@
-"""ZeroFP4Optimizer in a world of one, whose update reads gradients where a backward pass left them."""
+"""ZeroFP4Optimizer over FusedAdamW in a world of one: it reads gradients where a backward pass left them, and
+leaves the amaxes that publishing the weights needs.
+"""
 
 import copy
 import math
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +18,13 @@ from cases.optim import (
     check,
     make_gradients,
     set_gradients,
+    take_step,
     turn_gradients,
 )
+from distributed.optim.fused_cases import Alone, stages_of_plans
 from helpers import assert_bytes_equal, collect_garbage, needs_gpu
 
+from zerofp4.cast import CastPlan
 from zerofp4.optim import FusedAdamW, adamw
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
@@ -36,78 +42,93 @@ class NotPlain(FusedAdamW):
     """Not FusedAdamW itself: its step() is called, with gradients in FP32 slices."""
 
 
+class Multiplied(FusedAdamW):
+    """Writes to its masters after it has left their amaxes."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for master in self.param_groups[0]["params"]:
+            master.mul_(3)
+        return loss
+
+
 def build(device, cls=FusedAdamW, specifications=READ_THERE, **options):
     return built(device, cls, specifications=specifications, **DEFAULTS | options)
-
-
-def have_slices(optimizer):
-    return ["gradients" in vars(buffer) for buffer in optimizer._shards.buckets]
-
-
-def assert_same_masters(one, other, what):
-    assert_all_equal(one.gathered_masters(), other.gathered_masters(), f"{what}: master")
 
 
 @pytest.mark.parametrize("wire", [None, torch.float32])
 @pytest.mark.parametrize("specifications", [READ_THERE, SPECIFICATIONS])
 def test_gradients_in_any_order_of_memory(device, specifications, wire):
-    """p.grad stays as it is; what is missing is left alone."""
+    """p.grad stays as it is; what is missing is left alone. Clipped once and twice, norms and bytes are those
+    of gradients that were copied to slices.
+    """
     parameters, optimizer = build(device, specifications=specifications, gradient_wire=wire)
+    others, other = build(device, NotPlain, specifications)
     plain = Plain(parameters, FusedAdamW, **DEFAULTS)
     assert optimizer.describe()["in_buckets"] and optimizer.describe()["transport"] == "none"
-    for step in range(4):
-        gradients = make_gradients(parameters, step)
+    for step in range(5):
+        gradients, clips = make_gradients(parameters, step), (0.5, 0.25)[: step - 2 if step > 2 else 0]
         gradients[step] = None
-        set_gradients(parameters, gradients)
-        plain.step()
+        for some in (others, parameters):
+            set_gradients(some, gradients)
+        plain.take_gradients()
         turn_gradients(parameters[step % 2 :: 2])
         before = [None if p.grad is None else (p.grad.data_ptr(), p.grad.clone()) for p in parameters]
-        optimizer.step()
-        check(optimizer, plain, f"step {step}:")
+        norms = [[one.clip_grad_norm_(most) for most in clips] for one in (optimizer, other)]
+        assert_all_equal(*norms, "norm")
+        for one in (optimizer, other):
+            one.step()
+        assert_all_equal(optimizer.gathered_masters(), other.gathered_masters(), f"step {step}: master")
+        if not clips:
+            plain.step()
+            check(optimizer, plain, f"step {step}:")
         for p, found in zip(parameters, before, strict=True):
             if found is not None:
                 assert p.grad.data_ptr() == found[0] and p.grad.equal(found[1])
-    assert specifications is SPECIFICATIONS or wire is not None or not any(have_slices(optimizer))
+    if specifications is READ_THERE and wire is None:
+        assert not any("gradients" in vars(bucket) for bucket in optimizer._shards.buckets)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-@pytest.mark.parametrize("classes", [(FusedAdamW, NotPlain), (torch.optim.AdamW,) * 2])
-def test_clipped_where_they_are_and_in_slices(device, classes, norm_type):
-    """Not at all, once and twice: the same norms and bytes, with gradients in any order of memory."""
-    wires = None, torch.float32  # the latter copies what is bfloat16
-    models = [build(device, cls, gradient_wire=wire) for cls, wire in zip(classes, wires, strict=True)]
-    for step in range(5):
-        norms = []
-        for parameters, optimizer in models:
-            set_gradients(parameters, make_gradients(parameters, step))
-            if optimizer is models[0][1]:
-                turn_gradients(parameters[step % 2 :: 2])
-            if step == 1:
-                parameters[2].grad[0, 0] = math.nan
-            clips = (0.5, 0.25)[: step % 3]
-            norms.append([optimizer.clip_grad_norm_(most, norm_type).item() for most in clips])
+@pytest.mark.parametrize(("optimizer_class", "passes"), [(FusedAdamW, 0), (Alone, 3), (Multiplied, 3)])
+def test_amaxes_are_taken_once(device, optimizer_class, passes):
+    """By the update, unless it keeps them to itself or masters were written after it."""
+    parameters, optimizer = built(device, optimizer_class, **DEFAULTS)
+    with stages_of_plans() as stages:
+        for step in range(3):
+            take_step(parameters, optimizer, step)
+            assert_weights_follow(parameters, optimizer.gathered_masters())
+    assert stages.count("begin_amax") == passes
+    assert optimizer.found_inf.item() == 0
+
+
+def test_loaded_masters_are_not_cast_with_amaxes_left_before(device):
+    """An error after the update leaves amaxes which belong to masters that are then loaded over."""
+    parameters, optimizer = built(device, FusedAdamW, **DEFAULTS)
+    take_step(parameters, optimizer, 0)
+    state, masters = copy.deepcopy(optimizer.state_dict()), optimizer.gathered_masters()
+    set_gradients(parameters, [10 * gradient for gradient in make_gradients(parameters, 1)])
+    with mock.patch.object(CastPlan, "start_step", side_effect=RuntimeError("no step today")):
+        with pytest.raises(RuntimeError, match="no step today"):
             optimizer.step()
-            assert (optimizer.found_inf.item() != 0) == (step == 1)
-        assert norms[0] == pytest.approx(norms[1], rel=0 if norm_type == 2.0 else 1e-6, nan_ok=True)
-        if norm_type == 2.0:
-            assert_same_masters(models[0][1], models[1][1], f"step {step}")
-    assert classes[0] is not FusedAdamW or not any(have_slices(models[0][1]))
+    optimizer.load_state_dict(state)
+    assert_all_equal(optimizer.gathered_masters(), masters, "master")
+    assert_weights_follow(parameters, masters)
 
 
 def test_a_load_between_clipping_and_a_step(device):
     """The step takes gradients anew, as they are: a load forgets that they were clipped."""
-    (_, optimizer), (_, other) = models = [build(device) for _ in range(2)]
-    for step in range(2):
-        for ps, one in models:
-            set_gradients(ps, make_gradients(ps, step))
-            if step == 0:
-                one.step()
+    models = [build(device) for _ in range(2)]
+    for parameters, one in models:
+        take_step(parameters, one, 0)
+        set_gradients(parameters, make_gradients(parameters, 1))
+    (_, optimizer), (_, other) = models
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.clip_grad_norm_(0.5)
     optimizer.load_state_dict(state)
     optimizer.step()
     other.step()
-    assert_same_masters(optimizer, other, "after the load")
+    assert_all_equal(optimizer.gathered_masters(), other.gathered_masters(), "master")
 
 
 def test_gradients_that_were_not_used_are_not_kept(device, monkeypatch):
@@ -164,6 +185,6 @@ def test_steps_in_a_cuda_graph(specifications, clips, turned):
             assert_bytes_equal(norm, expected, f"step {step}: norm")
         assert (optimizer.found_inf.item() != 0) == (step == 2)
         assert optimizer.first_nonfinite() == ("param_groups[0]['params'][3]" if step == 2 else None)
-        assert_same_masters(optimizer, other, f"step {step}")
+        assert_all_equal(optimizer.gathered_masters(), other.gathered_masters(), f"step {step}: master")
         assert_weights_follow(parameters, optimizer.gathered_masters())
     assert optimizer.skipped_steps == 1

@@ -1,17 +1,29 @@
-"""Storage that moves under a ZeroFP4Optimizer: no step before refresh(), and nothing changed."""
+"""What moves or is replaced under a ZeroFP4Optimizer: no step before refresh() or a new optimizer."""
 
 import copy
 
 import pytest
 import torch
-from cases.optim import both, built, make_gradients, set_gradients, take_steps, unchanged
-from helpers import assert_bytes_equal
+from cases.optim import (
+    Net,
+    assert_all_equal,
+    batch,
+    both,
+    built,
+    make_gradients,
+    make_net,
+    set_gradients,
+    take_steps,
+    unchanged,
+)
+from helpers import collect_garbage
 from torch import nn
 
-from zerofp4.optim import FusedAdamW
+import zerofp4
+from zerofp4 import NVFP4Tensor
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 DEFAULTS = {"lr": 0.01, "weight_decay": 0.1}
-CLASSES = pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, FusedAdamW])
 
 
 def share_master(optimizer, parameter):
@@ -39,7 +51,7 @@ MOVES_IN_PLACE = {
 }
 
 
-@CLASSES
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, FusedAdamW])
 @pytest.mark.parametrize("what", [*MOVES, *MOVES_IN_PLACE])
 def test_no_step_after_a_move_and_the_same_steps_after_refresh(device, what, optimizer_class):
     if what in MOVES_IN_PLACE and device.type != "cpu":
@@ -58,20 +70,14 @@ def test_no_step_after_a_move_and_the_same_steps_after_refresh(device, what, opt
         take_steps(plain, optimizer, [1, 2])
 
 
-def test_refresh_drops_what_was_assigned(device):
+def test_refresh_in_inference_mode(device):
+    """The parameters are those of training, as they were, whatever was assigned to them."""
     parameters, optimizer = built(device)
     with unchanged(parameters, optimizer):
         for i in (1, 3, 5):
             parameters[i].data = torch.full_like(parameters[i].data, 7)
-        optimizer.refresh()
-    optimizer.step()
-
-
-def test_refresh_in_inference_mode(device):
-    """The parameters are those of training, as they were."""
-    parameters, optimizer = built(device)
-    with torch.inference_mode():
-        optimizer.refresh()
+        with torch.inference_mode():
+            optimizer.refresh()
     assert not any(p.is_inference() for p in parameters)
     sum((p.dequantize() if hasattr(p, "record") else p).float().square().sum() for p in parameters).backward()
     optimizer.step()
@@ -90,15 +96,59 @@ def test_refresh_of_a_parameter_that_is_another(device, shape, dtype):
     assert parameters[0].rowwise_data is moved
 
 
-def test_a_state_that_is_replaced_is_not_kept():
-    p = nn.Parameter(torch.randn(1000))
-    optimizer = FusedAdamW([p])
-    p.grad = torch.ones_like(p)
+# Parameters that a model replaces
+
+
+REPLACED = r"'params'\]\[\d\].* was replaced in its module since the optimizer was built"
+
+
+def train(net, optimizer, device):
+    net(batch(device, 0)).square().mean().backward()
     optimizer.step()
-    old = torch.utils.weak.WeakTensorKeyDictionary({optimizer.state[p]["exp_avg"]: 0})
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert not len(old)
-    before = p.detach().clone()
+
+
+def test_convert_model_after_the_optimizer(device):
+    """Weights that are not trained may still be converted."""
+    net = Net().to(device)
+    net.second.requires_grad_(False)
+    optimizer = ZeroFP4Optimizer(net.parameters())
+    assert zerofp4.convert_model(net, lambda module, name: name == "second").converted == ["second"]
+    train(net, optimizer, device)
+    assert zerofp4.convert_model(net).converted == ["first"]
+    with pytest.raises(RuntimeError, match=REPLACED):
+        train(net, optimizer, device)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_load_state_dict_with_assign(device, converted):
+    net = make_net(device) if converted else Net().to(device)
+    optimizer = ZeroFP4Optimizer(net.parameters(), lr=0.1)
+    train(net, optimizer, device)
+    before = optimizer.gathered_masters()
+    net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
+    assert isinstance(net.first.weight, NVFP4Tensor) == converted
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0), optimizer.step):
+        with pytest.raises(RuntimeError, match=REPLACED):
+            call()
+    assert_all_equal(optimizer.gathered_masters(), before, "master")
+    train(net, ZeroFP4Optimizer(net.parameters(), lr=0.1), device)
+
+
+def test_a_parameter_that_is_put_back_or_was_frozen(device):
+    net = make_net(device)
+    net.second.bias.requires_grad_(False)
+    optimizer = ZeroFP4Optimizer(net.named_parameters())
+    weight = net.first.weight
+    net.first.weight = nn.Parameter(torch.zeros(48, 32, dtype=torch.bfloat16, device=device))
+    with pytest.raises(RuntimeError, match=r"\['params'\]\[0\] 'first.weight' was replaced"):
+        train(net, optimizer, device)
+    net.first.weight = weight
     optimizer.step()
-    with pytest.raises(AssertionError):
-        assert_bytes_equal(p.detach(), before, "parameter")
+    net.second.bias = nn.Parameter(net.second.bias.detach().clone(), requires_grad=False)
+    optimizer.step()
+    gone = nn.Module()
+    gone.bias = net.norm.bias
+    gone.bias = nn.Parameter(torch.zeros(48, device=device))
+    del gone
+    collect_garbage()
+    optimizer.step()

@@ -1,7 +1,5 @@
 """ZeroFP4Optimizer in one process: what torch.optim does to FP32 masters, and the weights they become."""
 
-import copy
-
 import pytest
 import torch
 from cases.optim import (
@@ -37,7 +35,8 @@ def test_equals_a_plain_optimizer_over_fp32_masters(device, name):
     assert optimizer.gathered_bytes_per_step() == {"nvfp4": 0, "high_precision": 0, "bf16_equivalent": 0}
 
 
-def test_groups_schedulers_and_edited_options(device):
+def test_groups_schedulers_edited_options_and_missing_gradients(device):
+    """Also of parameters that were frozen after the optimizer was built."""
     parameters = make_parameters(device)
     groups = lambda: [  # noqa: E731
         {"params": parameters[:4], "weight_decay": 0.1, "betas": (0.8, 0.9)},
@@ -47,7 +46,12 @@ def test_groups_schedulers_and_edited_options(device):
     optimizer = ZeroFP4Optimizer(groups(), lr=0.01)
     pairs = [(o, torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5)) for o in (plain.optimizer, optimizer)]
     for step in range(6):
-        take_steps(plain, optimizer, [step])
+        gradients = enumerate(make_gradients(parameters, step))
+        set_gradients(parameters, [None if (i + step) % 3 == 0 or step == 4 else g for i, g in gradients])
+        parameters[0].requires_grad_(step != 3)
+        plain.step()
+        optimizer.step()
+        check(optimizer, plain, f"step {step}:")
         for o, scheduler in pairs:
             scheduler.step()
             o.param_groups[0]["weight_decay"] = 0.1 / (step + 1)
@@ -71,71 +75,47 @@ def test_options_that_the_inner_optimizer_changes_come_back(device):
     assert optimizer.param_groups[0]["steps"] == 3
 
 
-# Missing gradients and frozen parameters
-
-
-def test_parameters_without_gradient_are_skipped(device):
-    """Also where they were frozen after the optimizer was built."""
-    plain, optimizer = both(device, torch.optim.AdamW, lr=0.01, weight_decay=0.1)
-    for step in range(5):
-        gradients = make_gradients(plain.parameters, step)
-        for i in range(len(gradients)):
-            if (i + step) % 3 == 0 or step == 4:
-                gradients[i] = None
-        set_gradients(plain.parameters, gradients)
-        plain.parameters[0].requires_grad_(step != 3)
-        plain.step()
-        optimizer.step()
-        check(optimizer, plain, f"step {step}:")
-
-
 def test_parameters_frozen_before_keep_their_bytes(device):
     parameters = make_parameters(device)
     for p in parameters[:4]:
         p.requires_grad_(False)
-    before = copy.deepcopy(parameters[:4])
-    pointers = [p.rowwise_data.data_ptr() if isinstance(p, NVFP4Tensor) else p.data_ptr() for p in parameters]
+    kept = [getattr(p, "rowwise_data", p) for p in parameters[:4]]
+    before = [(buffer.data_ptr(), buffer.detach().clone()) for buffer in kept]
     optimizer = ZeroFP4Optimizer(parameters, lr=0.1)
     set_gradients(parameters[4:], make_gradients(parameters, 0)[4:])
     optimizer.step()
     masters = optimizer.gathered_masters()
     assert masters[:4] == [None] * 4 and all(m is not None for m in masters[4:])
-    for i, (p, old) in enumerate(zip(parameters, before, strict=False)):
-        if isinstance(p, NVFP4Tensor):
-            assert_bytes_equal(p.rowwise_data, old.rowwise_data, f"parameter {i}")
-        assert_bytes_equal(p.detach().float(), old.detach().float(), f"parameter {i}")
-        assert pointers[i] == (p.rowwise_data if isinstance(p, NVFP4Tensor) else p).data_ptr()
+    for p, (pointer, old) in zip(parameters, before, strict=False):
+        buffer = getattr(p, "rowwise_data", p)
+        assert buffer.data_ptr() == pointer
+        assert_bytes_equal(buffer.detach(), old, "frozen")
     assert optimizer.param_groups[0]["params"] == parameters
     parameters[0].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"\['params'\]\[0\] was frozen when the optimizer was built"):
         optimizer.step()
 
 
-# Initial values, views and non-finite masters
-
-
 def test_weights_lie_in_the_gather_buffers(device):
-    """One behind the other, each in a storage of its own: who saves a model takes tensors over one storage
-    for tied weights. FP32 parameters are their own masters.
+    """One after the other, each in a storage of its own: who saves a model takes tensors over one storage for
+    tied weights. FP32 parameters are their own masters.
     """
     parameters, optimizer = built(device)
     assert optimizer.inner.param_groups[0]["params"][3].data_ptr() == parameters[3].data_ptr()
     pointers = set()
     for step in range(3):
         kinds = {}
-        for p in parameters:
-            packed = isinstance(p, NVFP4Tensor)
-            tensor, aligned = (p.rowwise_data, ALIGNMENT // 2) if packed else (p, ALIGNMENT * p.itemsize)
-            if tensor.numel():
-                kinds.setdefault((tensor.dtype, aligned), []).append(tensor)
+        for tensor in (p.rowwise_data if isinstance(p, NVFP4Tensor) else p for p in parameters if p.numel()):
+            assert tensor.untyped_storage().data_ptr() == tensor.data_ptr()
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            kinds.setdefault(tensor.dtype, []).append(tensor)
         assert len(kinds) == 4
-        for (_, aligned), tensors in kinds.items():
+        for dtype, tensors in kinds.items():
+            aligned = ALIGNMENT // 2 if dtype == torch.uint8 else ALIGNMENT * dtype.itemsize
             begin = tensors[0].data_ptr()
             assert all((t.data_ptr() - begin) % aligned == 0 for t in tensors)
             before = sum(-(-t.nbytes // aligned) * aligned for t in tensors[:-1])
             assert tensors[-1].data_ptr() - begin == before
-            assert all(t.untyped_storage().data_ptr() == t.data_ptr() for t in tensors)
-            assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
         pointers.add(tuple(t.data_ptr() for tensors in kinds.values() for t in tensors))
         if step == 1:
             optimizer.refresh()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,59 +92,28 @@ def test_elements_that_no_file_had_are_noticed():
 
 # The ids of saves
 
-SAVE = "token-000000000001"
 
-
-def rows(first, values=None, device="cpu"):
-    """A piece of two rows."""
-    values = torch.zeros(12, device=device) if values is None else values
-    return Piece(values, (4, 6), 6 * first, saves={SAVE})
-
-
-def written(values) -> io.BytesIO:
-    """Rows 1 and 2 as torch.distributed.checkpoint writes them: twice, as a writer does that retries."""
-    piece = rows(1, values)
-    (item,) = piece.__create_write_items__("a", None)
-    chunk, files = piece.__get_tensor_shard__(item.index).detach(), [io.BytesIO(), io.BytesIO()]
-    # A part of a larger storage torch would clone, and keep the clone until the file ends.
-    assert chunk.data_ptr() == values.data_ptr() and chunk.untyped_storage().nbytes() == values.nbytes
-    chunk = chunk.cpu()
-    for file in files:
-        torch.save(chunk, file)
-    assert files[0].getvalue() == files[1].getvalue()
-    return io.BytesIO(files[0].getvalue())
-
-
-def read(file, piece, source=slice(0, 2), target=slice(0, 2)):
-    """As torch.distributed.checkpoint reads rows of a file into rows of a piece."""
-    (chunk,) = piece.__create_chunk_list__()
-    box = piece.__get_tensor_shard__(SimpleNamespace(offset=chunk.offsets)).detach()
-    found = torch.load(file, weights_only=True).narrow(0, source.start, source.stop - source.start)
-    box.narrow(0, target.start, target.stop - target.start).copy_(found)
-
-
-def test_a_file_is_of_plain_tensors_that_know_their_save(device):
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_tensors_of_a_checkpoint_know_their_save(device, tmp_path):
+    """Also rows of which another piece was written; those of another optimizer know of none."""
     values = torch.arange(-6.0, 18.0, device=device)[6:18]
-    found = torch.load(written(values), weights_only=True)
-    assert type(found) is torch.Tensor and torch.equal(found, values.cpu().view(2, 6))
+    ours = Piece(values, (4, 6), 6, saves={"token-000000000001"})
+    dcp.save({"ours": ours, "theirs": values.view(2, 6)}, checkpoint_id=tmp_path, no_dist=True)
     for dtype in (torch.float32, torch.bfloat16):
-        piece = rows(1, torch.zeros(12, dtype=dtype, device=device))
-        read(written(values), piece)
-        assert torch.equal(piece.values, values.to(dtype)) and piece.saves == {SAVE}
-    read(written(values), below := rows(2, device=device), slice(1, 2), slice(0, 1))
-    assert torch.equal(below.values[:6], values[6:]) and below.unread
-    plain = io.BytesIO()
-    torch.save(values.cpu().view(2, 6), plain)
-    plain.seek(0)
-    read(plain, foreign := rows(0, device=device))  # another optimizer's
-    assert not foreign.saves
+        for first, expected in ((6, values), (12, values[6:])):
+            piece = Piece(torch.zeros(expected.shape, dtype=dtype, device=device), (4, 6), first)
+            dcp.load({"ours": piece}, checkpoint_id=tmp_path, no_dist=True)
+            assert torch.equal(piece.values, expected.to(dtype)) and piece.saves == ours.saves
+    foreign = Piece(torch.zeros(12, device=device), (2, 6), 0)
+    dcp.load({"theirs": foreign}, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(foreign.values, values) and not foreign.saves
 
 
 def test_options_know_their_save():
     value = SavedOptions(({"lr": 0.125, "betas": (0.5, 0.25), "t": torch.ones(2)}, {"lr": 1}))
-    value.save_id = SAVE
+    value.save_id = "token-000000000001"
     for same in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
-        assert type(same) is SavedOptions and repr(same) == repr(value) and same.save_id == SAVE
+        assert type(same) is SavedOptions and repr(same) == repr(value) and same.save_id == value.save_id
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -8,9 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from cases.optim import (
-    SPECIFICATIONS,
     assert_all_equal,
-    assert_weights_follow,
     batch,
     built,
     make_net,
@@ -19,7 +17,9 @@ from cases.optim import (
     through_a_file,
     unchanged,
 )
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from helpers import assert_bytes_equal
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.optim.state_dict import CODES, SavedState
@@ -57,18 +57,19 @@ def entry(i, name, value):
         (lambda s: s.update(param_groups=s["param_groups"][:1]), r"does not fit: first\.bias is missing"),
         (lambda s: s["param_groups"][0].pop("params"), "state_dict cannot be loaded: KeyError: 'params'"),
         (lambda s: s["param_groups"][0].update(lr=-1.0), "Invalid learning rate: -1.0"),
-        (lambda s: s["param_groups"][0].update(lr=math.nan), r"\[.lr.\] must be finite, got nan"),
         (entry(1, "master", lambda _: torch.zeros(5)), r"\.master has shape \(5,\), here \(6, 48\)"),
         (lambda s: s["state"][0]["master"].__create_chunk_list__(), r"\.master is not whole in the check"),
+        (lambda s: s["state"].pop(1), r"second\.weight\.master is missing"),
+        (lambda s: s["state"][1].pop("master"), r"second\.weight\.master is missing"),
         (entry(1, "exp_avg", lambda _: None), r"second\.weight\.exp_avg is missing"),
         (entry(0, "exp_avg_sq", lambda _: "0.5"), "state_dict cannot be loaded: AttributeError"),
         (entry(0, "step", lambda _: torch.zeros(2)), r"\.step has shape \(2,\), here \(\)"),
         (entry(0, "step", lambda _: math.nan), r"\.step must be finite and not negative, got nan"),
-        (entry(0, "step", lambda _: math.inf), r"\.step must be finite and not negative, got inf"),
         (entry(0, "step", lambda step: -step.whole()), r"\.step must be finite and not negative, got -1\.0"),
     ],
 )
 def test_a_state_dict_that_does_not_fit_changes_nothing(device, change, message):
+    """Masters of some parameters alone would be trained beside those of another model."""
     net, optimizer, scheduler = build(device)
     run_steps(net, optimizer, scheduler, range(1))
     state = copy.deepcopy(optimizer.state_dict())
@@ -77,11 +78,9 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(device, change, message)
     for group in state["param_groups"]:
         group["lr"] = 7.0
     change(state)
-    before = parameter_values(net)
     inner, groups = optimizer.inner.state, optimizer.inner.param_groups
-    with pytest.raises(ValueError, match=message):
+    with unchanged(list(net.parameters()), optimizer), pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(state)
-    assert_all_equal(parameter_values(net), before, "weight")
     assert optimizer.inner.state is inner and optimizer.inner.param_groups is groups
     assert all(group["lr"] != 7 for group in [*optimizer.param_groups, *groups])
     run_steps(net, optimizer, scheduler, range(1))
@@ -119,21 +118,6 @@ def test_its_own_state_must_have_every_parameter(device):
         optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("lacks", ["all of its entries", "its master"])
-def test_masters_of_some_parameters_alone_are_refused(device, lacks):
-    """They would be trained beside those of another model."""
-    net, optimizer, scheduler = build(device)
-    run_steps(net, optimizer, scheduler, range(1))
-    state = copy.deepcopy(optimizer.state_dict())
-    if lacks == "its master":
-        del state["state"][1]["master"]
-    else:
-        del state["state"][1]
-    message = r"does not fit: second\.weight\.master is missing"
-    with unchanged(list(net.parameters()), optimizer), pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(state)
-
-
 def test_load_into_parameters_that_were_moved(device):
     """Trainers move a model and have its optimizer load its own state. Without masters in that state, the
     parameters' values would be lost; of parameters that stay, masters follow what was written.
@@ -154,26 +138,6 @@ def test_load_into_parameters_that_were_moved(device):
     optimizer.load_state_dict(state)
     assert (net.first.weight.dequantize() == 1).all()
     run_steps(net, optimizer, scheduler, range(1))
-
-
-def test_its_own_state_brings_masters_back_and_a_saved_one_what_was_written(device):
-    """FP32 parameters are their own masters: what was written to them stays."""
-    parameters, optimizer = built(device, seed=0)
-    optimizer.step()
-    masters = optimizer.gathered_masters()
-    with torch.no_grad():
-        for p in parameters:
-            p.zero_()
-    own, saved = copy.deepcopy(optimizer.state_dict()), through_a_file(optimizer.state_dict())
-    optimizer.load_state_dict(own)
-    kept = [dtype == torch.float32 and not is_quantized for _, dtype, is_quantized in SPECIFICATIONS]
-    expected = [torch.zeros_like(m) if stays else m for stays, m in zip(kept, masters, strict=True)]
-    assert_all_equal(optimizer.gathered_masters(), expected, "master")
-    assert_weights_follow(parameters, expected)
-    for state in (own, saved):  # a load has made the first one that of an earlier moment
-        take_step(parameters, optimizer, 1)
-        optimizer.load_state_dict(state)
-        assert not any(master.any() for master in optimizer.gathered_masters())
 
 
 @pytest.mark.parametrize(
@@ -204,16 +168,13 @@ def test_options_come_as_what_they_are_here(device):
     assert torch.is_tensor(group["lr"]) and group["lr"] == group["initial_lr"] == 0.125
 
 
-class WithANumber(torch.optim.SGD):
-    """Keeps a Python number for each parameter."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["count"] = self.state[p].get("count", 0) + 1
-
-
 def test_a_python_number_stays_one(device):
+    class WithANumber(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["count"] = self.state[p].get("count", 0) + 1
+
     parameters = make_parameters(device)
     optimizer = ZeroFP4Optimizer(parameters, WithANumber, lr=0.1)
     for seed in range(2):
@@ -223,15 +184,8 @@ def test_a_python_number_stays_one(device):
     assert counts and all(type(count) is int and count == 2 for count in counts)
 
 
-def test_torch_save_writes_nothing_else(device):
-    net, optimizer, scheduler = build(device)
-    run_steps(net, optimizer, scheduler, range(2))
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    assert file.tell() < 3 * 4 * sum(p.numel() for p in net.parameters()) + 40000
-
-
-def test_hooks(device):
+def test_hooks_and_the_size_of_a_file(device):
+    """torch.save writes masters and moments, and nothing else."""
     net, optimizer, scheduler = build(device)
     calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("pre step"))
@@ -241,6 +195,8 @@ def test_hooks(device):
     run_steps(net, optimizer, scheduler, range(1))
     optimizer.load_state_dict(optimizer.state_dict())
     assert calls == ["pre step", "post step", "load 1"]
+    torch.save(optimizer.state_dict(), file := io.BytesIO())
+    assert file.tell() < 3 * 4 * sum(p.numel() for p in net.parameters()) + 40000
 
 
 class Counting(torch.optim.SGD):
@@ -256,25 +212,74 @@ class Counting(torch.optim.SGD):
 def test_what_is_kept_is_found_out_once_and_again_where_an_option_changes_it(device):
     """By a trial step, of which global hooks know nothing. A look at one parameter makes its pieces alone."""
     parameters = make_parameters(device)
-    optimizer, steps = ZeroFP4Optimizer(parameters, Counting, lr=0.1), Counting.steps
-    hooked, original = [], SavedState.piece
-    handles = [
-        register_optimizer_step_pre_hook(lambda *_: hooked.append("before")),
-        register_optimizer_step_post_hook(lambda *_: hooked.append("after")),
-    ]
+    optimizer, steps, hooked = ZeroFP4Optimizer(parameters, Counting, lr=0.1), Counting.steps, []
+    handle = register_optimizer_step_pre_hook(lambda *_: hooked.append("before"))
     try:
-        for _ in range(2):
-            assert "momentum_buffer" not in optimizer.state_dict()["state"][0]
-        assert Counting.steps == steps + 1
-        optimizer.param_groups[0]["momentum"] = 0.9
-        for _ in range(2):
-            assert "momentum_buffer" in optimizer.state_dict()["state"][0]
-        with mock.patch.object(SavedState, "piece", autospec=True, side_effect=original) as made:
+        for trials, momentum in enumerate((0.0, 0.9)):
+            optimizer.param_groups[0]["momentum"] = momentum
+            for _ in range(2):
+                assert ("momentum_buffer" in optimizer.state_dict()["state"][0]) == (momentum > 0)
+            assert Counting.steps == steps + trials + 1
+        with mock.patch.object(SavedState, "piece", autospec=True, side_effect=SavedState.piece) as made:
             assert set(optimizer.state[parameters[-1]]) == {"master", "momentum_buffer", "started"}
-        assert made.call_count == 3
-        assert Counting.steps == steps + 2 and hooked == []
+        assert made.call_count == 3 and hooked == []
         optimizer.step()
-        assert set(hooked) == {"before", "after"}
+        assert hooked
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
+
+
+# What torch saved, and what its schedulers keep in parameter groups
+
+
+def test_torch_has_no_entries_of_a_parameter_that_never_had_a_gradient(device):
+    """Its moments begin anew here, and masters stay."""
+    parameters, optimizer = built(device, seed=0)
+    theirs = [torch.nn.Parameter(torch.zeros(p.shape, device=device)) for p in parameters]
+    plain = torch.optim.AdamW(theirs)
+    for p in theirs[1:]:
+        p.grad = torch.ones_like(p)
+    plain.step()
+    optimizer.step()
+    masters = optimizer.gathered_masters()
+    optimizer.load_state_dict(plain.state_dict())
+    assert_all_equal(optimizer.gathered_masters(), masters, "master")
+    steps = [optimizer.state[p]["step"].whole().item() for p in parameters if p.numel()]
+    assert steps == [0] + [1] * (len(steps) - 1)
+
+
+def test_two_parameters_of_one_name_in_a_state_dict(device):
+    """As torch saves groups of two models. Without names both sides match by position."""
+    values = [torch.nn.Parameter(torch.zeros(3, device=device)) for _ in range(2)]
+    plain = torch.optim.AdamW([{"params": [("weight", p)]} for p in values])
+    for i, p in enumerate(values):
+        p.grad = torch.full_like(p, 1.0 + i)
+    plain.step()
+    state = plain.state_dict()
+    one, two = (torch.nn.Parameter(torch.zeros(3, device=device)) for _ in range(2))
+    with pytest.raises(ValueError, match="2 parameters are called 'weight'"):
+        ZeroFP4Optimizer([("weight", one)]).load_state_dict(state)
+    loaded = ZeroFP4Optimizer([{"params": [p]} for p in (one, two)])
+    loaded.load_state_dict(state)
+    for p, own in zip(values, (one, two), strict=True):
+        moment = loaded.state[own]["exp_avg"].whole()
+        assert_bytes_equal(moment, plain.state[p]["exp_avg"], "exp_avg")
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, FusedAdamW])
+def test_a_scheduler_goes_on_from_loaded_groups(device, optimizer_class):
+    """torch's schedulers keep values in the groups: with last_epoch, a new one finds them there."""
+
+    def run(optimizer, scheduler, steps):
+        for step in steps:
+            take_step(optimizer.param_groups[0]["params"], optimizer, step)
+            scheduler.step()
+        return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+
+    first, second = (ZeroFP4Optimizer(make_parameters(device), optimizer_class, lr=lr) for lr in (0.1, 0.7))
+    scheduler = OneCycleLR(first, max_lr=0.5, total_steps=20)
+    run(first, scheduler, range(4))
+    second.load_state_dict(through_a_file(first.state_dict()))
+    resumed = OneCycleLR(second, max_lr=0.5, total_steps=20, last_epoch=scheduler.last_epoch - 1)
+    assert run(second, resumed, range(4, 8)) == run(first, scheduler, range(4, 8))
+    assert_all_equal(second.gathered_masters(), first.gathered_masters(), "master")
