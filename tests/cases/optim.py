@@ -8,6 +8,7 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from helpers import assert_all_equal, assert_bytes_equal
 from torch import nn
@@ -96,6 +97,13 @@ def unchanged(parameters, optimizer, *others: torch.Tensor) -> Iterator[None]:
     before = everything(parameters, optimizer, *others)
     yield
     assert_all_equal(everything(parameters, optimizer, *others), before, "tensor")
+
+
+def assert_refused(optimizer, message: str, kind: type[Exception] = RuntimeError) -> None:
+    """By both calls that begin a step, again and again."""
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0), optimizer.step):
+        with pytest.raises(kind, match=message):
+            call()
 
 
 def through_a_file(saved: Any) -> Any:

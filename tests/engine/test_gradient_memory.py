@@ -296,6 +296,13 @@ def test_other_passes_leave_memory_alone(device, models, given):
     assert given == [True] and models.placed.weight.grad is None
 
 
+def test_a_gradient_of_another_dtype(device, given):
+    models = made(Twice(bias=False), device, torch.float32)
+    models.back()
+    assert given == [False]
+    assert_bytes_equal(models.placed.weight.grad, models.plain.weight.grad, "weight")
+
+
 def test_threads(device, models):
     """Two gradients at a time: their sum does not depend on who comes first."""
     for _ in range(20):

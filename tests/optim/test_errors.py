@@ -5,6 +5,7 @@ import torch
 from cases.optim import (
     Net,
     assert_all_equal,
+    assert_refused,
     built,
     keywords,
     make_gradients,
@@ -23,13 +24,6 @@ import zerofp4
 from zerofp4 import quantize
 from zerofp4.integrations import fsdp2
 from zerofp4.optim import AveragedMasters, FusedAdamW, ZeroFP4Optimizer, zero
-
-
-def assert_refused(optimizer, message):
-    """By both calls that begin a step."""
-    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
-        with pytest.raises(RuntimeError, match=message):
-            call()
 
 
 def test_the_list_of_parameters_is_fixed(device):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases.cast import make
 from distributed.optim.fused_cases import OPTIONS, Expected, set_gradient
-from helpers import assert_bytes_equal, collect_garbage, needs_gpu
+from helpers import assert_bytes_equal, captured, collect_garbage, needs_gpu
 
 import zerofp4
 from zerofp4 import ops
@@ -130,13 +130,10 @@ def test_stages_on_streams_in_turn(expected, count):
 @pytest.mark.parametrize("sleeps", [False, True], ids=["alone", "beside a sleeping branch"])
 def test_in_a_graph(expected, sleeps):
     chain, noise, branch = Chain(), Noise(), torch.cuda.Stream()
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        chain.run(WARM_UP, noise)
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step():
+        if not torch.cuda.is_current_stream_capturing():
+            return chain.run(WARM_UP, noise)
         capturing = torch.cuda.current_stream()
         if sleeps:
             branch.wait_stream(capturing)
@@ -145,6 +142,8 @@ def test_in_a_graph(expected, sleeps):
         chain.run(1, lambda: torch.cuda._sleep(LONGEST // 10) if sleeps else None)
         if sleeps:
             capturing.wait_stream(branch)
+
+    graph = captured(step)
     for _ in range(STEPS):
         graph.replay()
         noise()
@@ -169,29 +168,25 @@ def test_replays_of_a_cuda_graph(gpu, tensor_lr):
     masters = [torch.randn(n, device=gpu) for n in (5, 4096, 700)]
     lr = torch.tensor(0.01, device=gpu) if tensor_lr else 0.01
     optimizer = FusedAdamW(masters, **OPTIONS | {"lr": lr}, capturable=True)
-    expected = Expected(optimizer)
-    source = torch.randn(4096, device=gpu)
+    expected, source = Expected(optimizer), torch.randn(4096, device=gpu)
 
     def scaled(scale, _, p):
         return source[: p.numel()] * scale
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        expected.compare_steps((1, 2), scaled)
-    torch.cuda.current_stream().wait_stream(side)
-    optimizer.zero_grad()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    def step():
+        if not torch.cuda.is_current_stream_capturing():
+            return expected.compare_steps((1, 2), scaled)
         for p in masters:
             p.grad = scaled(3, 0, p)
         optimizer.step()
-    captured = [p.grad for p in masters]
+
+    graph = captured(step)
+    gradients = [p.grad for p in masters]
     for replay in range(4):
         source.normal_()
         if tensor_lr:
             lr.mul_(0.5)
-        for p, gradient in zip(masters, captured, strict=True):
+        for p, gradient in zip(masters, gradients, strict=True):
             p.grad = gradient.copy_(scaled(3, 0, p))
         expected.step()
         graph.replay()
