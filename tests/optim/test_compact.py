@@ -9,12 +9,12 @@ from cases.optim import assert_all_equal, through_a_file
 from distributed.optim.fused_cases import (
     COMPACT_STATE,
     OPTIONS,
+    STATE,
     Expected,
     is_compact,
     set_random_gradients,
     step_alike,
 )
-from helpers import assert_bytes_equal
 
 import zerofp4
 from zerofp4 import reference
@@ -80,44 +80,15 @@ def test_a_state_dict_has_what_is_kept(device):
     saved["state"][0]["step"] = int(saved["state"][0]["step"])  # as some write it
     twin.load_state_dict(saved)
     assert kept == [torch.float32]
-    for p, q in zip(params, copies, strict=True):
-        assert optimizer.state[p].keys() == twin.state[q].keys()
-        for name, value in optimizer.state[p].items():
-            assert_bytes_equal(twin.state[q][name], value, name)
     step_alike(optimizer, params, twin, copies)
     assert_all_equal(copies, params, "parameter")
-
-
-@pytest.mark.parametrize("saver", [torch.optim.AdamW, FusedAdamW])
-def test_full_state_becomes_compact_and_back(device, saver):
-    params = parameters(device)
-    saved = saver(params, **OPTIONS)
-    for _ in range(2):
-        set_random_gradients(params)
-        saved.step()
-    copies, again = ([p.clone() for p in params] for _ in range(2))
-    loaded, back = compact(copies), FusedAdamW(again, **OPTIONS)
-    loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
-    back.load_state_dict(copy.deepcopy(loaded.state_dict()))
-    assert loaded.param_groups[0]["state"] == "compact"
-    expected, returned = Expected(loaded), Expected(back)
-    expected.steps, returned.steps = ([2] * len(params) for _ in range(2))
-    for i, p in enumerate(params):
-        moments = [saved.state[p][name].cpu() for name in ("exp_avg", "exp_avg_sq")]
-        if is_compact(p):
-            first, second = (moment.reshape(-1, p.shape[-1]) for moment in moments)
-            expected.moments[i] = reference.encode_moments(first, reference.root(second))
-            moments = [m.view(p.shape) for m in reference.decode_moments(expected.moments[i])]
-        else:
-            expected.moments[i] = [moment.to(device) for moment in moments]
-        returned.moments[i] = [moment.to(device) for moment in moments]
-    for one in (expected, returned):
-        one.check("loaded:")
-        one.compare_steps(range(2))
+    for p, q in zip(params, copies, strict=True):
+        assert optimizer.state[p].keys() == twin.state[q].keys()
+        assert_all_equal(twin.state[q].values(), optimizer.state[p].values(), "entry")
 
 
 @pytest.mark.parametrize("exponent", [-149, -100, -20, 0, 60, 100, 127, None])
-def test_moments_of_any_size_become_the_codes_of_the_specification(device, exponent):
+def test_moments_of_any_size_become_codes_and_come_back(device, exponent):
     """Groups whose largest magnitude has this exponent, or any bits: Inf, NaN and subnormal numbers too."""
     generator = torch.Generator().manual_seed(0)
     if exponent is None:
@@ -126,12 +97,17 @@ def test_moments_of_any_size_become_the_codes_of_the_specification(device, expon
         drawn = torch.randn(2, 8, 200, generator=generator) * 2.0**exponent
     first, second = drawn[0], drawn[1].abs()
     p = torch.zeros(8, 200, device=device)
-    optimizer = compact([p])
+    there, back = compact([p]), FusedAdamW([p], **OPTIONS)
     state = {"step": torch.tensor(1.0), "exp_avg": first, "exp_avg_sq": second}
-    optimizer.load_state_dict({"state": {0: state}, "param_groups": optimizer.state_dict()["param_groups"]})
-    expected = reference.encode_moments(first, reference.root(second).clamp(max=2.0**64))
-    for name, value in zip(COMPACT_STATE, expected, strict=True):
-        assert_bytes_equal(optimizer.state[p][name].cpu(), value, name)
+    there.load_state_dict({"state": {0: state}, "param_groups": there.state_dict()["param_groups"]})
+    back.load_state_dict(there.state_dict())
+    codes = reference.encode_moments(first, reference.root(second).clamp(max=2.0**64))
+    for one, names, moments in (
+        (there, COMPACT_STATE, codes),
+        (back, STATE, reference.decode_moments(codes)),
+    ):
+        assert one.state[p].keys() == {"step", *names} and one.state[p]["step"] == 1
+        assert_all_equal([one.state[p][name].cpu() for name in names], moments, "moment")
 
 
 def test_large_state_is_converted_in_parts(device, monkeypatch):
@@ -211,9 +187,6 @@ def test_scales_that_lie_between_two_pairs(device):
     with pytest.raises(ValueError, match=r"param_groups\[0\].* scales must begin at a multiple of 8 bytes"):
         optimizer.step()
     assert_all_equal(params, before, "parameter")
-    saved["state"][0]["scales"] = scales.clone()
-    optimizer.load_state_dict(saved)
-    optimizer.step()
 
 
 @pytest.mark.parametrize("saver", ["full", "compact"])

@@ -26,8 +26,7 @@ def test_what_is_kept():
     p = nn.Parameter(zerofp4.quantize(torch.randn(64, 1024, dtype=torch.bfloat16)))
     q = nn.Parameter(torch.randn(64, 1024, dtype=torch.bfloat16))
     optimizer = build([p, q])
-    set_gradients([p, q], make_gradients([p, q], 0))
-    optimizer.step()
+    take_step([p, q], optimizer, 0)
     packed, dense = optimizer._shards.buckets
     assert packed.masters.nbytes + packed.low.nbytes == 3 * p.numel()
     assert dense.masters.data_ptr() == q.data_ptr() and dense.low.nbytes == q.numel()
@@ -98,6 +97,9 @@ def test_bad_arguments(options, group, message):
     p = nn.Parameter(torch.zeros(4, 64))
     with pytest.raises(ValueError, match=message):
         ZeroFP4Optimizer([{"params": [p], **group}], **{"optimizer_class": FusedAdamW, "lr": 0.1} | options)
+    wide, narrow = (nn.Parameter(zerofp4.quantize(torch.zeros(16, cols))) for cols in (64, 32))
+    with pytest.raises(ValueError, match="share an amax, so they must have the same"):
+        build([wide, narrow], amax_groups=[[wide, narrow]])
 
 
 def test_a_torch_without_grad_dtype(monkeypatch):
@@ -108,12 +110,6 @@ def test_a_torch_without_grad_dtype(monkeypatch):
     beside = {"params": [q], "optimizer_class": torch.optim.SGD, "lr": 0.1, "weight_decay": 0.0}
     with pytest.raises(ValueError, match=r'state="compact" beside SGD gives .* torch 2.11 has grad_dtype'):
         build([{"params": [p], "state": "compact"}, beside], state="full")
-
-
-def test_an_amax_group_of_two_states():
-    wide, narrow = (nn.Parameter(zerofp4.quantize(torch.zeros(16, cols))) for cols in (64, 32))
-    with pytest.raises(ValueError, match="share an amax, so they must have the same"):
-        build([wide, narrow], amax_groups=[[wide, narrow]])
 
 
 def test_a_choice_that_is_changed_later():

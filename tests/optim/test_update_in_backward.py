@@ -25,15 +25,12 @@ from torch.nn import functional as F
 
 import zerofp4
 from zerofp4.optim import AveragedMasters, Communication, FusedAdamW, ZeroFP4Optimizer
-from zerofp4.testing import verify_model
+from zerofp4.testing import verify_model, verify_weights
 
 
 @pytest.fixture
 def world(device):
     return SimpleNamespace(device=device, rank=0, world_size=1)
-
-
-# The bytes of a plain step
 
 
 def test_gradients_that_somebody_assigned(device):
@@ -65,22 +62,18 @@ def test_compiled(world, whole):
 
 
 def test_members_of_an_amax_group_are_updated_together(world):
-    models = []
-    for overlap in (None, "update"):
-        torch.manual_seed(0)
-        net = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(4)))
-        zerofp4.convert_model(net.to(world.device), columnwise=True)
-        groups = {"amax_groups": [[net[0].weight, net[3].weight]]}
-        options = keywords(OPTIONS, groups, bucket_mb=TINY, overlap=overlap)
-        models.append((net, ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **options)))
-    assert sorted(b["parameters"] for b in models[1][1].describe()["buckets"]) == [1, 1, 2]
-    for step in range(2):
-        for net, optimizer in models:
-            net(torch.ones(8, 64, dtype=torch.bfloat16, device=world.device) * step).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert models[1][0][0].weight.amax.equal(models[1][0][3].weight.amax)
-        assert_same(models, f"step {step}")
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(4)))
+    zerofp4.convert_model(net.to(world.device), columnwise=True)
+    groups = [[net[0].weight, net[3].weight]]
+    options = keywords(OPTIONS, amax_groups=groups, bucket_mb=TINY, overlap="update")
+    optimizer = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **options)
+    assert sorted(b["parameters"] for b in optimizer.describe()["buckets"]) == [1, 1, 2]
+    for _ in range(2):
+        net(torch.ones(8, 64, dtype=torch.bfloat16, device=world.device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        verify_weights(dict(net.named_parameters()), optimizer.gathered_masters(), amax_groups=groups)
 
 
 def test_options_are_those_of_the_first_update(world):
@@ -172,17 +165,6 @@ def test_what_an_optimizer_cannot_be_built_with(options, message):
         ZeroFP4Optimizer(parameters, communication=Communication(overlap="update"), **options)
 
 
-def test_calls_that_need_all_gradients(world):
-    net, optimizer = make(world, bucket_mb=TINY)
-    loss_of(net, world, 0).backward()
-    with pytest.raises(RuntimeError, match="clip_grad_norm_ needs all gradients"):
-        optimizer.clip_grad_norm_(1.0)
-    with pytest.raises(RuntimeError, match="accumulates gradients"), optimizer.no_sync():
-        pass
-    optimizer.step()
-    assert optimizer.broken is None
-
-
 def again(net, optimizer, world, zeroes=False):
     if zeroes:  # which takes no update back
         optimizer.zero_grad()
@@ -219,6 +201,13 @@ def test_what_comes_after_an_update_breaks_the_optimizer(world, call, message):
         optimizer.step()
 
 
+def test_a_weight_that_two_reentrant_segments_use(world):
+    net, optimizer = make(world, bucket_mb=TINY)
+    with pytest.raises(RuntimeError, match="use_reentrant=False where several segments use one weight"):
+        loss_of(net, world, 0, reentrant=True).backward()
+    assert optimizer.broken is not None
+
+
 def test_a_second_backward_pass_before_any_update(world):
     """It changes nothing, and zero_grad() drops both."""
     net, optimizer = make(world)  # `rare` is in the one bucket of NVFP4 weights
@@ -230,13 +219,6 @@ def test_a_second_backward_pass_before_any_update(world):
         assert optimizer.broken is None
         optimizer.zero_grad()
     step_of(world, [(net, optimizer)], 0)
-
-
-def test_a_weight_that_two_reentrant_segments_use(world):
-    net, optimizer = make(world, bucket_mb=TINY)
-    with pytest.raises(RuntimeError, match="use_reentrant=False where several segments use one weight"):
-        loss_of(net, world, 0, reentrant=True).backward()
-    assert optimizer.broken is not None
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -265,21 +247,24 @@ def test_a_found_inf_of_ones_own(world):
 
 
 def test_between_a_backward_pass_and_its_step(world):
-    """Nothing is saved or handed over."""
+    """Nothing is clipped, accumulated, saved or handed over."""
     net, optimizer = make(world, bucket_mb=TINY)
-    averages = AveragedMasters(optimizer)
+    averages, unsaved = AveragedMasters(optimizer), r"call step\(\) before they are saved"
+    taken = keywords(OPTIONS, masters_from=optimizer)
     loss_of(net, world, 1).backward()
-    for call in (
-        lambda: through_a_file(optimizer.state_dict()),
-        lambda: zerofp4.master_state_dict(net, optimizer),
-        optimizer.consolidate_state_dict,
-        averages.update,
+    for call, message in (
+        (lambda: optimizer.clip_grad_norm_(1.0), "clip_grad_norm_ needs all gradients"),
+        (lambda: optimizer.no_sync().__enter__(), "accumulates gradients"),
+        (lambda: through_a_file(optimizer.state_dict()), unsaved),
+        (lambda: zerofp4.master_state_dict(net, optimizer), unsaved),
+        (optimizer.consolidate_state_dict, unsaved),
+        (averages.update, unsaved),
+        (lambda: ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **taken), "in the middle of a step"),
     ):
-        with pytest.raises(RuntimeError, match=r"call step\(\) before they are saved"):
+        with pytest.raises((RuntimeError, ValueError), match=message):
             call()
-    with pytest.raises(ValueError, match="in the middle of a step"):
-        ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, masters_from=optimizer, **keywords(OPTIONS))
     optimizer.step()
+    assert optimizer.broken is None
     through_a_file(optimizer.state_dict())
 
 
