@@ -98,9 +98,9 @@ SHAPES = [(5,), (4096,), (7, 100)]
 
 @each_state
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_that_finds_an_infinity_changes_nothing_and_others_clip_as_they_read(device, dtype, state):
-    """Neither parameters nor moments nor step counts, whatever the gradients hold. Clipped gradients have the
-    bytes of a multiplication in float32.
+def test_found_inf_and_clip_factor(device, dtype, state):
+    """A step that finds an infinity changes neither parameters nor state, whatever the gradients are. Clipped
+    gradients have the bytes of a multiplication in float32.
     """
     masters = [torch.randn(shape, device=device) for shape in SHAPES]
     optimizer = FusedAdamW(masters, **OPTIONS, maximize=True, state=state)
@@ -141,7 +141,8 @@ def test_a_scheduler_changes_a_tensor_lr_and_betas(device, on_device):
     assert optimizer.param_groups[0]["betas"][0] != 0.9
 
 
-def test_gradients_that_come_go_and_move_moved_parameters_and_replaced_state(device):
+def test_what_lies_elsewhere_than_in_the_step_before(device):
+    """Gradients, which come and go, too, a parameter and an entry of state."""
     parameters = [torch.randn(n, device=device) for n in (3, 300, 3000)]
     optimizer = FusedAdamW([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.3}], **OPTIONS)
     optimizer.step()

@@ -16,7 +16,6 @@ from cases.optim import (
     take_step,
     take_steps,
 )
-from helpers import assert_bytes_equal
 
 from zerofp4 import NVFP4Tensor
 from zerofp4.engine import ALIGNMENT
@@ -35,7 +34,7 @@ def test_equals_a_plain_optimizer_over_fp32_masters(device, name):
     assert optimizer.gathered_bytes_per_step() == {"nvfp4": 0, "high_precision": 0, "bf16_equivalent": 0}
 
 
-def test_groups_schedulers_edited_options_and_missing_gradients(device):
+def test_groups_edited_options_and_missing_gradients(device):
     """Also of parameters that were frozen after the optimizer was built."""
     parameters = make_parameters(device)
     groups = lambda: [  # noqa: E731
@@ -79,18 +78,15 @@ def test_parameters_frozen_before_keep_their_bytes(device):
     parameters = make_parameters(device)
     for p in parameters[:4]:
         p.requires_grad_(False)
-    kept = [getattr(p, "rowwise_data", p) for p in parameters[:4]]
-    before = [(buffer.data_ptr(), buffer.detach().clone()) for buffer in kept]
+    frozen = [getattr(p, "rowwise_data", p).detach() for p in parameters[:4]]
+    before = [(buffer.data_ptr(), buffer.clone()) for buffer in frozen]
     optimizer = ZeroFP4Optimizer(parameters, lr=0.1)
     set_gradients(parameters[4:], make_gradients(parameters, 0)[4:])
     optimizer.step()
-    masters = optimizer.gathered_masters()
-    assert masters[:4] == [None] * 4 and all(m is not None for m in masters[4:])
+    assert [master is None for master in optimizer.gathered_masters()] == [True] * 4 + [False] * 5
     for p, (pointer, old) in zip(parameters, before, strict=False):
-        buffer = getattr(p, "rowwise_data", p)
-        assert buffer.data_ptr() == pointer
-        assert_bytes_equal(buffer.detach(), old, "frozen")
-    assert optimizer.param_groups[0]["params"] == parameters
+        buffer = getattr(p, "rowwise_data", p).detach()
+        assert buffer.data_ptr() == pointer and buffer.equal(old)
     parameters[0].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"\['params'\]\[0\] was frozen when the optimizer was built"):
         optimizer.step()
