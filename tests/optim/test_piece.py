@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import zipfile
 from pathlib import Path
@@ -107,6 +108,22 @@ def test_tensors_of_a_checkpoint_know_their_save(device, tmp_path):
     foreign = Piece(torch.zeros(12, device=device), (2, 6), 0)
     dcp.load({"theirs": foreign}, checkpoint_id=tmp_path, no_dist=True)
     assert torch.equal(foreign.values, values) and not foreign.saves
+
+
+def test_what_is_written_is_a_plain_tensor(device):
+    """Again and again, as a writer does that retries. Of a larger storage torch would write a clone."""
+    values = torch.arange(-6.0, 18.0, device=device)[6:18]
+    piece = Piece(values, (4, 6), 6, saves={"token-000000000001"})
+    (item,) = piece.__create_write_items__("a", None)
+    chunk, files = piece.__get_tensor_shard__(item.index).detach(), [io.BytesIO(), io.BytesIO()]
+    assert chunk.data_ptr() == values.data_ptr() and chunk.untyped_storage().nbytes() == values.nbytes
+    chunk = chunk.cpu()
+    for file in files:
+        torch.save(chunk, file)
+    assert files[0].getvalue() == files[1].getvalue()
+    files[0].seek(0)
+    found = torch.load(files[0], weights_only=True)
+    assert type(found) is torch.Tensor and torch.equal(found, values.cpu().view(2, 6))
 
 
 def test_options_know_their_save():
