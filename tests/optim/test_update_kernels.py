@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from distributed.optim.compact_cases import Tensor, embedded
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerofp4 import ops, reference
+from zerofp4.engine import joined, write_master
 from zerofp4.shard import Shard
 
 # Whole vectors and parts of them, groups, strips and more than one.
@@ -279,3 +281,28 @@ def test_the_bytes_of_the_mean(device, state, gap, count, dtype):
             found = update(state, tensors, mine, spans, own, gradients, dtype)
             for name, wanted in expected.items():
                 assert_bytes_equal(found[name], wanted, f"rank {rank}, {type(brought).__name__}: {name}")
+
+
+# Masters of 24 bits in plain torch, as kernels write and read them
+
+
+def bits(*given) -> torch.Tensor:
+    return torch.from_numpy(np.array(given, np.uint32).view(np.float32))
+
+
+DRAWN = torch.from_numpy(np.random.default_rng(0).integers(0, 2**32, 100_000, np.uint32).view(np.float32))
+SPECIAL = bits(0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFFFFFFF, 0x7F7FFFFF, 0xFF7FFFFF, 1)
+HALFWAY = bits(*(0x3F807F00 + i for i in range(512)), *(0xBF807F00 + i for i in range(512)))
+"""Around the middle between two bfloat16 values."""
+
+
+@pytest.mark.parametrize("values", [DRAWN, SPECIAL, HALFWAY], ids=["drawn", "special", "halfway"])
+def test_masters_are_rounded_and_joined_as_specified(device, values):
+    high = torch.empty(values.shape, dtype=torch.bfloat16, device=device)
+    low = torch.empty(values.shape, dtype=torch.uint8, device=device)
+    write_master(values, high, low)
+    rounded = reference.round_master(values, torch.tensor(128))
+    planes = reference.split_master(rounded)
+    assert_bytes_equal(high.cpu(), planes[0], "bfloat16")
+    assert_bytes_equal(low.cpu(), planes[1], "bytes")
+    assert_bytes_equal(joined(high, low).cpu(), reference.join_master(*planes), "joined")
