@@ -319,16 +319,6 @@ def test_threads(device, models):
 # From one step to the next
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_gradient_that_is_not_there_again(device, set_to_none):
-    """What an earlier step left is not sent."""
-    models = made(nn.Sequential(Twice(), Twice()), device)
-    for step in range(3):
-        models.both(lambda model, step=step: back(model[:1] if step == 1 else model, device, step))
-        models.check()
-        models.both(lambda model: model.zero_grad(set_to_none))
-
-
 def test_each_backward_pass_leaves_a_gradient_of_its_own(device, models):
     """After zero_grad(), so that what was reduced before is not taken for it. Nor is it overwritten."""
     back(models.placed, device)
