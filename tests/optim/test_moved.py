@@ -41,13 +41,13 @@ MOVES = {
     "record": (lambda ps, _: setattr(ps[0], "data", ps[0].data.clone()), r"\['params'\]\[0\]"),
     "dense": (lambda ps, _: setattr(ps[1], "data", ps[1].data.clone()), r"\['params'\]\[1\]"),
     "own master": (lambda ps, _: setattr(ps[3], "data", ps[3].data.clone()), r"\['params'\]\[3\]"),
-    "master": (replace_master, r"master_weights\[0\]"),  # on a GPU the plan notices it behind its cast
+    "master": (replace_master, r"the master of .*\[0\]"),
 }
 # torch moves storages in place on the CPU only.
 MOVES_IN_PLACE = {
     "shared codes": (lambda ps, _: ps[0].rowwise_data.share_memory_(), r"\['params'\]\[0\]: rowwise_data"),
     "shared dense": (lambda ps, _: ps[5].detach().share_memory_(), r"\['params'\]\[5\]"),
-    "masters": (lambda ps, optimizer: share_master(optimizer, ps[0]), r"master_weights\[0\]"),
+    "masters": (lambda ps, optimizer: share_master(optimizer, ps[0]), r"the master of .*\[0\]"),
     "found_inf": (lambda _, optimizer: optimizer.found_inf.share_memory_(), "found_inf"),
 }
 

@@ -10,7 +10,6 @@ from zerofp4.engine.buckets import (
     Bucket,
     GradientMemory,
     Gradients,
-    GradientSnapshot,
     Sharding,
     add_gradient_hooks,
     are_sendable,
@@ -38,7 +37,7 @@ from zerofp4.engine.late_gather import LateGathers
 from zerofp4.engine.overlap import BackwardSchedule, Sent, UpdateSchedule
 from zerofp4.engine.peer import peer_exchanges
 from zerofp4.engine.peers import Peers
-from zerofp4.engine.step import Step
+from zerofp4.engine.step import Step, Update
 from zerofp4.engine.topology import Hosts, find_hosts, find_peers, host_name
 
 __all__ = [
@@ -53,7 +52,6 @@ __all__ = [
     "BucketGradients",
     "CollectiveExchange",
     "GradientMemory",
-    "GradientSnapshot",
     "Gradients",
     "Hosts",
     "LateGathers",
@@ -63,6 +61,7 @@ __all__ = [
     "Sharding",
     "Step",
     "Trained",
+    "Update",
     "UpdateSchedule",
     "add_gradient_hooks",
     "are_as_sent",

@@ -1,8 +1,8 @@
 """Buckets: parameters of one kind in flat memory, cut into one equal slice per rank, and their gradients.
 
-Every rank holds the model's weights whole, as views of a flat buffer. Of the FP32 masters and the averaged
-gradients a rank holds its own slice, in the same layout. So each all-gather of weights is in place: a rank
-casts its masters into its slice of the buffer, and the gather fills in the other slices.
+Every rank holds all weights, as views of a flat buffer, and its own slice of the FP32 masters and averaged
+gradients, in the same layout. A rank casts its masters into its slice of the weights, and an all-gather in
+place fills in the other slices.
 """
 
 import functools
@@ -20,19 +20,19 @@ from zerofp4.cast import CastPlan, block_unit
 from zerofp4.distributed import GroupReference, rank_and_size
 from zerofp4.engine.peers import Peers
 from zerofp4.layout import ceil_div, round_up
-from zerofp4.ops import addresses_of, versions_of
+from zerofp4.ops import addresses_of
 from zerofp4.shard import equal_slices, intersect, state_unit, whole_slices
 from zerofp4.storage import Gate, any_dispatches, dispatches
 from zerofp4.tensors import GradientPlace, NVFP4Tensor, check_not_averaged
 
 ALIGNMENT = 256
-"""Elements that every weight and every slice starts at a multiple of: 128 bytes of packed codes, so no byte
-and no vector load of a kernel is shared by two weights or two ranks."""
+"""Weights and slices start at multiples of this many elements, 128 bytes of packed codes: no two weights or
+ranks share a byte or a kernel's vector load."""
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor whose storage holds nothing else: torch.save writes whole storages, other
-    formats take tensors of one storage for tied weights, and share_memory_() moves a storage with all in it.
+    """The same memory with a storage of its own: torch.save writes whole storages, other formats take tensors
+    of one storage for tied weights, and share_memory_() moves whole storages.
     """
     # torch exports tensors of the current device only, and in inference mode would give an inference tensor.
     with torch.inference_mode(False), torch.cuda.device_of(view):
@@ -42,10 +42,9 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 class Sharding(NamedTuple):
     """The ranks that a parameter is sharded over, and the ranks that hold replicas of it.
 
-    group: each element is owned by one of its ranks; None for one rank alone.
-    copy: if ranks outside of the group hold the same parameter, sharded in the same way, this rank's number
-        among the owners of the same elements; else None.
-    replicas: the owners of the same elements in other groups, and this rank: they average their gradients.
+    group: its ranks own one slice each; None for one rank alone.
+    copy: this rank's number among the owners of the same elements, if other groups hold copies; else None.
+    replicas: the owners of the same elements in other groups, and this rank. They average their gradients.
     """
 
     group: dist.ProcessGroup | None = None
@@ -54,8 +53,8 @@ class Sharding(NamedTuple):
 
 
 def cut_unit(parameter: torch.Tensor, is_compact: bool) -> int:
-    """Ranks may share a parameter between so many of its elements: what is chosen for a block of them, its
-    scale, has one owner, and so has a group of compact state.
+    """Cuts between ranks fall at multiples of this many elements, so that a block's scale and a group of
+    compact state have one owner.
     """
     travels = isinstance(parameter, NVFP4Tensor) and parameter.record.scales_travel
     unit = block_unit(parameter.record) if travels else 1
@@ -63,25 +62,27 @@ def cut_unit(parameter: torch.Tensor, is_compact: bool) -> int:
 
 
 class Bucket:
-    """Parameters of one kind in flat memory, and this rank's slice of their FP32 masters and averaged
-    gradients.
+    """Parameters of one kind in flat memory, and this rank's slice of their masters and averaged gradients.
 
     indices: the positions of the parameters among all trainable ones.
-    owners: by parameter, the rank that owns all of it, in ascending order; None where parameters are cut
-        wherever a slice ends, but between units (cut_unit).
-    wire: what gradients are rounded to before they are added; None is what autograd makes them.
-    state: of Trained. Compact state is cut between its groups only.
+    owners: by parameter, the rank that owns all of it, in ascending order; None if a slice ends at any
+        cut_unit() of a parameter.
+    wire: the dtype that gradients are rounded to before they are added; None keeps autograd's.
+    state: as Trained.state.
 
     allocate() makes the memory, and bind() makes the parameters views of it.
 
-    weights: what the model computes with, in a storage that nothing else has: [world_size * slice_numel], or
-        uint8 of half as many elements, the rowwise codes of NVFP4 weights.
-    masters: float32 [slice_numel]; what lies between two parameters is zero. FP32 parameters are their own
-        masters: this rank's slice of the weights, until somebody moves that. Of masters of 24 bits it is
-        their bfloat16 plane, which of bf16 parameters is that slice, and `low` has their bytes.
+    weights: of all ranks, [world_size * slice_numel]; for NVFP4 weights rowwise codes, uint8, half as long.
+    masters, low: this rank's slice, zero between two parameters:
+
+        state        parameters   masters [slice_numel]           low
+        compact24    bf16         bfloat16, the slice of weights  uint8
+        compact24    NVFP4        bfloat16                        uint8
+        others       FP32         float32, the slice of weights   None
+        others       others       float32                         None
+
     plan: casts the masters of NVFP4 weights; None for other weights, which cast() rounds.
-    scales: uint8 [world_size, bytes], where the plan puts scales that travel, and finds those of other ranks;
-        None where none do.
+    scales: uint8 [world_size, bytes], the plan's scales that travel; None if none do.
     """
 
     weights: torch.Tensor
@@ -104,17 +105,17 @@ class Bucket:
         self.device = self.parameters[0].device
         dtypes = set(map(gradient_dtype, self.parameters))
         self.sent_as: torch.dtype = wire or (torch.float32 if len(dtypes) > 1 else next(iter(dtypes)))
-        """In which dtype gradients travel. Of several it is float32, which holds the values of all."""
+        """The dtype in which gradients travel: float32 if autograd makes several."""
         self.keeps_gradients = dtypes == {self.sent_as}
         """Whether gradients travel as autograd makes them."""
         self.is_packed = isinstance(self.parameters[0], NVFP4Tensor)
         """Whether the parameters are NVFP4 weights; else they are of one floating dtype."""
-        self.gate = Gate() if self.is_packed else None  # of reads that wait for a gather
+        self.gate = Gate() if self.is_packed else None  # for reads that wait for a late gather
         self.group, self.replicas = GroupReference(sharding.group), GroupReference(sharding.replicas)
         self.rank, self.world_size = rank_and_size(sharding.group)
         self.replica, self.replica_count = rank_and_size(sharding.replicas)
         self.is_counted = not sharding.copy
-        """Whether a norm over all ranks counts this rank's elements, not those of another copy."""
+        """Whether a norm over all ranks counts this rank's elements, not another copy's."""
         self.is_of_whole_matrices = owners is not None
         self.shapes = [parameter.shape for parameter in self.parameters]
         sizes = [shape.numel() for shape in self.shapes]
@@ -135,7 +136,7 @@ class Bucket:
 
     @functools.cached_property
     def gradients(self) -> torch.Tensor:
-        """float32 [slice_numel], averaged. Made on demand: an update that averages as it reads needs none."""
+        """float32 [slice_numel], averaged. Allocated on demand: many updates average as they read."""
         return self._zeros()
 
     @functools.cached_property
@@ -144,18 +145,18 @@ class Bucket:
         return self.own_views(self.gradients)
 
     def is_sharded_like(self, other: "Bucket") -> bool:
-        """Whether both are cut over the same ranks, whose collectives have one order."""
+        """Whether both are cut over the same ranks."""
         return self.group() is other.group() and self.replicas() is other.replicas()
 
     @property
     def sent_bytes(self) -> int:
-        """Of the gradients that this rank sends to the ranks that own them."""
+        """Bytes of gradients that this rank sends to their owners."""
         return (self.world_size - 1) * self.slice_numel * self.sent_as.itemsize
 
     # Memory
 
     def allocate(self, peers: Peers | None = None) -> None:
-        """Make the memory, and copy the parameters there. Collective with peers, which share `weights`."""
+        """Make the memory, and copy the parameters there. Collective with peers, who share `weights`."""
         dtype = torch.uint8 if self.is_packed else self.parameters[0].dtype
         numel = self.world_size * self.slice_numel // (2 if self.is_packed else 1)
         if peers is None:
@@ -190,13 +191,17 @@ class Bucket:
 
     @property
     def gathered(self) -> list[torch.Tensor]:
-        """What a gather of weights sends: flat, an equal slice of each rank."""
+        """The flat tensors that a gather of weights completes, an equal slice from each rank."""
         return [self.weights] if self.scales is None else [self.weights, self.scales.view(-1)]
 
     # Views
 
-    def own_views(self, flat_slice: torch.Tensor) -> list[torch.Tensor | None]:
-        """This rank's part of each parameter in a tensor like `masters`; None where it owns nothing."""
+    def own_views(self, flat_slice: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """This rank's shard of each parameter in a tensor like `masters`; None if it owns nothing, and for
+        None.
+        """
+        if flat_slice is None:
+            return [None] * len(self.shards)
         starts = [o + s.start - self.begin for o, s in zip(self.offsets, self.shards, strict=True)]
         return [
             flat_slice[start : start + shard.numel] if shard.numel else None
@@ -204,12 +209,12 @@ class Bucket:
         ]
 
     def whole_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each whole parameter, in its shape, in a tensor of all ranks' slices."""
+        """Each whole parameter in a tensor of all ranks' slices."""
         pairs = zip(self.offsets, self.shapes, strict=True)
         return [flat[o : o + shape.numel()].view(shape) for o, shape in pairs]
 
     def _weight_views(self) -> list[torch.Tensor]:
-        """Each parameter in `weights`: codes in the shape that its record gives them, or its values."""
+        """Each parameter's codes or values in `weights`."""
         if not self.is_packed:
             return self.whole_views(self.weights)
         return [
@@ -227,14 +232,14 @@ CHUNK = 2**22
 """Elements that are converted at once: the arithmetic takes many times their memory."""
 
 NEAREST = 128
-"""In place of a random byte: a master that no update has made is the value of 24 bits next to what it was."""
+"""Rounds to the nearest 24 bits. An update rounds with a random byte instead."""
 
 QUIET_NAN = 0x7FC00000
 """Bits of the only NaN."""
 
 
 def joined(master: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
-    """The float32 values of a master, 1D: itself, but with `low` those of 24 bits in a new tensor."""
+    """The float32 values of a master, 1D: itself, or with `low` a new tensor of its 24 bits."""
     if low is None:
         return master
     values = torch.empty(master.shape, dtype=torch.float32, device=master.device)
@@ -274,35 +279,18 @@ _dtype = operator.attrgetter("dtype")
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype of its gradients: its own, or that of its grad_dtype, of which None counts as float32."""
+    """The dtype of a parameter's gradients: its grad_dtype, in which None is float32, else its own."""
     with torch._C.DisableTorchFunctionSubclass():
         return getattr(parameter, "grad_dtype", parameter.dtype) or torch.float32
 
 
-class GradientSnapshot:
-    """Which gradients were sent or averaged, so that later changes to them are noticed."""
-
-    def __init__(self, gradients: Sequence[torch.Tensor | None]):
-        self._gradients = list(gradients)
-        self._present = [gradient for gradient in gradients if gradient is not None]
-        self._versions = versions_of(self._present)
-
-    def written(self) -> bool:
-        """Whether some of them have been written to."""
-        return versions_of(self._present) != self._versions
-
-    def changed(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Whether these are other gradients, or the same ones with other values."""
-        return not all(map(operator.is_, gradients, self._gradients)) or self.written()
-
-
 def is_sendable(gradient: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the memory of a gradient holds its elements in order and in this dtype."""
+    """Whether a gradient's memory holds its elements in order and in this dtype."""
     return are_sendable([gradient], [dtype])
 
 
 def are_sendable(gradients: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> bool:
-    """is_sendable() of all. Every step asks this of hundreds of tensors, so the loops run in C."""
+    """is_sendable() of all. A step asks this of hundreds of tensors, so the loops run in C."""
     return (
         list(map(_dtype, gradients)) == dtypes
         and not any_dispatches(gradients)
@@ -365,14 +353,14 @@ def add_gradient_hooks(
 class GradientMemory:
     """A flat buffer for this rank's own gradients of one bucket: one row for each rank's slice.
 
-    Where it is aliased, p.grad becomes a view of it in each backward pass, and later passes add to it there,
-    so that gradients need no packing before they are sent. The matrix product of a quantized weight writes
-    its gradient there directly (GradientPlace); a hook moves any other gradient there. A gradient with a
-    graph of its own, and one that a user assigned, stays where it is until take() copies it.
+    If it is aliased, p.grad becomes a view of it in each backward pass, so that gradients need no packing
+    before they are sent. The matrix product of a quantized weight writes its gradient there directly
+    (GradientPlace); a hook moves other gradients there. A gradient with a graph of its own, and one that a
+    user assigned, stays until take() copies it.
 
     flat: [world_size, slice_numel] of any floating dtype; zeros if it is aliased.
-    aliased_storages: the addresses of all such memory of one optimizer, to which that of `flat` is added;
-        None where nothing aliases `flat`, and others may write to it between two calls of take().
+    aliased_storages: the addresses of all aliased memory of one optimizer, to which this adds that of `flat`;
+        None if nothing aliases `flat`, which is a slot that others may write to between two calls of take().
     """
 
     def __init__(self, bucket: Bucket, flat: torch.Tensor, aliased_storages: set[int] | None = None):
@@ -381,7 +369,7 @@ class GradientMemory:
         self.views = bucket.whole_views(flat.view(-1))
         self._addresses = [view.data_ptr() for view in self.views]
         self._gaps: list[torch.Tensor] = []
-        """What lies between parameters, where others write too. It travels as zeros."""
+        """Memory between parameters. It travels as zeros, and others who use the slot write there."""
         if self.aliased:
             aliased_storages.add(_storage_address(flat))
             with torch._C.DisableTorchFunctionSubclass():
@@ -393,9 +381,7 @@ class GradientMemory:
             self._gaps = [flat.view(-1)[end:begin] for end, begin in pairs if end < begin]
 
     def check(self, gradients: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
-        """Raise RuntimeError for a gradient that aliases the memory of another parameter's gradient. names:
-        of the bucket's parameters.
-        """
+        """Raise RuntimeError for a gradient in the memory of another one. names: of the parameters."""
         for k in self._elsewhere(gradients) if self.aliased else ():
             if self._is_aliased(gradients[k]):
                 raise RuntimeError(
@@ -404,9 +390,7 @@ class GradientMemory:
                 )
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy the bucket's gradients into `flat`, rounded to its dtype, unless they lie there. None counts
-        as zeros.
-        """
+        """Copy the bucket's gradients into `flat`, rounded to its dtype, unless they lie there. None is 0."""
         missing = [view for view, gradient in zip(self.views, gradients, strict=True) if gradient is None]
         if self._gaps or missing:
             torch._foreach_zero_(self._gaps + missing)
@@ -416,7 +400,7 @@ class GradientMemory:
             torch._foreach_copy_([self.views[k] for k in away], [gradients[k] for k in away])
 
     def _elsewhere(self, gradients: Sequence[torch.Tensor | None]) -> list[int]:
-        """The positions of gradients that do not lie in their views; usually there are none."""
+        """The positions of gradients outside of their views; usually there are none."""
         present = [k for k, gradient in enumerate(gradients) if gradient is not None]
         addresses = zip(present, addresses_of("gradients", [gradients[k] for k in present]), strict=True)
         here = [k for k, address in addresses if address == self._addresses[k]]
@@ -425,7 +409,7 @@ class GradientMemory:
         return sorted(set(present) - set(here))
 
     def _is_aliased(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient lies in such memory of any bucket, in whichever parameter's part."""
+        """Whether a gradient lies in the aliased memory of any bucket."""
         return not dispatches(gradient) and _storage_address(gradient) in self._storages
 
     def _move(self, k: int, parameter: torch.Tensor) -> None:
@@ -447,7 +431,7 @@ def _storage_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-# Gradient memory of the buckets of a transport
+# Gradient memory of several buckets
 
 Zeros = Callable[..., torch.Tensor]
 """Makes memory from a shape and `dtype`: torch.zeros() on a device, or Peers.zeros(), which is collective."""
@@ -460,8 +444,9 @@ def zeros_on(device: torch.device) -> Zeros:
 def in_turns(
     layouts: Sequence[tuple[tuple[int, ...], torch.dtype] | None], zeros: Zeros, count: int | None
 ) -> list[torch.Tensor | None]:
-    """Contiguous tensors of these shapes and dtypes; None for None. Only `count` neighbours are used at a
-    time: each shares memory with the one `count` before it. None: each has memory of its own.
+    """Allocate `count` slots, and a tensor of each shape and dtype in slot i % count; None for None.
+
+    count: None gives each memory of its own.
     """
     if count is None:
         return [None if layout is None else zeros(layout[0], dtype=layout[1]) for layout in layouts]
@@ -476,10 +461,10 @@ def in_turns(
 def gradient_memory(
     buckets: Sequence[Bucket], zeros: Zeros, count: int | None = None, aliased: bool = True
 ) -> list[GradientMemory]:
-    """By bucket, memory for this rank's own gradients. p.grad aliases it where gradients travel as autograd
+    """By bucket, memory for this rank's own gradients. p.grad aliases it if gradients travel as autograd
     makes them; other gradients are copied there.
 
-    count: how many of the latter buckets are on their way at once, and use memory in turns; None for all.
+    count: the number of slots for copied gradients; None for one per bucket.
     aliased: whether p.grad may alias the memory.
     """
     storages: set[int] = set()

@@ -37,7 +37,7 @@ class CollectiveExchange(BucketExchange):
     before: the bucket that last sent from the same memory; None where no other does.
     """
 
-    halfway = None
+    halfway = present = None
 
     def __init__(
         self,

@@ -55,6 +55,8 @@ class BucketExchange(Protocol):
     averages_in_update: whether receive() leaves the mean to the update.
     received: where gradients of other ranks wait for it; None if they are read on those ranks, or there are
         none. Buckets may share the memory.
+    present: by parameter of the bucket, whether the last send() had a gradient of it; None if the device
+        decides which parameters are updated.
     halfway: (position of a weight, its row, function to call): where the cast may pause once, so that the
         codes before that row leave while the rest is cast; None where that gains nothing.
     error: of this rank in the last send(), which receive() and average() raise.
@@ -64,6 +66,7 @@ class BucketExchange(Protocol):
     memory: GradientMemory | None
     averages_in_update: bool
     received: torch.Tensor | None
+    present: Sequence[bool] | None
     halfway: tuple[int, int, Callable[[], None]] | None
     error: OwnError
 
@@ -101,6 +104,7 @@ class LocalExchange(BucketExchange):
         is_in_place = memory is None and bucket.keeps_gradients
         self.averages_in_update = is_in_place and bucket.sent_as in UPDATE_DTYPES
         self.error = OwnError()
+        self.present: Sequence[bool] = ()
         self._gradients: BucketGradients = ()
         self._means: GradientMemory | None = None
 
@@ -113,7 +117,9 @@ class LocalExchange(BucketExchange):
         """Of gradients without memory: those that in_place() returned."""
         if gradients is ABSTAIN:
             self._gradients = ()
-        elif self.memory is None:
+            return
+        self.present = [gradient is not None for gradient in gradients]
+        if self.memory is None:
             self._gradients = gradients
         else:
             self.memory.take(gradients)

@@ -11,7 +11,7 @@ import torch
 from zerofp4 import ops
 from zerofp4.distributed import OwnError, in_phase
 from zerofp4.engine.assignment import Trained
-from zerofp4.engine.buckets import GradientSnapshot, add_gradient_hooks
+from zerofp4.engine.buckets import add_gradient_hooks
 from zerofp4.engine.exchange import ABSTAIN, Abstain, BucketExchange, BucketGradients, as_sent
 from zerofp4.engine.step import Step
 from zerofp4.tensors import Holder
@@ -87,7 +87,7 @@ class BackwardSchedule(Schedule):
     def start_over(self) -> None:
         super().start_over()
         self._is_stale = False  # whether zero_grad() has dropped sent buckets
-        self._sent: dict[int, GradientSnapshot] = {}
+        self._sent: dict[int, ops.Versions] = {}
         """By parameter, the gradient that was sent."""
         self._samples: list[tuple[dict[int, torch.Tensor], torch.Tensor]] = []
         """By bucket, these gradients by parameter, and their _samples_of() then."""
@@ -180,7 +180,7 @@ class BackwardSchedule(Schedule):
             if not abstain:
                 gradients = ops.gradients_of([self._parameters[i] for i in indices])
                 own = dict(zip(indices, gradients, strict=True))
-                self._sent |= {i: GradientSnapshot([gradient]) for i, gradient in own.items()}
+                self._sent |= {i: ops.Versions([gradient]) for i, gradient in own.items()}
                 present = {i: g for i, g in own.items() if g is not None and g.numel()}
                 with self._error:
                     self._samples += [(present, _samples_of(present.values()))] if present else []
@@ -217,7 +217,7 @@ class UpdateSchedule(Schedule):
 
     begin: starts a step. Returns the error of this rank, and whether it is a refusal by all ranks.
     scan: looks for a NaN or Inf in gradients of these indices.
-    vote: on a bucket, by indices: whether each has a gradient, what scan() returned, the error of this rank.
+    vote: on a bucket: whether each parameter has a gradient, what scan() returned, the error of this rank.
     breaking: a context in which an error breaks the optimizer, if a bucket was updated.
     """
 
@@ -227,7 +227,7 @@ class UpdateSchedule(Schedule):
         step: Step,
         begin: Callable[[], tuple[OwnError, bool]],
         scan: Callable[[BucketGradients, Sequence[int]], torch.Tensor | None],
-        vote: Callable[[Sequence[int], list[bool], torch.Tensor | None, OwnError], None],
+        vote: Callable[[list[bool], torch.Tensor | None, OwnError], None],
         breaking: Callable[[], AbstractContextManager],
     ):
         self._step, self._weights = step, weights
@@ -325,7 +325,7 @@ class UpdateSchedule(Schedule):
     def _vote_on(self, exchange: BucketExchange) -> None:
         """From the first error of this rank on, every vote carries it, and no rank updates the bucket."""
         error = self._error or exchange.error or self._step.failure
-        self._vote(exchange.bucket.indices, *self._waiting.pop(exchange), error)
+        self._vote(*self._waiting.pop(exchange), error)
 
     def finish(self, error: OwnError) -> OwnError:
         """Take the rest of the step. error: of this rank. Returns the error that step() is to raise."""

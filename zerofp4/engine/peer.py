@@ -33,6 +33,8 @@ class PeerExchange(BucketExchange):
       clip_grad_norm_: then the next backward pass may write.
     """
 
+    present = None
+
     def __init__(self, bucket: Bucket, memory: GradientMemory, peers: Peers):
         self.bucket, self.memory, self._peers = bucket, memory, peers
         self.averages_in_update = bucket.sent_as in UPDATE_DTYPES

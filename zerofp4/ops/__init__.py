@@ -78,6 +78,7 @@ from zerofp4.ops.stages import (
 )
 from zerofp4.ops.tensor_lists import (
     Addresses,
+    Versions,
     addresses_of,
     gradients_of,
     increment_versions,

@@ -1,6 +1,8 @@
-"""What a step asks of hundreds of tensors at once, in C++; and Addresses, which notices moved storage."""
+"""Questions about hundreds of tensors at once, in C++; Versions notices writes, Addresses moved storage."""
 
 import array
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -88,6 +90,41 @@ def state_facts(
     """
     facts = _native.state_facts(tensors, state, keys)
     return None if facts is None else TensorFacts(*facts)
+
+
+class Versions:
+    """autograd's counts of the writes to some tensors, when somebody last looked. They tell of any write in
+    place, but not of one through .data.
+
+    tensors: None for a missing one.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor | None]):
+        self._given = list(tensors)
+        self._tensors = [tensor for tensor in self._given if tensor is not None]
+        self._versions = versions_of(self._tensors)
+
+    def take(self, indices: Sequence[int] | None = None) -> None:
+        """Take the present counts. indices: of tensors, of which none is missing; None for all."""
+        if indices is None:
+            self._versions = versions_of(self._tensors)
+            return
+        for i, version in zip(indices, versions_of([self._tensors[i] for i in indices]), strict=True):
+            self._versions[i] = version
+
+    def written(self, indices: Sequence[int] | None = None) -> list[int]:
+        """Which of these tensors, or of all, were written to since."""
+        tensors, before = self._tensors, self._versions
+        if indices is not None:
+            tensors, before = ([each[i] for i in indices] for each in (tensors, before))
+        now = versions_of(tensors)
+        if now == before:  # as in nearly every step: hundreds are compared in C
+            return []
+        return list(itertools.compress(indices or range(len(now)), map(operator.ne, before, now)))
+
+    def changed(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Whether these are other tensors, or were written to since."""
+        return not all(map(operator.is_, tensors, self._given)) or bool(self.written())
 
 
 class Addresses:

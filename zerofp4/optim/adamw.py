@@ -3,8 +3,7 @@
 import dataclasses
 import itertools
 import math
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +16,12 @@ from zerofp4.optim.inner import has_hooks
 from zerofp4.optim.moments import (
     COMPACT,
     FULL,
-    Slice,
     check_rows,
     converted,
     first_state,
     locals_of,
     scales_shape,
+    slice_of,
     suits_compact,
 )
 from zerofp4.storage import check_buffer, check_plain, dispatches
@@ -34,9 +33,7 @@ _KEPT = {False: FULL, True: COMPACT}
 """The entries of state, by whether it is compact."""
 
 _Tensors = Sequence[torch.Tensor | None]
-_Dtypes = Sequence[torch.dtype | None]
 _Device = torch.device | None
-_Words = Mapping[torch.Tensor, torch.Tensor]
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -91,42 +88,39 @@ class FusedAdamW(torch.optim.Optimizer):
         super().__init__(params, options | _TORCH_OPTIONS)
 
     def _start(self) -> None:
-        self._slices: dict[torch.Tensor, Slice] = {}
-        """By parameter, what it is a slice of: those of ZeroFP4Optimizer that are kept in compact state."""
         self._captured: set[ops.AdamWStage] = set()
         """What CUDA graphs have captured: a replay reads its tables."""
         FusedAdamW.offer_parts(self, [((), None)])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's. Raises where the constructor does, and leaves the group out then."""
-        param_group = dict(param_group)
-        slices = param_group.pop("slices", {})  # of ZeroFP4Optimizer
         super().add_param_group(param_group)
         try:
-            self._check_group(len(self.param_groups) - 1, slices)
+            self._check_group(len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
             raise
-        self._slices |= slices
 
-    def _check_group(self, g: int, slices: Mapping[torch.Tensor, Slice]) -> None:
+    def _check_group(self, g: int) -> None:
         group = self.param_groups[g]
         _check_options(group)
         if len(set(group["params"])) < len(group["params"]):  # torch warns of it
             raise ValueError(f"param_groups[{g}] has a parameter twice")
-        for i, (p, local) in enumerate(zip(group["params"], locals_of(group["params"]), strict=True)):
-            name = parameter_name(g, i, group)
-            _check_parameter(name, local, self._device(), slices.get(p))
-            if self._is_compact(p, group):
-                check_rows(name, p)
+        for member in self._members_of(g):
+            _check_parameter(member.name, locals_of([member.parameter])[0], self._device())
+
+    def _members_of(self, g: int) -> list["Member"]:
+        group, found = self.param_groups[g], []
+        for i, p in enumerate(group["params"]):
+            member = Member(p, g, parameter_name(g, i, group), _is_compact(p, group))
+            if member.compact:
+                check_rows(member.name, p)
+            found.append(member)
+        return found
 
     def _device(self) -> _Device:
         """The device of all parameters; None when there are none."""
         return next((p.device for group in self.param_groups for p in group["params"]), None)
-
-    def _is_compact(self, p: torch.Tensor, group: Mapping[str, Any]) -> bool:
-        """Whether the state of a parameter of this group is compact."""
-        return p in self._slices or (group["state"] == "compact" and suits_compact(p.shape))
 
     # State dicts
 
@@ -155,8 +149,8 @@ class FusedAdamW(torch.optim.Optimizer):
                         name: value.to(p.device) if torch.is_tensor(value) else value
                         for name, value in entries.entries.items()
                     }
-                if p not in self._slices:  # ZeroFP4Optimizer has converted theirs
-                    entries = converted(p, entries, self._is_compact(p, group))
+                if slice_of(p) is None:  # ZeroFP4Optimizer has converted theirs
+                    entries = converted(p, entries, _is_compact(p, group))
                 step = torch.as_tensor(entries["step"], dtype=torch.float32, device=p.device)
                 states[p] = entries | {"step": step}
         super().__setstate__(state)
@@ -179,7 +173,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def offer_parts(
         self,
         parts: Sequence[tuple[Sequence[torch.Tensor], CastPlan | None]],
-        present: _Words | None = None,
+        present: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """offer_amaxes() of several plans: each part is updated in a launch of its own, in this order.
 
@@ -188,24 +182,15 @@ class FusedAdamW(torch.optim.Optimizer):
         present: by parameter, float64 of one element on its device, which the kernels read. Where it is 0,
             the parameter counts as one without gradient.
         """
-        self._parts = [Part(plan, params, present or {}) for params, plan in parts]
-        self._part_of = {p: k for k, (params, _) in enumerate(parts) for p in params}
-        self._assigned: list[list[Any]] | None = None
-        """By group, its kind of state and the ids of the parameters when the parts last got theirs."""
-        self._listed: list[torch.Tensor] = []
-        """The parameters of all parts, one after another."""
-        self._keys: list[tuple[str, ...]] = []
-        """The entries of their state."""
-        self._laid_out: Any = None
-        """The kinds of gradients and ops.state_facts() that the parts are laid out for."""
-        self._passed: Any = None
-        """The kinds of gradients and parameters that were last looked at one by one."""
+        self._parts = [Part(params, plan, present or {}) for params, plan in parts]
+        self._divided: list[list[Any]] | None = None
+        """By group, its kind of state and the ids of its parameters, when the parts last got theirs."""
 
     def amaxes_outdated(self) -> bool:
         """Whether anybody, such as a hook or a subclass, has written to a master of an offered plan after the
         last step(): the plan's amaxes are then outdated. A write through .data is not noticed.
         """
-        return any(part.versions != part.read_versions() for part in self._parts)
+        return any(part.masters.written() for part in self._parts)
 
     # A step
 
@@ -219,23 +204,58 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        options = self._begin(self.found_inf, self.clip_factor)
-        gradients = [locals_of(ops.gradients_of(part.listed)) for part in self._parts]
-        facts = ops.plain_facts(list(itertools.chain.from_iterable(gradients)))
+        options = self._read_options(self.found_inf, self.clip_factor)
+        gradients = locals_of(ops.gradients_of(self._listed))
+        facts = ops.plain_facts(gradients)
         kinds = None if facts is None else facts.kinds
         if not self._is_laid_out(kinds):
-            passing = kinds, [ops.tensor_facts(part.params).kinds for part in self._parts]
-            if kinds is None or passing != self._passed:
-                for part, own in zip(self._parts, gradients, strict=True):
-                    _check_gradients(part.members, own, part.params)
-                self._passed = passing
-            self._lay_out(kinds, [[None if g is None else g.dtype for g in own] for own in gradients])
-        for part, own in zip(self._parts, gradients, strict=True):
-            part.run(own, options)
+            _check_gradients(self._members, gradients)
+            self._lay_out(kinds, [None if g is None else g.dtype for g in gradients])
+        rest = iter(gradients)
+        for part in self._parts:
+            part.run(list(itertools.islice(rest, len(part.members))), options)
         return loss
 
-    def _begin(self, found_inf: torch.Tensor | None, clip_factor: torch.Tensor | None) -> list[Any]:
-        """Check the options, and give the parts their parameters. Returns ops.adamw_options of each group."""
+    def begin_buckets(
+        self,
+        exchanges: Sequence[BucketExchange],
+        skip: torch.Tensor,
+        factor: torch.Tensor | None = None,
+        in_slices: bool = False,
+    ) -> None:
+        """Instead of step(): begin a step in which update_bucket() updates one part after another. This does
+        everything that can fail on this rank alone, or needs memory.
+
+        exchanges: of the buckets that have the masters of each part.
+        skip, factor: float32 [] on the device, as found_inf and clip_factor.
+        in_slices: whether the means are in the buckets' `gradients`.
+        """
+        if has_hooks(self):
+            raise RuntimeError(
+                "step() of optimizer.inner has hooks and is not called, since FusedAdamW updates bucket by "
+                "bucket: register them on the ZeroFP4Optimizer"
+            )
+        self._options = self._read_options(skip, factor)
+        self._part_of = dict(zip(exchanges, self._parts, strict=True))
+        dtypes: list[torch.dtype] = []
+        for exchange, part in self._part_of.items():
+            dtype = exchange.bucket.sent_as
+            if in_slices or not exchange.averages_in_update:
+                _, dtype = exchange.bucket.gradients, torch.float32  # which makes their memory
+            dtypes += [dtype] * len(part.members)
+        if not self._is_laid_out(dtypes):
+            self._lay_out(dtypes, dtypes)
+
+    def update_bucket(self, exchange: BucketExchange, arrived: Arrived | None) -> None:
+        """The engine's Update."""
+        bucket, present = exchange.bucket, exchange.present or itertools.repeat(True)
+        own, rows = (bucket.gradient_views, None) if arrived is None else arrived
+        known = zip(own, present, bucket.shards, strict=False)
+        gradients = [g if is_there else None for g, is_there, shard in known if shard.numel]
+        self._part_of[exchange].run(gradients, self._options, rows)
+
+    def _read_options(self, found_inf: torch.Tensor | None, clip_factor: torch.Tensor | None) -> list[Any]:
+        """ops.adamw_options() of each group. Divides the parameters anew if the groups have changed."""
         device = self._device()
         scalars = {"skip": found_inf, "factor": clip_factor}
         for name, scalar in (("found_inf", found_inf), ("clip_factor", clip_factor)):
@@ -243,179 +263,157 @@ class FusedAdamW(torch.optim.Optimizer):
                 _check_scalar(name, scalar, device)
         for g, group in enumerate(self.param_groups):
             _check_options(group, f"param_groups[{g}]", device)
-        ids = [[group["state"], *map(id, group["params"])] for group in self.param_groups]
-        if ids != self._assigned:
-            members: list[list[Member]] = [[] for _ in self._parts]
-            for g, group in enumerate(self.param_groups):
-                for i, p in enumerate(group["params"]):
-                    is_compact, name = self._is_compact(p, group), parameter_name(g, i, group)
-                    kept = self.state.get(p)
-                    if kept and not kept.keys() >= _KEPT[is_compact].keys():
-                        raise ValueError(
-                            f"param_groups[{g}]['state'] is {group['state']!r} now, and that of {name} is "
-                            "not: load_state_dict() this optimizer's state_dict(), which converts it"
-                        )
-                    if is_compact:
-                        check_rows(name, p)
-                    member = Member(p, g, name, is_compact, self._slices.get(p))
-                    members[self._part_of.get(p, 0)].append(member)
-            for part, own in zip(self._parts, members, strict=True):
-                part.hold(own)
-            self._listed = list(itertools.chain.from_iterable(part.listed for part in self._parts))
-            self._keys = list(itertools.chain.from_iterable(part.keys for part in self._parts))
-            self._assigned, self._laid_out, self._passed = ids, None, None
-        for part in self._parts:
-            if part.params is not part.listed:  # a DTensor may hold another tensor than before
-                part.params = locals_of(part.listed)
+        divided = [[group["state"], *map(id, group["params"])] for group in self.param_groups]
+        if divided != self._divided:
+            self._divide()
+            self._divided = divided
         if device is not None and ops.is_capturing(device):
             self._captured.update(stage for part in self._parts for stage in part.stages.values())
         return [ops.adamw_options(**group | scalars) for group in self.param_groups]
 
-    def _is_laid_out(self, kinds: Any) -> bool:
-        """Whether parameters and state are where they were when gradients of these kinds were laid out.
+    def _divide(self) -> None:
+        """Give each part its members."""
+        every = [self._members_of(g) for g in range(len(self.param_groups))]
+        members = {member.parameter: member for member in itertools.chain.from_iterable(every)}
+        shares = [[members.pop(p) for p in part.offered if p in members] for part in self._parts]
+        shares[0] += members.values()
+        for part, share in zip(self._parts, shares, strict=True):
+            part.hold(share)
+        self._members = list(itertools.chain.from_iterable(shares))
+        self._listed = [member.parameter for member in self._members]
+        self._keys = [tuple(_KEPT[member.compact]) for member in self._members]
+        """The entries of their state."""
+        self._layout: tuple[Any, list[torch.dtype], Any] = None, [torch.float32] * len(self._members), None
+        """The gradients' kinds and dtypes, and the facts of parameters and state, that the stages are for."""
 
-        A stage holds addresses, so every step compares them all, on a GPU too: an assignment to .data of a
-        parameter leaves no other mark. Where gradients lie does not matter.
+    def _facts(self) -> tuple[bytes, bytes]:
+        """Of parameters and state. A stage holds addresses, so every step compares them all, on a GPU too: an
+        assignment to .data of a parameter leaves no other mark. Where gradients lie does not matter.
         """
         facts = ops.state_facts(self._listed, self.state, self._keys)
-        return kinds is not None and facts is not None and (kinds, facts) == self._laid_out
+        if facts is None:  # there are DTensors, whose local tensors count
+            states = [self.state.get(p) or {} for p in self._listed]
+            entries = [s.get(key) for s, keys in zip(states, self._keys, strict=True) for key in keys]
+            facts = ops.tensor_facts([*locals_of(self._listed), *locals_of(entries)])
+        return facts
 
-    def _lay_out(self, kinds: Any, dtypes: Sequence[_Dtypes]) -> None:
-        """Make all that part.run() needs: state of first updates, and stages unless the last ones will do.
+    def _is_laid_out(self, kinds: Any) -> bool:
+        return kinds is not None and kinds == self._layout[0] and self._facts() == self._layout[2]
 
-        kinds: what _is_laid_out() compares. dtypes: by part, of gradients in the order of its parameters; one
-        with None needs no state.
+    def _lay_out(self, kinds: Any, dtypes: Sequence[torch.dtype | None]) -> None:
+        """Make state of first updates, and stages unless the last ones will do. Changes all or nothing.
+
+        kinds: what _is_laid_out() compares. dtypes: of the gradients of all members; one with None needs no
+        state.
         """
-        self._laid_out = None  # an error may leave some parts with other stages
-        by_id = dict(zip(map(id, self.state), self.state.values(), strict=True))  # torch hashes in Python
-        made = {}
-        for part, own in zip(self._parts, dtypes, strict=True):
-            made |= part.lay_out([by_id.get(id(p)) for p in part.listed], own)
-        self.state.update(made)
-        self._laid_out = kinds, ops.state_facts(self._listed, self.state, self._keys)
+        made, states = {}, []
+        for member, dtype in zip(self._members, dtypes, strict=True):
+            p, compact, state = member.parameter, member.compact, self.state.get(member.parameter)
+            if state and not state.keys() >= _KEPT[compact].keys():
+                group = f"param_groups[{member.group}]['state']"
+                raise ValueError(
+                    f"{group} is {self.param_groups[member.group]['state']!r} now, and that of {member.name} "
+                    "is not: load_state_dict() this optimizer's state_dict(), which converts it"
+                )
+            if not state and dtype is not None:
+                state = made[p] = first_state(p, compact)
+            states.append(state or {})
+        dtypes = [new or old for new, old in zip(dtypes, self._layout[1], strict=True)]
+        if made or (dtypes, self._facts()) != self._layout[1:]:
+            if self._listed and ops.is_capturing(self._listed[0].device):
+                raise RuntimeError(
+                    "the first step() with these parameters and gradient dtypes cannot be captured in a CUDA "
+                    "graph: make one such step before the capture"
+                )
+            rest = zip(states, dtypes, strict=True)
+            stages = [part.build(list(itertools.islice(rest, len(part.members)))) for part in self._parts]
+            self.state.update(made)
+            for part, own in zip(self._parts, stages, strict=True):
+                part.stages = own
+        self._layout = kinds, dtypes, self._facts()
 
 
 class Member(NamedTuple):
     """A parameter of a part.
 
-    group: the number of its group. name: in messages. compact: whether its state is. of: what it is a slice
-    of in compact state.
+    group: the number of its group. name: in messages. compact: whether its state is.
     """
 
     parameter: torch.Tensor
     group: int
     name: str
     compact: bool
-    of: Slice | None
 
 
 class Part:
-    """Parameters that are updated together, in a launch for each kind of state, and the cast plan that wants
-    their amaxes.
+    """Parameters that are updated together, in a launch for each kind of state: a bucket of ZeroFP4Optimizer.
 
-    plan: or None. params: the masters of the plan are among them. present: as of offer_parts().
+    offered, plan, present: as of offer_parts(). The plan, if there is one, wants the amaxes of its masters.
 
     Raises ValueError if a master of the plan is not one of the parameters.
     """
 
-    def __init__(self, plan: CastPlan | None, params: _Tensors, present: _Words):
-        self.plan, self._present = plan, present
-        self._pieces = {} if plan is None else _find_pieces(plan, params)
-        self._masters = locals_of(list(self._pieces))
-        self.versions = self.read_versions()
-        """Those of the masters when their amaxes were computed."""
-        # From hold():
+    def __init__(
+        self,
+        offered: Sequence[torch.Tensor],
+        plan: CastPlan | None,
+        present: Mapping[torch.Tensor, torch.Tensor],
+    ):
+        self.offered, self.plan, self._present = offered, plan, present
+        self._pieces = {} if plan is None else _find_pieces(plan, offered)
+        self.masters = ops.Versions(locals_of(list(self._pieces)))
+        """Those of the plan, as they were when their amaxes were computed."""
         self.members: list[Member] = []
-        """Those with full state first."""
-        self.listed: list[torch.Tensor] = []
-        self.keys: list[tuple[str, ...]] = []
-        """The entries of their state."""
-        self._ranges: list[tuple[bool, int, int, slice]] = []
-        """By kind of state and group: both, the number of the first item in its stage, and which members."""
-        self.params: _Tensors = []
-        """What this rank holds of the parameters: `listed` itself where they are plain."""
-        # From each step:
+        self._ranges: dict[tuple[bool, int], list[int]] = {}
+        """By kind of state and group, the positions of members, as they follow one another in a stage."""
         self.stages: dict[bool, ops.AdamWStage] = {}
-        """Of full state, and of compact state, where there are such parameters."""
-        self._built_for: Any = None
-        """dtypes of gradients, and ops.tensor_facts() of parameters and state."""
+        """Of full state, and of compact state, if there are such parameters."""
 
-    def hold(self, members: Sequence[Member]) -> None:
-        """members: ordered by group."""
-        self.members = members = sorted(members, key=operator.attrgetter("compact"))
-        self.listed = [m.parameter for m in members]
-        self.params = locals_of(self.listed)
-        self.keys = [tuple(_KEPT[m.compact]) for m in members]
-        kinds, self._ranges, begins = [(m.compact, m.group) for m in members], [], {}
-        for kind in dict.fromkeys(kinds):
-            first, count = kinds.index(kind), kinds.count(kind)
-            begin = begins.setdefault(kind[0], first)
-            self._ranges.append((*kind, first - begin, slice(first, first + count)))
-        self._built_for = None
+    def hold(self, members: list[Member]) -> None:
+        self.members, self._ranges = members, {}
+        for i, member in enumerate(members):
+            self._ranges.setdefault((member.compact, member.group), []).append(i)
 
-    def lay_out(self, states: list[Mapping[str, Any] | None], dtypes: _Dtypes) -> dict[torch.Tensor, Any]:
-        """Build the stages, unless they are built for this. Returns the state of first updates.
+    def _params(self) -> _Tensors:
+        """What this rank holds of the parameters: a DTensor may hold another tensor than before."""
+        return locals_of([member.parameter for member in self.members])
 
-        states: of the parameters; None or empty where there is none. dtypes: of gradients.
+    def build(self, given: Sequence[tuple[Mapping[str, Any], torch.dtype]]) -> dict[bool, ops.AdamWStage]:
+        """`stages` for these states and dtypes of gradients. A state may be empty: such a parameter is only
+        read.
         """
-        made = {}
-        if not all(states):
-            for i, (p, _, _, compact, of) in enumerate(self.members):
-                if not states[i] and dtypes[i] is None:
-                    states[i] = dict.fromkeys(self.keys[i])
-                elif not states[i]:
-                    states[i] = made[p] = first_state(p, compact, of)
-        items = zip(states, self.keys, strict=True)
-        entries = locals_of([state[key] for state, keys in items for key in keys])
-        before = self._built_for[0] if self._built_for else [torch.float32] * len(dtypes)
-        dtypes = [new or old for new, old in zip(dtypes, before, strict=True)]
-        built_for = dtypes, ops.tensor_facts([*self.params, *entries])
-        if built_for != self._built_for:
-            if self.params and ops.is_capturing(self.params[0].device):
-                raise RuntimeError(
-                    "the first step() with these parameters and gradient dtypes cannot be captured in a CUDA "
-                    "graph: make one such step before the capture"
-                )
-            self._build(iter(entries), dtypes)
-            self._built_for = built_for
-        return made
-
-    def _build(self, entries: Iterator[torch.Tensor | None], dtypes: Sequence[torch.dtype]) -> None:
-        """Make the stages.
-
-        entries: those of the states, one parameter after the other; None where there is no state yet: such a
-        parameter is only read.
-        """
-        items: dict[bool, list] = {False: [], True: []}
-        for member, p, dtype, keys in zip(self.members, self.params, dtypes, self.keys, strict=True):
-            state = list(itertools.islice(entries, len(keys)))
-            items[member.compact].append(self._item(member, p, state, dtype))
+        params, items = self._params(), {False: [], True: []}
+        for (compact, _), positions in self._ranges.items():
+            items[compact] += [self._item(self.members[i], params[i], *given[i]) for i in positions]
         reduced = self.plan and self.plan.reduced
-        self.stages = {kind: ops.AdamWStage(some, reduced) for kind, some in items.items() if some}
+        return {kind: ops.AdamWStage(some, reduced) for kind, some in items.items() if some}
 
-    def _item(self, member: Member, p: torch.Tensor, state: _Tensors, dtype: torch.dtype) -> ops.AdamWItem:
+    def _item(
+        self, member: Member, p: torch.Tensor, state: Mapping[str, Any], dtype: torch.dtype
+    ) -> ops.AdamWItem:
         """What a stage has of a parameter. Raises where its memory is not what kernels take it for."""
-        listed, _, name, compact, of = member
-        pieces, present = self._pieces.get(listed, ()), self._present.get(listed)
-        _check_parameter(name, p, self.params[0].device, of)
+        listed, _, name, compact = member
+        pieces, present, of = self._pieces.get(listed, ()), self._present.get(listed), slice_of(p)
+        _check_parameter(name, p, self.members[0].parameter.device)
         if pieces and pieces[0].master.data_ptr() != p.data_ptr():
             raise RuntimeError(f"{name} is not where the plan's master is: refresh() and offer it anew")
         shapes = {"step": ()}
         if compact:
             shapes["scales"] = scales_shape(p.shape) if of is None else (of.groups, 2)
-        for (key, kept_as), tensor in zip(_KEPT[compact].items(), state, strict=True):
+        entries = locals_of([state.get(key) for key in _KEPT[compact]])
+        for (key, kept_as), tensor in zip(_KEPT[compact].items(), entries, strict=True):
             if tensor is not None:
                 what = f"the state of {name}: {key}"
                 check_buffer(what, tensor, shapes.get(key, p.shape), kept_as, p.device)
         if not compact:
-            return ops.AdamWItem(p, *state, dtype, pieces, present)
-        *state, scales = state
+            return ops.AdamWItem(p, *entries, dtype, pieces, present)
+        *entries, scales = entries
         if scales is not None and scales.data_ptr() % 8:
             raise ValueError(
                 f"the state of {name}: scales must begin at a multiple of 8 bytes, since a GPU loads both "
                 f"scales of a group at once, got address {scales.data_ptr():#x}: pass a clone()"
             )
-        item = ops.AdamWItem(p, *state, dtype, pieces, present, compact=True, scales=scales)
+        item = ops.AdamWItem(p, *entries, dtype, pieces, present, compact=True, scales=scales)
         if of is None:
             cols = p.shape[-1]
             if any(piece.matrix[1] != cols or piece.shard.start % cols for piece in pieces):
@@ -427,28 +425,26 @@ class Part:
         return item._replace(pieces=pieces, low=of.low, number=of.number, first_row=first_row)
 
     def run(self, gradients: _Tensors, options: Sequence[Any], rows: ops.RankGradients | None = None) -> None:
-        """Update the parameters, and leave their amaxes in the plan.
+        """Update the members, and leave their amaxes in the plan.
 
-        gradients: in the order of the parameters, with the dtypes that the stages read.
-        options: what FusedAdamW._begin() returned.
+        gradients: of the members, with the dtypes that the stages read.
+        options: ops.adamw_options() of each group.
         rows: gradients of all ranks, whose mean counts; `gradients` are then this rank's own.
         """
         if self.plan is not None:
             self.plan.begin_update()
-        for compact, g, first, members in self._ranges:
-            self.stages[compact].begin(options[g], first, gradients[members])
+        firsts = {False: 0, True: 0}
+        for (compact, g), positions in self._ranges.items():
+            own = list(map(gradients.__getitem__, positions))
+            self.stages[compact].begin(options[g], firsts[compact], own)
+            firsts[compact] += len(own)
         for stage in self.stages.values():
             stage.update(rows)
         # As after any update in place, a backward pass through the old values must fail.
-        updated = map(operator.is_not, gradients, itertools.repeat(None))
-        ops.increment_versions(list(itertools.compress(self.params, updated)))
+        ops.increment_versions([p for p, g in zip(self._params(), gradients, strict=True) if g is not None])
         if self.plan is not None:
             self.plan.end_update()
-            self.versions = self.read_versions()
-
-    def read_versions(self) -> list[int]:
-        """autograd's count of writes to each master of the plan."""
-        return ops.versions_of(self._masters)
+            self.masters.take()
 
 
 def _find_pieces(plan: CastPlan, params: _Tensors) -> dict[torch.Tensor, tuple[ops.MasterPiece, ...]]:
@@ -470,64 +466,6 @@ def _find_pieces(plan: CastPlan, params: _Tensors) -> dict[torch.Tensor, tuple[o
     return found
 
 
-class BucketUpdate:
-    """The engine's Update by a FusedAdamW whose parts have the masters of these buckets, in their order.
-
-    inner: the optimizer of the masters. masters: by trainable parameter.
-    """
-
-    def __init__(self, inner: FusedAdamW, masters: _Tensors, exchanges: Sequence[BucketExchange]):
-        self._inner, self._masters, self._exchanges = inner, masters, exchanges
-        self._numbers = {exchange: n for n, exchange in enumerate(exchanges)}
-        self._orders: list[tuple[Sequence[torch.Tensor], list[int]]] = [([], [])] * len(exchanges)
-        """By bucket, the parameters of its part, and their positions in the bucket."""
-        # Of one step:
-        self._options: list[Any] = []
-        self.present: Sequence[bool] | None = None
-        """By trainable parameter, whether it is to be updated, as far as the host knows; None if all."""
-
-    def begin(
-        self,
-        skip: torch.Tensor,
-        *,
-        present: Sequence[bool] | None = None,
-        in_slices: bool = False,
-        factor: torch.Tensor | None = None,
-    ) -> None:
-        """Do everything of a step that can fail on this rank alone, or needs memory.
-
-        skip, factor: float32 [] on the device, as FusedAdamW's found_inf and clip_factor.
-        present: as the attribute.
-        in_slices: whether the means are in the buckets' `gradients`.
-        """
-        if has_hooks(self._inner):
-            raise RuntimeError(
-                "step() of optimizer.inner has hooks and is not called, since FusedAdamW updates bucket by "
-                "bucket: register them on the ZeroFP4Optimizer"
-            )
-        self._options, self.present = self._inner._begin(skip, factor), present
-        dtypes = []
-        for n, exchange in enumerate(self._exchanges):
-            bucket, listed = exchange.bucket, self._inner._parts[n].listed
-            if listed is not self._orders[n][0]:
-                positions = {id(self._masters[i]): k for k, i in enumerate(bucket.indices)}
-                self._orders[n] = listed, [positions[id(master)] for master in listed]
-            dtype = bucket.sent_as
-            if in_slices or not exchange.averages_in_update:
-                _, dtype = bucket.gradient_views, torch.float32  # which makes their memory
-            dtypes.append([dtype] * len(listed))
-        if not self._inner._is_laid_out(dtypes):
-            self._inner._lay_out(dtypes, dtypes)
-
-    def __call__(self, exchange: BucketExchange, arrived: Arrived | None) -> None:
-        bucket, present, n = exchange.bucket, self.present, self._numbers[exchange]
-        own = bucket.gradient_views if arrived is None else arrived.own
-        if present is not None:
-            own = [view if present[i] else None for view, i in zip(own, bucket.indices, strict=True)]
-        gradients = list(map(own.__getitem__, self._orders[n][1]))
-        self._inner._parts[n].run(gradients, self._options, None if arrived is None else arrived.rows)
-
-
 @dataclasses.dataclass
 class _AsIs:
     """Compact state in a state dict, hidden from torch, which casts tensors to the dtype of a parameter."""
@@ -542,6 +480,11 @@ def _hide_compact(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[
         for key, entries in state_dict["state"].items()
     }
     return state_dict | {"state": states}
+
+
+def _is_compact(p: torch.Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether the state of a parameter of this group is compact."""
+    return slice_of(p) is not None or (group["state"] == "compact" and suits_compact(p.shape))
 
 
 # What FusedAdamW takes
@@ -577,7 +520,7 @@ def _check_scalar(name: str, scalar: Any, device: torch.device) -> None:
     check_buffer(name, scalar, shape, torch.float32, device)
 
 
-def _check_parameter(name: str, p: torch.Tensor, device: torch.device, of: Slice | None) -> None:
+def _check_parameter(name: str, p: torch.Tensor, device: torch.device) -> None:
     """Raises TypeError or ValueError unless p is plain, contiguous, float32 and on the device. A slice of
     masters of 24 bits is bfloat16.
     """
@@ -586,15 +529,16 @@ def _check_parameter(name: str, p: torch.Tensor, device: torch.device, of: Slice
     check_plain(name, p)
     if p.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} must be on a CPU or CUDA device, got {p.device}")
+    of = slice_of(p)
     dtype = torch.float32 if of is None or of.low is None else torch.bfloat16
     check_buffer(name, p, p.shape, dtype, device)
 
 
-def _check_gradients(members: Sequence[Member], gradients: _Tensors, params: _Tensors) -> None:
+def _check_gradients(members: Sequence[Member], gradients: _Tensors) -> None:
     """Raises TypeError, ValueError or RuntimeError for the first gradient that kernels cannot read."""
-    for member, gradient, p in zip(members, gradients, params, strict=True):
+    for member, gradient in zip(members, gradients, strict=True):
         if gradient is not None:
-            name = f"the gradient of {member.name}"
+            name, p = f"the gradient of {member.name}", locals_of([member.parameter])[0]
             check_plain(name, gradient)
             if gradient.dtype not in UPDATE_DTYPES:
                 raise TypeError(f"{name} must be float32 or bfloat16, got {gradient.dtype}")

@@ -130,7 +130,6 @@ class InnerOptimizers:
     classes: by parameter group.
     masters: by id(parameter), this rank's part of its master in the form that its class takes; missing or
         empty where this rank owns nothing.
-    slices: by master, what FusedAdamW needs to know of one that it keeps in compact state.
     """
 
     def __init__(
@@ -138,7 +137,6 @@ class InnerOptimizers:
         classes: Sequence[InnerClass],
         param_groups: Sequence[dict],
         masters: Mapping[int, Sequence[torch.Tensor]],
-        slices: Mapping[torch.Tensor, Any],
     ):
         self._classes = classes
         self.all: tuple[torch.optim.Optimizer, ...] = ()
@@ -146,8 +144,7 @@ class InnerOptimizers:
             groups = []
             for group in self._of(inner.number, param_groups):
                 own = [m for p in group["params"] for m in masters.get(id(p), ())]
-                sliced = {m: slices[m] for m in own if m in slices}
-                groups.append(options(group) | {"params": own} | ({"slices": sliced} if sliced else {}))
+                groups.append(options(group) | {"params": own})
             self.all += (inner.optimizer_class(groups, **inner.defaults),)
         self._copies: list[dict] = []
         """Of the parameter groups and of those here, as they were when their options were last the same."""

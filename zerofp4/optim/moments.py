@@ -57,6 +57,11 @@ class Slice(NamedTuple):
         return MasterPiece(None, self.shard, (self.shape.numel() // cols, cols), torch.float32, -1, -1)
 
 
+def slice_of(p: torch.Tensor) -> Slice | None:
+    """What a master of ZeroFP4Optimizer in compact state is a slice of; None of any other tensor."""
+    return getattr(p, "zerofp4_slice", None)
+
+
 def suits_compact(shape: torch.Size) -> bool:
     """Whether a parameter of this shape has rows that are worth the scales of their groups."""
     return len(shape) >= 2 and shape[-1] >= STATE_GROUP
@@ -81,9 +86,9 @@ def scales_shape(shape: torch.Size) -> tuple[int, ...]:
     return (*shape[:-1], ceil_div(shape[-1], STATE_GROUP), 2)
 
 
-def first_state(p: torch.Tensor, compact: bool, of: Slice | None = None) -> dict[str, torch.Tensor]:
-    """The state of a parameter that was never updated. of: what it is a slice of."""
-    step = torch.zeros((), dtype=torch.float32, device=p.device)
+def first_state(p: torch.Tensor, compact: bool) -> dict[str, torch.Tensor]:
+    """The state of a parameter that was never updated."""
+    step, of = torch.zeros((), dtype=torch.float32, device=p.device), slice_of(p)
     if not compact:
         return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     codes = {name: torch.zeros_like(p, dtype=COMPACT[name]) for name in CODES}

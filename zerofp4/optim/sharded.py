@@ -1,11 +1,10 @@
-"""Parameters in flat buffers, this rank's pieces of their FP32 masters, and the plans that cast them.
+"""Parameters in buckets, this rank's shards of their FP32 masters, and the plans that cast them.
 
-What others do to these parameters between two steps is noticed here, too: whoever exchanges, moves, writes to
-or unfreezes one would go on without the masters.
+Notices parameters that were exchanged, moved, written to or unfrozen between two steps: they would no longer
+follow their masters.
 """
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from zerofp4.cast import CastPlan
 from zerofp4.distributed import OwnError
 from zerofp4.engine import Bucket, LateGathers, Peers, build_buckets, joined, write_master, zeros_on
-from zerofp4.ops import Addresses, versions_of
+from zerofp4.ops import Addresses, Versions
 from zerofp4.optim.build import Checked, kind_of
 from zerofp4.optim.initial import initial_values
 from zerofp4.optim.moments import Slice
@@ -33,8 +32,8 @@ class ShardedParameters:
     """The trainable parameters of an optimizer. Building it is collective, and moves them into flat buffers;
     the masters have no values until initialize_masters().
 
-    peers: the ranks that share the memory of weights; None where weights travel by collectives.
-    late: takes the gathers of NVFP4 weights that go on behind a step.
+    peers: the ranks that share the memory of weights; None if weights travel by collectives.
+    late: takes the gathers of NVFP4 weights that go on after a step.
     """
 
     def __init__(self, checked: Checked, bucket_mb: float, peers: Peers | None, late: LateGathers | None):
@@ -50,44 +49,33 @@ class ShardedParameters:
         for bucket in self.buckets:
             bucket.allocate(peers)
             bucket.bind()
-        self.masters: list[torch.Tensor | None] = self.by_parameter(lambda b: b.own_views(b.masters))
-        """By parameter, 1D, this rank's piece of its bucket's `masters`; None where it owns nothing."""
-        self.lows: list[torch.Tensor | None] = self.by_parameter(
-            lambda b: [None] * len(b.indices) if b.low is None else b.own_views(b.low)
-        )
-        """By parameter, the bytes of masters of 24 bits, whose other plane is in `masters`; else None."""
+        # By parameter: this rank's shard, its master, 1D, and the low bytes of a master of 24 bits; None if
+        # this rank owns nothing, or there are no low bytes.
         self.shards: list[Shard] = self.by_parameter(lambda b: b.shards)
-        """By parameter, what this rank owns."""
+        self.masters: list[torch.Tensor | None] = self.by_parameter(lambda b: b.own_views(b.masters))
+        self.lows: list[torch.Tensor | None] = self.by_parameter(lambda b: b.own_views(b.low))
         self.optimized = [self._as_optimized(i, master) for i, master in enumerate(self.masters)]
-        """By parameter, what an optimizer updates: nothing, the piece, or the matrices in it."""
-        self.slices: dict[torch.Tensor, Slice] = {
-            master: Slice(one.parameter.shape, shard, low, i)
-            for i, (one, master, low, shard) in enumerate(
-                zip(self.trained, self.masters, self.lows, self.shards, strict=True)
-            )
-            if one.is_compact and master is not None
-        }
-        """By master, of those in compact state."""
+        """By parameter, what an optimizer updates: nothing, the master, or the matrices in it."""
+        for i, (one, master, low) in enumerate(zip(self.trained, self.masters, self.lows, strict=True)):
+            if one.is_compact and master is not None:
+                master.zerofp4_slice = Slice(one.parameter.shape, self.shards[i], low, i)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
-        """1 where the last step was skipped, or a NaN or Inf in masters kept NVFP4 weights as they were."""
+        """1 if the last step was skipped, or left NVFP4 weights alone because of a NaN or Inf in masters."""
         packed = [bucket for bucket in self.buckets if bucket.is_packed]
         for bucket in packed:
             bucket.plan = self._build_plan(bucket, checked.amax_groups or ())
             zeros = zeros_on(bucket.device) if peers is None else peers.zeros
             bucket.scales = bucket.plan.stage_scales(zeros)
         self.plans = [bucket.plan for bucket in packed]
-        """What casts the buckets of NVFP4 weights, one for each of them."""
-        self._watch()
         self.holder = Holder(self.parameters)
-        self._take_addresses()
-        self.accept_values()
+        self._watch()
+        self._versions = Versions(self.parameters)
+        """Of the weights as the optimizer left them."""
         self.weights_follow = True
-        """False from load_state_dict() to the cast of the next step: weights written meanwhile yield to the
-        masters.
-        """
+        """False from load_state_dict() to the cast of the next step, which overwrites later writes."""
 
     def by_parameter(self, of_bucket: Callable[[Bucket], list]) -> list:
-        """What a function returns for the parameters of each bucket, in the order of all parameters."""
+        """Join a function's values for the parameters of each bucket, in the order of all parameters."""
         found: dict[int, Any] = {}
         for bucket in self.buckets:
             found |= zip(bucket.indices, of_bucket(bucket), strict=True)
@@ -104,20 +92,20 @@ class ShardedParameters:
         return [matrix.view(rows, columns) for matrix in piece.split(rows * columns)]
 
     def saved_planes(self, i: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """A parameter's entries of `masters` and `lows` for a save, an export or an average: those of what
-        somebody wrote to the weight, if it is_overwritten().
+        """A parameter's entries of `masters` and `lows` for a save, an export or an average. If the weight
+        is_overwritten(), they are made from its new values.
         """
         return self.written_planes(i) if self.is_overwritten(i) else (self.masters[i], self.lows[i])
 
     def is_overwritten(self, i: int) -> bool:
-        """Whether somebody wrote to a weight since the last step, and its master is not to undo that: after a
-        load and under a later optimizer the masters decide.
+        """Whether somebody wrote to a weight since the last step, and its master is to follow. After a load,
+        and once another optimizer has taken the weights over, the masters decide.
         """
         return self.weights_follow and not self.holder.is_taken_over and bool(self.written([i]))
 
     def written_planes(self, i: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The planes that the weight's values make. What the master itself makes of it keeps the master: DDP
-        writes to all weights the values that they hold. Not collective: every rank looks at its own copy.
+        """Entries of `masters` and `lows` from the weight's values. A value that the master rounds to keeps
+        the master: DDP writes all weights with the values that they hold. Not collective.
         """
         planes, parameter, shard = (self.masters[i], self.lows[i]), self.parameters[i], self.shards[i]
         if planes[0] is None or had_master(parameter):
@@ -131,36 +119,36 @@ class ShardedParameters:
         return made
 
     def follow_masters(self) -> None:
-        """From now on weights are what their masters make, whatever was written to them before."""
+        """Ignore what was written to weights: they are cast from their masters."""
         self.weights_follow = True
         for parameter in self.parameters:
             note_master(parameter)
 
     def updated_by(self, bucket: Bucket) -> int:
-        """The number of the optimizer that updates the masters of a bucket."""
+        """Return the number of the optimizer that updates a bucket's masters."""
         return self.trained[bucket.indices[0]].by
 
     @functools.cached_property
     def optimized_pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """All of `optimized` and its averaged gradients, the same views in every step. Makes their memory."""
+        """All of `optimized`, and views of their averaged gradients, whose memory this allocates."""
         pieces = self.by_parameter(lambda b: b.gradient_views)
         gradients = [g for i, piece in enumerate(pieces) for g in self._as_optimized(i, piece)]
         return [master for own in self.optimized for master in own], gradients
 
     @functools.cached_property
     def gradients(self) -> list[torch.Tensor]:
-        """By parameter, its averaged gradient, whole, as it is in a world of one."""
+        """By parameter, its whole averaged gradient, in a world of one."""
         return self.by_parameter(lambda b: b.whole_views(b.gradients))
 
     def share_gradients(self) -> None:
-        """Let all buckets have `gradients` in the same memory, each until its update."""
+        """Let all buckets have `gradients` in one slot, each until its update."""
         most = max(bucket.slice_numel for bucket in self.buckets)
         flat = torch.zeros(most, dtype=torch.float32, device=self.buckets[0].device)
         for bucket in self.buckets:
             bucket.gradients = flat[: bucket.slice_numel]
 
     def _build_plan(self, bucket: Bucket, amax_groups: Sequence[Sequence[torch.Tensor]]) -> CastPlan:
-        """Of a bucket of NVFP4 weights, with the amax groups that lie in it."""
+        """The plan of a bucket of NVFP4 weights, with the amax groups in it."""
         inside = {id(weight.record) for weight in bucket.parameters}
         return CastPlan(
             bucket.parameters,
@@ -173,14 +161,20 @@ class ShardedParameters:
         )
 
     def _watch(self) -> None:
-        for bucket in self.buckets if self._late is not None else ():
-            if bucket.is_packed:
+        """Note where parameters and masters are now."""
+        named = list(zip(self.names, self.parameters, self.masters, strict=True))
+        packed = {name: p for name, p, _ in named if isinstance(p, NVFP4Tensor)}
+        others = {name: p for name, p, _ in named if name not in packed} | {"found_inf": self.found_inf}
+        others |= {f"the master of {name}": master for name, _, master in named if master is not None}
+        self._addresses = Addresses(packed, others, owner="optimizer")
+        if self._late is not None:
+            for bucket in filter(operator.attrgetter("is_packed"), self.buckets):
                 self._late.watch(bucket)
 
-    # What others have done to the parameters
+    # Changes to the parameters from outside
 
     def check_unchanged(self, param_groups: Sequence[dict]) -> None:
-        """Raise RuntimeError for parameters that others exchanged, moved, wrote to or unfroze."""
+        """Raise RuntimeError for parameters that were exchanged, moved, written to or unfrozen."""
         self.check_groups(param_groups)
         OwnError(self.find_moved()).raise_if_any()
         replaced = self.holder.find_replaced()
@@ -200,8 +194,8 @@ class ShardedParameters:
             )
 
     def check_written(self, indices: Sequence[int] | None = None) -> None:
-        """Raise RuntimeError where others wrote to one of these parameters since the last step, unless that
-        step was before a load: then this one has them follow their masters.
+        """Raise RuntimeError if one of these parameters was written to since the last step. After a load,
+        they follow their masters instead.
         """
         written = self.written(indices)
         if written and self.weights_follow:
@@ -225,49 +219,25 @@ class ShardedParameters:
             )
 
     def accept_values(self, indices: Sequence[int] | None = None) -> None:
-        """Take the present values of these weights, or of all, for the optimizer's own."""
-        if indices is None:
-            self._versions = versions_of(self.parameters)
-            return
-        versions = versions_of([self.parameters[i] for i in indices])
-        for i, version in zip(indices, versions, strict=True):
-            self._versions[i] = version
+        """Take the present values of these weights, or of all, as the optimizer's own."""
+        self._versions.take(indices)
 
     def written(self, indices: Sequence[int] | None = None) -> list[int]:
-        """Which of these parameters, or of all, others than the optimizer wrote to since its last step."""
-        parameters, before = self.parameters, self._versions
-        if indices is not None:
-            parameters, before = [parameters[i] for i in indices], [before[i] for i in indices]
-        versions = versions_of(parameters)
-        if versions == before:  # as in nearly every step: hundreds are compared in C
-            return []
-        changed = map(operator.ne, before, versions)
-        return list(itertools.compress(indices or range(len(versions)), changed))
-
-    def _take_addresses(self) -> None:
-        named = list(zip(self.names, self.parameters, strict=True))
-        packed = {name: p for name, p in named if isinstance(p, NVFP4Tensor)}
-        dense = {name: p for name, p in named if not isinstance(p, NVFP4Tensor)}
-        self._dense_addresses = Addresses({}, dense, owner="optimizer")
-        self._packed_addresses = Addresses(packed, {}, owner="optimizer")
+        """Which of these weights, or of all, were written to since the optimizer last did."""
+        return self._versions.written(indices)
 
     def find_moved(self) -> RuntimeError | None:
-        """An error for the first parameter, master or buffer that has moved since its address was taken.
-        Looks at every address, since an assignment to .data leaves no mark, and is the only look of a step.
+        """Return an error for the first parameter, master or buffer that has moved. Compares every address,
+        since an assignment to .data leaves no mark.
         """
         if self.holder.is_taken_over:
             return RuntimeError(_TAKEN_OVER)
-        error = self._dense_addresses.find_moved()
-        for plan in self.plans if error is None else ():
-            error = plan.find_moved()
-            if error is not None:  # the plan knows a weight by its position in the bucket, not by its name
-                error = self._packed_addresses.find_moved() or error
-                break
+        error = self._addresses.find_moved()
         changed = None if error is None else self._find_changed()
         return error if changed is None else RuntimeError(changed)
 
     def _find_changed(self) -> str | None:
-        """What is wrong with the first parameter of another kind or device, whose buffers do not fit it."""
+        """Say what is wrong with the first parameter whose kind or device has changed."""
         for name, p, (kind, device) in zip(self.names, self.parameters, self._kinds, strict=True):
             if (kind_of(p), p.device) != (kind, device):
                 advice = (
@@ -299,17 +269,16 @@ class ShardedParameters:
         for plan in self.plans:
             plan.refresh()
         self._watch()
-        self._take_addresses()
 
-    # Gathers that go on behind a step
+    # Late gathers
 
     def settle(self) -> None:
-        """What is queued next on the current stream finds all weights, or may write to them."""
+        """Make the current stream wait for late gathers."""
         if self._late is not None:
             self._late.settle()
 
     def check(self) -> None:
-        """Wait for the casts. Raises RuntimeError for what has gone wrong in them, or has moved since."""
+        """Wait for the casts. Raises RuntimeError for an error in them, and for what has moved."""
         if self._late is not None:
             self._late.synchronize()
         OwnError(self.find_moved()).raise_if_any()

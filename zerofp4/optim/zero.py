@@ -29,10 +29,10 @@ from zerofp4.engine import (
     BackwardSchedule,
     BucketExchange,
     Gradients,
-    GradientSnapshot,
     LateGathers,
     Sent,
     Step,
+    Update,
     UpdateSchedule,
     are_as_sent,
     check_gradients,
@@ -46,7 +46,7 @@ from zerofp4.engine import (
 from zerofp4.launch import backend_for
 from zerofp4.nn import free_frozen
 from zerofp4.ops import is_capturing
-from zerofp4.optim.adamw import BucketUpdate, FusedAdamW
+from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.agreement import Agreement, Call
 from zerofp4.optim.build import (
     Checked,
@@ -70,7 +70,7 @@ class Clipped(NamedTuple):
     still to be multiplied by.
     """
 
-    gradients: GradientSnapshot
+    gradients: ops.Versions
     factor: torch.Tensor
 
 
@@ -167,7 +167,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     broadcast_frozen(parameter, place.sharding)
         free_frozen(self._parameters)
         masters = zip(map(id, trainable), self._shards.optimized, strict=True)
-        self.inners = InnerOptimizers(checked.classes, self.param_groups, dict(masters), self._shards.slices)
+        self.inners = InnerOptimizers(checked.classes, self.param_groups, dict(masters))
         """The optimizers of the masters, in the order in which their classes come first in the groups."""
         me = weakref.ref(self)
         self._saved = SavedState(
@@ -194,9 +194,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """Whether gradients are their own means, in p.grad: in a world of one where nothing rounds them."""
         self._why_at_once = self._find_why_at_once()
         """Why all masters are updated at once; None where they are updated bucket by bucket."""
-        self._update: BucketUpdate | None = None
-        if self._why_at_once is None:
-            self._update = BucketUpdate(self.inners.all[0], self._shards.masters, self._exchanges)
+        self._fused: FusedAdamW | None = self.inners.all[0] if self._why_at_once is None else None
+        """What updates the masters bucket by bucket."""
         self._step = Step(self._exchanges, self._peers, sends=self._schedule is None, late=late)
         self._why_host_waits = self._find_why_host_waits(group, device)
         """Why the host waits for the vote of each step; None where the device alone reads it."""
@@ -325,7 +324,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
                     "step: call it after the last backward pass, or zero_grad() before the next one"
                 )
-            self._prepare_update(gradients, reduces)
+            self._prepare_update(reduces)
             sent = self._to_average(gradients, reduces)
             call = Call(is_clip=False, reduces=reduces, step=self._saved.steps)
         except BaseException as failure:
@@ -343,10 +342,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             with self._sound.breaking("step()"):
                 if self._must_skip():
                     self.found_inf.fill_(1)
-                elif self._update is None:
+                elif self._fused is None:
                     self._update_at_once(sent, present)
                 else:
-                    self._run_program(self._update, sent)
+                    self._run_program(self._fused.update_bucket, sent)
         finally:
             self._forget_clipped()
             self._clip_error = OwnError()
@@ -412,7 +411,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         factor = ((0.0 if error else max_norm) / (total + 1e-6)).clamp(max=1.0)
         factor.masked_fill_(self._agreement.nonfinite != 0, 1.0)
         if reduces:
-            self._clipped = Clipped(GradientSnapshot(gradients), factor)
+            self._clipped = Clipped(ops.Versions(gradients), factor)
         else:
             self._clipped = before._replace(factor=before.factor * factor)
         with self._sound.breaking("clip_grad_norm_()"):  # the others have a norm that is of no use
@@ -486,20 +485,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._peers.check()
         self._sound.raise_if_broken()
 
-    def _prepare_update(self, gradients: Gradients, reduces: bool) -> None:
+    def _prepare_update(self, reduces: bool) -> None:
         """Allocate what the update needs, and check what FusedAdamW is given."""
-        if self._update is None:
+        if self._fused is None:
             _ = self._shards.optimized_pairs  # makes the memory of gradients
             return
-        present = [gradient is not None for gradient in gradients]
-        # In a larger world the kernels read which gradients there are.
-        all_present = self.world_size > 1 or all(present)
-        self._update.begin(
-            self._agreement.skip_in_kernels,
-            present=None if all_present else present,
-            in_slices=not reduces and not self._averages_nothing,
-            factor=self._factor,
-        )
+        skip, in_slices = self._agreement.skip_in_kernels, not (reduces or self._averages_nothing)
+        self._fused.begin_buckets(self._exchanges, skip, self._factor, in_slices)
 
     def _to_average(self, gradients: Gradients, reduces: bool) -> Gradients | None:
         """The gradients as they are sent or read in this call; None if they are averaged already."""
@@ -682,7 +674,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _run_program(
         self,
-        update: BucketUpdate | None = None,
+        update: Update | None = None,
         gradients: Gradients | Abstain | None = None,
         error: OwnError | None = None,
     ) -> None:
@@ -723,11 +715,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             if self.inners.found_inf() is not None:
                 raise RuntimeError("overlap='update' heeds no found_inf of yours: it would come too late")
             self.inners.sync_options(self.param_groups)
-            self._update.begin(self._agreement.skip_in_kernels)
+            self._fused.begin_buckets(self._exchanges, self._agreement.skip_in_kernels)
             self._shards.check_unchanged(self.param_groups)
         self.found_inf.zero_()
         self._agreement.begin_buckets()
-        self._step.begin(self._update, OwnError())
+        self._step.begin(self._fused.update_bucket, OwnError())
         return error, False
 
     def _read_early(self, *how: Any) -> None:
@@ -740,17 +732,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 self._sound.mark_broken("step()", error)
             raise
 
-    def _vote_early(
-        self, indices: Sequence[int], present: list[bool], word: torch.Tensor | None, error: OwnError
-    ) -> None:
+    def _vote_early(self, present: list[bool], word: torch.Tensor | None, error: OwnError) -> None:
         """Vote on a bucket; the update reads the outcome on the device.
 
-        indices, present, word: of its gradients, in their order. error: of this rank.
+        present, word: of its gradients, in their order. error: of this rank.
         """
         agreement = self._agreement
-        if self.world_size == 1:
-            self._update.present = dict(zip(indices, present, strict=True))
-        else:
+        if self.world_size > 1:
             call = Call(is_clip=False, reduces=True, step=self._saved.steps)
             groups = self.inners.param_groups  # as of the first bucket, whatever a scheduler has done since
             in_phase("vote", agreement.begin)(present, call, error, word, groups, Sent())

@@ -32,7 +32,8 @@ from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
 from zerofp4 import ops
 from zerofp4.distributed import CollectiveError
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, sharded
+from zerofp4.ops import tensor_lists
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.testing import verify_model
 
 FOUND = "found an error, and no rank takes this step"
@@ -232,7 +233,7 @@ def test_the_host_looks_at_each_parameter_a_few_times(world):
         return lambda tensors: looks.append(len(tensors)) or function(tensors)
 
     with contextlib.ExitStack() as patches:
-        for module, name in ((sharded, "versions_of"), (ops, "gradients_of")):
+        for module, name in ((tensor_lists, "versions_of"), (ops, "gradients_of")):
             patches.enter_context(mock.patch.object(module, name, counting(getattr(module, name))))
         step_of(world, [(net, optimizer)], 0)
     assert len(looks) > count == len(list(net.parameters()))
