@@ -171,11 +171,6 @@ def collective_exchanges(
         place = own.flat.data_ptr()
         users[place] = CollectiveExchange(bucket, own, rows, of_replicas, ordered, users.get(place))
         made.append(users[place])
-    if early:
-        # NCCL connects ranks in their first messages, for which the host of each waits: in a backward pass
-        # that would be forever, were it for a rank whose own pass broke off.
-        made[0].send(ABSTAIN)
-        made[0].finish()
     return made
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from zerofp4 import ops
-from zerofp4.distributed import OwnError
+from zerofp4.distributed import OwnError, attempt, exchange
 from zerofp4.engine.buckets import Bucket, GradientMemory, gradient_memory, zeros_on
 from zerofp4.engine.exchange import ABSTAIN, UPDATE_DTYPES, Abstain, Arrived, BucketExchange, BucketGradients
 from zerofp4.engine.peers import Copies, Peers, halves
@@ -154,7 +154,8 @@ def peer_exchanges(
     that p.grad lies elsewhere.
     """
     if early:
-        memory = gradient_memory(buckets, zeros_on(peers.device), count=2)
+        memory, error = attempt(gradient_memory, buckets, zeros_on(peers.device), 2)
+        exchange(None, error, peers.group(), "allocating gradients")
         left: dict[int, torch.cuda.Event] = {}
         return [PushExchange(bucket, own, peers, left) for bucket, own in zip(buckets, memory, strict=True)]
     memory = gradient_memory(buckets, peers.zeros, 3 if in_turns else None, aliased=not in_turns)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import Stage
+from zerofp4.distributed import OwnError, Stage, exchange
 from zerofp4.engine import Bucket, Sharding, Trained, write_master
 from zerofp4.shard import intersect
 from zerofp4.tensors import INIT_VAL, NVFP4Tensor, QuantizedTensor, note_master
@@ -43,54 +43,66 @@ def take_over(
     return saved
 
 
-def initialize_masters(buffers: Sequence[Bucket], held: Mapping[torch.Tensor, Any]) -> list[int]:
+def initialize_masters(
+    buckets: Sequence[Bucket],
+    held: Mapping[torch.Tensor, Any],
+    group: dist.ProcessGroup | None,
+    error: OwnError,
+) -> list[int]:
     """Fill the masters of all buckets, chunk by chunk. Collective.
 
     held: what take_over() returned. The other masters begin with rank 0's values, as in DDP.
+    group: all ranks that step together. error: of this rank, so far; every rank raises it.
 
     Returns, on rank 0, the positions among all trainable parameters of those whose masters begin with 4-bit
     values.
     """
-    coarse = []
-    for buffer in buffers:
-        own = [buffer.own_views(plane) for plane in (buffer.masters, buffer.low) if plane is not None]
+    coarse, chunk = [], None
+    with error:
+        chunk = torch.empty(CHUNK, dtype=torch.float32, device=buckets[0].device)
+    exchange(None, error, group, "allocating memory")
+    for bucket in buckets:
+        own = [bucket.own_views(plane) for plane in (bucket.masters, bucket.low) if plane is not None]
         for i, parameter, shard, *planes in zip(
-            buffer.indices, buffer.parameters, buffer.shards, *own, strict=True
+            bucket.indices, bucket.parameters, bucket.shards, *own, strict=True
         ):
-            earlier, source = None, None
-            if parameter in held:
-                earlier = held.master(parameter)
-            elif buffer.rank == buffer.replica == 0:
-                source = initial_values(parameter)
+            earlier = held.master(parameter) if parameter in held else None
+            source = None
+            if earlier is None and bucket.rank == bucket.replica == 0:
+                with error:  # the other ranks wait for values, whatever they are
+                    source = initial_values(parameter)
                 if isinstance(parameter, QuantizedTensor) and INIT_VAL not in parameter.record.attachments:
                     coarse.append(i)
             for first in range(0, parameter.numel(), CHUNK):
-                size = min(CHUNK, parameter.numel() - first)
+                values = chunk[: parameter.numel() - first]
                 if earlier is None:
-                    values = _initial_chunk(source, first, size, buffer)
+                    _share_chunk(values, source, first, bucket)
                 else:
-                    values = earlier.gather(first, size)
-                part = intersect(first, size, shard.start, shard.end)
+                    values = earlier.gather(first, values.numel())
+                part = intersect(first, values.numel(), shard.start, shard.end)
                 if part.numel:
                     start = first + part.start - shard.start
                     here = [plane[start : start + part.numel] for plane in planes]
-                    write_master(values[part.start : part.end], *here)
-            if hasattr(parameter, "clear_high_precision_init_val"):
-                parameter.clear_high_precision_init_val()
-            note_master(parameter)
+                    with error:
+                        write_master(values[part.start : part.end], *here)
+    exchange(None, error, group, "sending initial values")
+    for parameter in (parameter for bucket in buckets for parameter in bucket.parameters):
+        if hasattr(parameter, "clear_high_precision_init_val"):
+            parameter.clear_high_precision_init_val()
+        note_master(parameter)
     return sorted(coarse)
 
 
-def _initial_chunk(source: torch.Tensor | None, first: int, size: int, buffer: Bucket) -> torch.Tensor:
-    """Elements [first, first + size) of rank 0's value, float32, on every rank. source: on rank 0 only."""
-    values = torch.empty(size, dtype=torch.float32, device=buffer.device)
+def _share_chunk(values: torch.Tensor, source: torch.Tensor | None, first: int, bucket: Bucket) -> None:
+    """Write elements of rank 0's value from `first` on into float32 `values` of every rank. source: on rank 0
+    only.
+    """
     if source is not None:
-        values.copy_(source[first : first + size])
-    if buffer.replica_count > 1 and buffer.rank == 0:
-        _broadcast(values, buffer.replicas(), "initial values")
-    if buffer.world_size > 1:
-        _broadcast(values, buffer.group(), "initial values")
-    return values
+        values.copy_(source[first : first + values.numel()])
+    if bucket.replica_count > 1 and bucket.rank == 0:
+        _broadcast(values, bucket.replicas(), "initial values")
+    if bucket.world_size > 1:
+        _broadcast(values, bucket.group(), "initial values")
 
 
 def initial_values(parameter: torch.Tensor) -> torch.Tensor:

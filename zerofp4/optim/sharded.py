@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerofp4.cast import CastPlan
-from zerofp4.distributed import OwnError
+from zerofp4.distributed import OwnError, exchange
 from zerofp4.engine import Bucket, LateGathers, Peers, build_buckets, joined, write_master, zeros_on
 from zerofp4.ops import Addresses, Versions
 from zerofp4.optim.build import Checked, kind_of
@@ -32,11 +33,21 @@ class ShardedParameters:
     """The trainable parameters of an optimizer. Building it is collective, and moves them into flat buffers;
     the masters have no values until initialize_masters().
 
+    group: all ranks that step together.
     peers: the ranks that share the memory of weights; None if weights travel by collectives.
     late: takes the gathers of NVFP4 weights that go on after a step.
+
+    Raises, on every rank, what goes wrong on one, such as an allocation.
     """
 
-    def __init__(self, checked: Checked, bucket_mb: float, peers: Peers | None, late: LateGathers | None):
+    def __init__(
+        self,
+        checked: Checked,
+        group: dist.ProcessGroup | None,
+        bucket_mb: float,
+        peers: Peers | None,
+        late: LateGathers | None,
+    ):
         self._members = [list(group["params"]) for group in checked.param_groups]
         self.trained, self._late = checked.trained, late
         self.parameters = [one.parameter for one in self.trained]
@@ -46,8 +57,12 @@ class ShardedParameters:
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
         options = checked.communication
         self.buckets = build_buckets(self.trained, bucket_mb, options.gradient_wire, options.overlap)
+        error = OwnError()
         for bucket in self.buckets:
-            bucket.allocate(peers)
+            with error:  # the other ranks may share the memory of the next bucket
+                bucket.allocate(peers)
+        exchange(None, error, group, "allocating weights and masters")
+        for bucket in self.buckets:
             bucket.bind()
         # By parameter: this rank's shard, its master, 1D, and the low bytes of a master of 24 bits; None if
         # this rank owns nothing, or there are no low bytes.
@@ -63,7 +78,10 @@ class ShardedParameters:
         """1 if the last step was skipped, or left NVFP4 weights alone because of a NaN or Inf in masters."""
         packed = [bucket for bucket in self.buckets if bucket.is_packed]
         for bucket in packed:
-            bucket.plan = self._build_plan(bucket, checked.amax_groups or ())
+            with error:  # the other ranks build the next plan
+                bucket.plan = self._build_plan(bucket, checked.amax_groups or ())
+        exchange(None, error, group, "building casts")
+        for bucket in packed:
             zeros = zeros_on(bucket.device) if peers is None else peers.zeros
             bucket.scales = bucket.plan.stage_scales(zeros)
         self.plans = [bucket.plan for bucket in packed]

@@ -159,13 +159,20 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         set_gradient_dtype(communication.gradient_dtype, trainable)
         self._bucket_mb = max(other.bucket_mb for other in announced)
         late = LateGathers(device) if communication.overlaps_forward else None
-        self._shards = ShardedParameters(checked, self._bucket_mb, self._peers, late)
-        coarse = initialize_masters(self._shards.buckets, checked.held)
+        self._shards = ShardedParameters(checked, group, self._bucket_mb, self._peers, late)
+        with error:
+            self._exchanges, self._schedule = self._make_exchanges()
+        coarse = initialize_masters(self._shards.buckets, checked.held, group, error)
         for param_group, place in zip(self.param_groups, checked.places, strict=True):
             for parameter in param_group["params"]:
                 if not parameter.requires_grad:
                     broadcast_frozen(parameter, place.sharding)
         free_frozen(self._parameters)
+        if self._schedule is not None and self._peers is None:
+            # NCCL connects on the first message, and the host waits until the peer connects, too. In a
+            # backward pass the peer may never come.
+            self._exchanges[0].send(ABSTAIN)
+            self._exchanges[0].finish()
         masters = zip(map(id, trainable), self._shards.optimized, strict=True)
         self.inners = InnerOptimizers(checked.classes, self.param_groups, dict(masters))
         """The optimizers of the masters, in the order in which their classes come first in the groups."""
@@ -188,7 +195,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         failed = None if self._peers is None else self._peers.failed
         self._agreement = Agreement(slots, device, group, on_nonfinite, wire, failed, in_turns)
         self._offer_parts()
-        self._exchanges, self._schedule = self._make_exchanges()
         is_local = all(exchange.memory is None for exchange in self._exchanges)
         self._averages_nothing = self.world_size == 1 and is_local
         """Whether gradients are their own means, in p.grad: in a world of one where nothing rounds them."""

@@ -21,9 +21,10 @@ from distributed.optim.cases import (
     refuse_one_step,
 )
 from distributed.run import on_ranks
+from zerofp4.cast import plan as cast_plan
 from zerofp4.cast.status import StepStatus
 from zerofp4.engine import Bucket, GradientMemory
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, initial
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
 SMALL = 0.003
@@ -80,6 +81,29 @@ def test_memory_that_a_rank_lacks_ends_the_step_before_it_begins(world):
         assert_all_equal(model_bytes(parameters), weights, f"{name}: weight")
         optimizer.step()
         check_weights(parameters, optimizer)
+
+
+LACKS = {
+    "weights and masters": (Bucket, "allocate", 2),
+    "casts": (cast_plan, "ReducedVector", 1),
+    "gradients": (GradientMemory, "__init__", 2),
+    "initial values": (initial, "write_master", 3),
+}
+"""By what is allocated, which call of which function fails."""
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", LACKS)
+def test_memory_that_a_rank_lacks_while_it_builds(world, what):
+    """Every rank raises, instead of waiting in the next collective."""
+    parameters, (owner, name, call) = parameters_of(world), LACKS[what]
+    options = keywords(OPTIONS, {"transport": "collective", "bucket_mb": SMALL})
+    with on_rank_1(world, owner, name, torch.OutOfMemoryError("no memory today"), call):
+        raised = raised_by(lambda: ZeroFP4Optimizer(parameters, FusedAdamW, **options))
+    assert isinstance(raised, RuntimeError) and str(raised) == "rank 1: no memory today"
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, **options)
+    take_step(parameters, optimizer, world.rank)
+    check_weights(parameters, optimizer)
 
 
 BROKEN = "left in the middle"
