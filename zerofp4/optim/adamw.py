@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from zerofp4.optim.moments import (
 from zerofp4.storage import check_buffer, check_plain, dispatches
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
-"""What else torch.optim.AdamW has in its groups. By `fused` torch's loader puts steps on the device."""
+"""Other options in groups of torch.optim.AdamW. By `fused` torch's loader puts steps on the device."""
 
 _KEPT = {False: FULL, True: COMPACT}
 """The entries of state, by whether it is compact."""
@@ -89,7 +90,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _start(self) -> None:
         self._captured: set[ops.AdamWStage] = set()
-        """What CUDA graphs have captured: a replay reads its tables."""
+        """Stages that CUDA graphs have captured: a replay reads their tables."""
         FusedAdamW.offer_parts(self, [((), None)])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -125,17 +126,17 @@ class FusedAdamW(torch.optim.Optimizer):
     # State dicts
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch.optim.Optimizer's. Each group keeps its own choice of `state`: full state is encoded, or
-        compact state decoded, where this optimizer keeps the other kind.
+        """As torch.optim.Optimizer's. Each group keeps its choice of `state`: loaded state of the other kind
+        is encoded or decoded.
         """
-        hide = self.register_load_state_dict_pre_hook(_hide_compact)  # behind all others, which see dicts
+        hide = self.register_load_state_dict_pre_hook(_hide_compact)  # after all others, which see dicts
         try:
             super().load_state_dict(state_dict)
         finally:
             hide.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take state and groups from load_state_dict(), or those of a copy, which is offered no plan."""
+        """Take state and groups of load_state_dict(), or of a copy, which is offered no plan."""
         if not hasattr(self, "_parts"):
             self._start()
         groups, states = state["param_groups"], state["state"]
@@ -158,15 +159,13 @@ class FusedAdamW(torch.optim.Optimizer):
     # Amaxes for casts
 
     def offer_amaxes(self, plan: CastPlan) -> None:
-        """From now on every step() computes the amaxes of the plan's masters into the plan's reduced vector,
-        so that the next plan.step() need not. Replaces a plan offered before.
+        """From now on every step() computes the amaxes of the plan's masters, also of those without a
+        gradient, so that the next plan.step() need not. Replaces a plan offered before.
 
-        A master without gradient is read for it, not updated. If masters are written between step() and
-        plan.step(), call plan.refresh(), which takes the amaxes back: amaxes_outdated() tells, and
-        ZeroFP4Optimizer does it. Call offer_amaxes anew after masters have moved and the plan was refreshed.
+        If amaxes_outdated(), since you have written a master after step(), call plan.refresh() before
+        plan.step(). Call offer_amaxes() anew after masters have moved and the plan was refreshed.
 
-        Raises ValueError if a master of the plan is not one of the parameters, and where shards cut blocks of
-        1x16.
+        Raises ValueError if a master of the plan is not one of the parameters, or shards cut blocks of 1x16.
         """
         self.offer_parts([([p for group in self.param_groups for p in group["params"]], plan)])
 
@@ -175,20 +174,19 @@ class FusedAdamW(torch.optim.Optimizer):
         parts: Sequence[tuple[Sequence[torch.Tensor], CastPlan | None]],
         present: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """offer_amaxes() of several plans: each part is updated in a launch of its own, in this order.
+        """offer_amaxes() of several plans. Each part is updated in launches of its own, in this order.
 
-        parts: parameters, and the plan whose masters are among them, or None. Parameters that are in none
-            join the first.
-        present: by parameter, float64 of one element on its device, which the kernels read. Where it is 0,
-            the parameter counts as one without gradient.
+        parts: parameters, and the plan whose masters are among them, or None. Others join the first part.
+        present: by parameter, a presence flag, float64 of one element on its device, which the kernels read:
+            0 counts as no gradient.
         """
         self._parts = [Part(params, plan, present or {}) for params, plan in parts]
         self._divided: list[list[Any]] | None = None
         """By group, its kind of state and the ids of its parameters, when the parts last got theirs."""
 
     def amaxes_outdated(self) -> bool:
-        """Whether anybody, such as a hook or a subclass, has written to a master of an offered plan after the
-        last step(): the plan's amaxes are then outdated. A write through .data is not noticed.
+        """Whether a master of an offered plan was written after the last step(), so that the plan's amaxes
+        are outdated. A write through .data is not noticed.
         """
         return any(part.masters.written() for part in self._parts)
 
@@ -223,10 +221,10 @@ class FusedAdamW(torch.optim.Optimizer):
         factor: torch.Tensor | None = None,
         in_slices: bool = False,
     ) -> None:
-        """Instead of step(): begin a step in which update_bucket() updates one part after another. This does
-        everything that can fail on this rank alone, or needs memory.
+        """Instead of step(): begin a step in which update_bucket() updates one part after another. Does all
+        that needs memory, or can fail on this rank alone.
 
-        exchanges: of the buckets that have the masters of each part.
+        exchanges: by part, of the bucket that has its masters.
         skip, factor: float32 [] on the device, as found_inf and clip_factor.
         in_slices: whether the means are in the buckets' `gradients`.
         """
@@ -247,7 +245,7 @@ class FusedAdamW(torch.optim.Optimizer):
             self._lay_out(dtypes, dtypes)
 
     def update_bucket(self, exchange: BucketExchange, arrived: Arrived | None) -> None:
-        """The engine's Update."""
+        """Update the masters of a bucket: the engine's Update."""
         bucket, present = exchange.bucket, exchange.present or itertools.repeat(True)
         own, rows = (bucket.gradient_views, None) if arrived is None else arrived
         known = zip(own, present, bucket.shards, strict=False)
@@ -287,8 +285,8 @@ class FusedAdamW(torch.optim.Optimizer):
         """The gradients' kinds and dtypes, and the facts of parameters and state, that the stages are for."""
 
     def _facts(self) -> tuple[bytes, bytes]:
-        """Of parameters and state. A stage holds addresses, so every step compares them all, on a GPU too: an
-        assignment to .data of a parameter leaves no other mark. Where gradients lie does not matter.
+        """Addresses and kinds of parameters and state. A stage holds these addresses, and an assignment to
+        .data leaves no other mark, so every step compares them. Gradients may lie anywhere.
         """
         facts = ops.state_facts(self._listed, self.state, self._keys)
         if facts is None:  # there are DTensors, whose local tensors count
@@ -303,8 +301,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def _lay_out(self, kinds: Any, dtypes: Sequence[torch.dtype | None]) -> None:
         """Make state of first updates, and stages unless the last ones will do. Changes all or nothing.
 
-        kinds: what _is_laid_out() compares. dtypes: of the gradients of all members; one with None needs no
-        state.
+        kinds: as of _is_laid_out(). dtypes: of the gradients of all members; None needs no state.
         """
         made, states = {}, []
         for member, dtype in zip(self._members, dtypes, strict=True):
@@ -348,9 +345,7 @@ class Member(NamedTuple):
 class Part:
     """Parameters that are updated together, in a launch for each kind of state: a bucket of ZeroFP4Optimizer.
 
-    offered, plan, present: as of offer_parts(). The plan, if there is one, wants the amaxes of its masters.
-
-    Raises ValueError if a master of the plan is not one of the parameters.
+    offered, plan, present: as of offer_parts(), with its errors.
     """
 
     def __init__(
@@ -363,26 +358,23 @@ class Part:
         self._pieces = {} if plan is None else _find_pieces(plan, offered)
         self.masters = ops.Versions(locals_of(list(self._pieces)))
         """Those of the plan, as they were when their amaxes were computed."""
-        self.members: list[Member] = []
-        self._ranges: dict[tuple[bool, int], list[int]] = {}
-        """By kind of state and group, the positions of members, as they follow one another in a stage."""
+        self.hold([])
         self.stages: dict[bool, ops.AdamWStage] = {}
         """Of full state, and of compact state, if there are such parameters."""
 
     def hold(self, members: list[Member]) -> None:
-        self.members, self._ranges = members, {}
+        self.members = members
+        self._ranges: dict[tuple[bool, int], list[int]] = {}
+        """By kind of state and group, the positions of members, as they follow one another in a stage."""
+        self._listed = [member.parameter for member in members]
         for i, member in enumerate(members):
             self._ranges.setdefault((member.compact, member.group), []).append(i)
-
-    def _params(self) -> _Tensors:
-        """What this rank holds of the parameters: a DTensor may hold another tensor than before."""
-        return locals_of([member.parameter for member in self.members])
 
     def build(self, given: Sequence[tuple[Mapping[str, Any], torch.dtype]]) -> dict[bool, ops.AdamWStage]:
         """`stages` for these states and dtypes of gradients. A state may be empty: such a parameter is only
         read.
         """
-        params, items = self._params(), {False: [], True: []}
+        params, items = locals_of(self._listed), {False: [], True: []}
         for (compact, _), positions in self._ranges.items():
             items[compact] += [self._item(self.members[i], params[i], *given[i]) for i in positions]
         reduced = self.plan and self.plan.reduced
@@ -391,7 +383,7 @@ class Part:
     def _item(
         self, member: Member, p: torch.Tensor, state: Mapping[str, Any], dtype: torch.dtype
     ) -> ops.AdamWItem:
-        """What a stage has of a parameter. Raises where its memory is not what kernels take it for."""
+        """A stage's item of a parameter. Raises for memory that kernels cannot use."""
         listed, _, name, compact = member
         pieces, present, of = self._pieces.get(listed, ()), self._present.get(listed), slice_of(p)
         _check_parameter(name, p, self.members[0].parameter.device)
@@ -441,15 +433,16 @@ class Part:
         for stage in self.stages.values():
             stage.update(rows)
         # As after any update in place, a backward pass through the old values must fail.
-        ops.increment_versions([p for p, g in zip(self._params(), gradients, strict=True) if g is not None])
+        updated = map(operator.is_not, gradients, itertools.repeat(None))
+        ops.increment_versions(list(itertools.compress(locals_of(self._listed), updated)))
         if self.plan is not None:
             self.plan.end_update()
             self.masters.take()
 
 
 def _find_pieces(plan: CastPlan, params: _Tensors) -> dict[torch.Tensor, tuple[ops.MasterPiece, ...]]:
-    """What the plan has of each parameter that is one of its masters: one piece, or, of a weight that is a
-    stack of matrices, the pieces of the matrices, which lie one behind the other.
+    """The plan's pieces of each parameter that is one of its masters: one, or one for each matrix of a stack,
+    which lie one behind the other.
     """
     places = {(p.data_ptr(), p.data_ptr() + p.nbytes): k for k, p in enumerate(locals_of(params))}
     pieces, found, first = plan.master_pieces(), {}, 0
@@ -492,7 +485,7 @@ def _is_compact(p: torch.Tensor, group: Mapping[str, Any]) -> bool:
 
 def _check_options(options: dict[str, Any], name: str = "options", device: _Device = None) -> None:
     """Raises TypeError or ValueError for options of a group that are out of range, or that kernels cannot
-    read. The value of an lr on a GPU is not looked at: the host would wait for it.
+    read. Does not read an lr on a GPU, for which the host would wait.
 
     name: of the options, in messages. device: that of the parameters, in a step.
     """

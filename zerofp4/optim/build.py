@@ -1,4 +1,4 @@
-"""Checks before a ZeroFP4Optimizer is built: of one rank's arguments, then of what all ranks announce."""
+"""Checks before a ZeroFP4Optimizer is built: of one rank's arguments, then between all ranks."""
 
 import itertools
 import operator
@@ -35,20 +35,18 @@ HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 KNOWN = {FusedAdamW, *(getattr(torch.optim, name) for name in [*ELEMENTWISE, *OF_MATRICES])}
-"""Classes that need no trial on parts of parameters: elementwise ones, and those of whole matrices. Their
-subclasses may override step(), and are tried.
-"""
+"""Classes that need no trial on parts of parameters. Their subclasses may override step(), and are tried."""
 
 # One rank
 
 
 class Checked:
-    """The arguments of ZeroFP4Optimizer, checked, and what this rank announces to the others.
+    """The arguments of ZeroFP4Optimizer, checked, and this rank's announcement to the others.
 
     param_groups: as torch.optim has completed them.
     group: all ranks that step together.
 
-    Raises TypeError or ValueError for what one rank can see is wrong; changes nothing.
+    Raises TypeError or ValueError for errors that one rank can see; changes nothing.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class Checked:
             raise TypeError(f"communication must be a Communication, got {type(communication).__name__}")
         self.amax_groups, self.communication = amax_groups, communication
         self.classes = inner_classes(param_groups, optimizer_class, whole_matrices, defaults)
-        """By parameter group, what updates its masters."""
+        """By parameter group, the class that updates its masters."""
         self.places = find_places(param_groups, group)
         """By parameter group, the ranks that hold its parameters."""
         self.param_groups = [
@@ -82,7 +80,7 @@ class Checked:
         ]
         _choose_state(self.param_groups, self.classes, state)
         self.has_names = find_names(self.param_groups)
-        """Whether checkpoints have the parameters under names; otherwise under their positions."""
+        """Whether checkpoints call parameters by their names, not by their positions."""
         groups = enumerate(self.param_groups)
         self._positions = [(g, i) for g, own in groups for i in range(len(own["params"]))]
         """By parameter, its group and its position there."""
@@ -101,7 +99,7 @@ class Checked:
             _check_updates_early(self.classes, on_nonfinite)
         _check_gradients(communication, self.trained, self.classes)
         self.why_collective = self._find_why_collective(group)
-        """Why parameters keep the ranks from sharing memory; None where they do not."""
+        """Why parameters keep the ranks from sharing memory, or None."""
         self.held = take_over(masters_from, self.trained, group)
         """The masters of an earlier optimizer."""
         trainable = [one.parameter for one in self.trained]
@@ -120,9 +118,7 @@ class Checked:
         )
 
     def doubts(self, rank: int, coarse: Sequence[int]) -> list[str]:
-        """What the optimizer warns of once it is built. rank: in its process group. coarse: what
-        initialize_masters() returned.
-        """
+        """The warnings of a built optimizer. rank: in its process group. coarse: of initialize_masters()."""
         found, count = [], len(self.parameters)
         if rank == 0 and not any(isinstance(parameter, NVFP4Tensor) for parameter in self.parameters):
             found.append(
@@ -175,7 +171,7 @@ class Checked:
         return found
 
     def _find_why_collective(self, group: dist.ProcessGroup | None) -> str | None:
-        """Raises ValueError for options that parameters which are sharded over some ranks do not support."""
+        """Raises ValueError for options that parameters of some ranks do not support."""
         options, why = self.communication, "parameter groups name a process_group of some ranks"
         if all(place.sharding.group is group for place in self.places):
             return None
@@ -215,7 +211,7 @@ class Checked:
 
 
 def _bucket_key(one: Trained) -> tuple:
-    """What weights of one amax group have in common, which lie in one bucket."""
+    """Equal for all weights of an amax group, which lie in one bucket."""
     return one.by, kind_key(one.parameter), one.state, one.sharding
 
 
@@ -247,7 +243,7 @@ def kind_of(parameter: torch.Tensor) -> str:
 
 
 def _check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Raise TypeError or ValueError for parameters that an optimizer cannot be built over."""
+    """Raise TypeError or ValueError for parameters that an optimizer does not take."""
     spans = []
     for parameter, name in zip(parameters, names, strict=True):
         if hasattr(parameter, "to_local") or hasattr(parameter, "zerofp4_master"):
@@ -278,9 +274,7 @@ def _check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) 
 
 
 def _check_saved_names(param_groups: Sequence[dict]) -> None:
-    """Raise ValueError for two parameters with one name in checkpoints, where one would get the other's
-    entries.
-    """
+    """Raise ValueError for two parameters with one name in checkpoints."""
     given: dict[str, str] = {}
     for name in itertools.chain.from_iterable(group.get("param_names", ()) for group in param_groups):
         own = own_name(name)
@@ -293,36 +287,26 @@ def _check_saved_names(param_groups: Sequence[dict]) -> None:
 
 
 Layout = Callable[[torch.Tensor], list[list[torch.Tensor]]]
-"""Divides a pair of matrices, [2, 4, 6], in order: by optimizer, the tensors that it gets."""
 
-
-def _whole(pair: torch.Tensor) -> list[list[torch.Tensor]]:
-    return [[*pair]]
-
-
-def _matrices(pair: torch.Tensor) -> list[list[torch.Tensor]]:
-    return [[matrix] for matrix in pair]
-
-
-def _flat(pair: torch.Tensor) -> list[list[torch.Tensor]]:
-    return [[*pair.flatten(1)]]
-
-
-def _pieces(pair: torch.Tensor) -> list[list[torch.Tensor]]:
-    first, second = pair.flatten(1)
-    return [[first[:10]], [first[10:], second]]
+LAYOUTS: dict[str, Layout] = {
+    "whole": lambda pair: [[*pair]],
+    "matrices": lambda pair: [[matrix] for matrix in pair],
+    "flat": lambda pair: [[*pair.flatten(1)]],
+    "pieces": lambda pair: [[pair[0].flatten()[:10]], [pair[0].flatten()[10:], pair[1].flatten()]],
+}
+"""Ways to divide a pair of matrices, [2, 4, 6], in order: by optimizer, the tensors that it gets."""
 
 
 def _check_parts(classes: Sequence[InnerClass], param_groups: Sequence[dict], world_size: int) -> None:
     """Try with a few elements if classes compute the same from parts of parameters as from whole ones.
 
-    Raises ValueError for a class that does not. Warns about one that cannot be tried: many run on GPUs alone.
+    Raises ValueError for a class that does not, and warns about one that cannot be tried on a CPU.
     """
     for g, (inner, group) in enumerate(zip(classes, param_groups, strict=True)):
         if inner.optimizer_class in KNOWN or (inner.whole and world_size == 1):
             continue
         try:
-            expected, again = (_take_steps(inner, group, _whole, seed) for seed in range(2))
+            expected, again = (_take_steps(inner, group, LAYOUTS["whole"], seed) for seed in range(2))
         except Exception as error:
             unit = "a matrix" if inner.whole else "an element"
             warnings.warn(
@@ -333,8 +317,8 @@ def _check_parts(classes: Sequence[InnerClass], param_groups: Sequence[dict], wo
             continue
         # Random numbers, of stochastic rounding, fall on other elements in parts.
         noise = 1e-8 + 1e-6 * expected.abs().max() + 10 * (again - expected).abs().max()
-        layouts = _pieces if world_size > 1 else _flat, _matrices
-        are_right = [_gives(expected, float(noise), inner, group, layout) for layout in layouts]
+        names = "pieces" if world_size > 1 else "flat", "matrices"
+        are_right = [_gives(expected, float(noise), inner, group, LAYOUTS[name]) for name in names]
         if not are_right[inner.whole]:
             remedy = "whole_matrices=True gives it whole matrices"
             raise ValueError(
@@ -377,7 +361,7 @@ def _take_steps(inner: InnerClass, group: dict, layout: Layout, seed: int = 0) -
 
 
 def _check_updates_early(classes: Sequence[InnerClass], on_nonfinite: str) -> None:
-    """Raise ValueError for what cannot be with updates inside the backward pass."""
+    """Raise ValueError for classes and options that overlap="update" does not support."""
     for one in classes:
         if one.optimizer_class is not FusedAdamW or one.whole:
             name = "whole matrices" if one.whole else one.optimizer_class.__name__
@@ -394,7 +378,7 @@ def _check_updates_early(classes: Sequence[InnerClass], on_nonfinite: str) -> No
 def _check_gradients(
     options: Communication, trained: Sequence[Trained], classes: Sequence[InnerClass]
 ) -> None:
-    """Raise ValueError for gradients that cannot be made in the dtype that they need."""
+    """Raise ValueError for gradients of a dtype that this torch cannot make."""
     dtype = options.gradient_dtype
     others = [inner.optimizer_class.__name__ for inner in classes if inner.optimizer_class is not FusedAdamW]
     for one in trained:
@@ -428,9 +412,8 @@ class Member(NamedTuple):
     """A parameter that a rank announces.
 
     group, position: the number of its parameter group, and its position there.
-    label: what error messages call it.
-    name: its name in checkpoints; None without one.
-    kind: what ranks that share it must have in common.
+    label: its name in error messages. name: in checkpoints; None without one.
+    kind: must be equal on ranks that share the parameter.
     ranks, copies: as in the Place of its group.
     parts: how many ranks it is sharded over, consecutive ones of `ranks`.
     """
@@ -447,12 +430,12 @@ class Member(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """What one rank announces.
+    """What one rank tells all others.
 
-    common: what all ranks must have in common, with what error messages call it.
+    common: names and values that must be equal on all ranks.
     bucket_mb: the size of buckets that suits this rank.
     host: the name of its host.
-    sends_float16: the first parameter whose gradients are sent in float16; None without one.
+    sends_float16: the first parameter whose gradients are sent in float16, or None.
     """
 
     members: list[Member]
@@ -463,7 +446,7 @@ class Announcement(NamedTuple):
 
 
 def check_announcements(by_rank: Sequence[Announcement]) -> None:
-    """Raise ValueError, the same on every rank, if ranks differ in what they must have in common."""
+    """Raise ValueError, the same on every rank, for options or parameters that differ between ranks."""
     _check_equal("options", range(len(by_rank)), [rank.common for rank in by_rank])
     for how, ranks_of in (
         ("sharded", operator.attrgetter("ranks")),
@@ -529,11 +512,11 @@ def choose_way(checked: Checked, by_rank: Sequence[Announcement]) -> Way:
 
 
 class Slots(NamedTuple):
-    """Positions in a vector with one entry for each trainable parameter of all ranks. Ranks that share a
+    """Positions in a vector with one entry for each trainable parameter of any rank. Ranks that share a
     parameter share its entry.
 
     own: of this rank's parameters.
-    labels: by position, what error messages call the parameter.
+    labels: by position, the parameter's name in error messages.
     """
 
     own: list[int]

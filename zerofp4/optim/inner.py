@@ -16,7 +16,7 @@ NOT_ELEMENTWISE = {
     "LBFGS": "its update takes inner products over all parameters",
     "SparseAdam": "it needs sparse gradients, and gradients are reduced as dense ones",
 }
-"""Optimizers that compute something else on a slice of a parameter than on the whole of it, and why."""
+"""Optimizers whose update of a slice differs from that of the whole parameter, and why."""
 
 OF_MATRICES = ("Muon", "Adafactor")
 """Those of them that may run on whole matrices."""
@@ -51,8 +51,8 @@ def inner_classes(
 
     whole_matrices, defaults: arguments of ZeroFP4Optimizer, for its own optimizer_class only.
 
-    Raises TypeError for what is no torch.optim.Optimizer and for another whole_matrices, ValueError for a
-    class that cannot be sharded, and for a group with a class of its own that lacks one of the defaults.
+    Raises TypeError for arguments of another type, ValueError for a class that cannot be sharded, and for a
+    group with a class of its own that lacks one of the defaults.
     """
     if not (whole_matrices is None or isinstance(whole_matrices, bool)):
         raise TypeError(f"whole_matrices must be None, True or False, got {whole_matrices!r}")
@@ -89,8 +89,8 @@ def try_options(
 ) -> list[torch.optim.Optimizer]:
     """Build an optimizer of one element for each group.
 
-    Raises what the constructors raise for wrong options, and ValueError for a NaN or Inf. torch checks the
-    values of defaults only: those of a group are tried as defaults.
+    Raises the constructors' errors for wrong options, and ValueError for a NaN or Inf. torch checks defaults
+    only, so a group's options are tried as defaults.
     """
     check_finite([inner.defaults | group for inner, group in zip(classes, param_groups, strict=True)])
     tried = []
@@ -104,12 +104,10 @@ def try_options(
 
 
 def matrix_work(inner: InnerClass, parameter: torch.Tensor, name: str, steps: Any) -> int | None:
-    """The cost of an update of whole matrices; None where the class takes any slice.
+    """The cost of an update of whole matrices: Muon's operations in `steps` iterations, for other classes,
+    too. None if the class takes any slice.
 
-    It counts multiplications and additions of Muon, `steps` iterations for each matrix. The cost of other
-    classes is assumed to grow alike.
-
-    Raises ValueError for a parameter that is neither a matrix nor a stack of them. name: what it is called.
+    Raises ValueError, with this name, for a parameter that is neither a matrix nor a stack of them.
     """
     if not inner.whole:
         return None
@@ -128,8 +126,8 @@ class InnerOptimizers:
     """The optimizers of the masters, one for each class. Their groups are the parameter groups, with masters.
 
     classes: by parameter group.
-    masters: by id(parameter), this rank's part of its master in the form that its class takes; missing or
-        empty where this rank owns nothing.
+    masters: by id(parameter), this rank's part of its master as its class takes it; missing or empty if this
+        rank owns nothing.
     """
 
     def __init__(
@@ -147,7 +145,7 @@ class InnerOptimizers:
                 groups.append(options(group) | {"params": own})
             self.all += (inner.optimizer_class(groups, **inner.defaults),)
         self._copies: list[dict] = []
-        """Of the parameter groups and of those here, as they were when their options were last the same."""
+        """Of the parameter groups and the groups here, when their options were last the same."""
         self._checked: list[dict] = []
         """The copies that check_options() last passed."""
         self.sync_options(param_groups)
@@ -172,8 +170,8 @@ class InnerOptimizers:
                 )
 
     def sync_options(self, param_groups: Sequence[dict]) -> None:
-        """Copy options between the parameter groups and those of the optimizers: what was changed in a
-        parameter group since the last copy, and all else from the optimizers, which may change their own.
+        """Copy options both ways: to the optimizers those that a parameter group has changed since the last
+        copy, and all others from the optimizers, which may change their own.
 
         Raises ValueError for another choice of state than they were built with.
         """
@@ -192,9 +190,7 @@ class InnerOptimizers:
         self._copies = list(map(dict, [*param_groups, *inner_groups]))
 
     def check_options(self) -> None:
-        """Raise ValueError for a NaN or Inf, where sync_options() has found that an option was replaced. A
-        tensor that was written in place is not looked at.
-        """
+        """Raise ValueError for a NaN or Inf in an option that was replaced, not written in place."""
         if self._checked is not self._copies:
             check_finite(self._copies)
             self._checked = self._copies
@@ -209,12 +205,12 @@ class InnerOptimizers:
         return all(hasattr(type(one), "clip_factor") and not has_hooks(one) for one in self.all)
 
     def found_inf(self) -> torch.Tensor | None:
-        """What a user has set as `found_inf` of one of the optimizers; of several the sum."""
+        """The sum of the flags that a user has set as `found_inf` of the optimizers; None without one."""
         given = [vars(one)["found_inf"] for one in self.all if vars(one).get("found_inf") is not None]
         return sum(flag.reshape(()) for flag in given) if given else None
 
     def step(self, **scalars: torch.Tensor | None) -> None:
-        """Step each optimizer, with these attributes in place of a user's own; None is for no attribute."""
+        """Step each optimizer, with these attributes instead of a user's own; None removes one."""
         for optimizer in self.all:
             own = vars(optimizer)
             before = {name: own.pop(name) for name in scalars if name in own}
@@ -233,11 +229,11 @@ class InnerOptimizers:
         return next((o.state[master] for o in self.all if master in o.state), {})
 
     def present(self) -> tuple[list[dict], list[tuple]]:
-        """Options, state and groups as they are, for restore()."""
+        """Options, state and groups, for restore()."""
         return self._copies, [(optimizer.state, optimizer.param_groups) for optimizer in self.all]
 
     def restore(self, present: tuple[list[dict], list[tuple]]) -> None:
-        """Undo a load(), which replaces these objects."""
+        """Undo a load(), which replaced these objects."""
         self._copies, objects = present
         for optimizer, (state, groups) in zip(self.all, objects, strict=True):
             optimizer.state, optimizer.param_groups = state, groups
@@ -247,7 +243,7 @@ class InnerOptimizers:
 
         param_groups: with the new options. states: by id(master).
 
-        Raises what the optimizers raise for options that are out of range, and for their state.
+        Raises the optimizers' errors for options and state.
         """
         try_options(self._classes, param_groups, device)
         self._check_choices(param_groups)
@@ -269,10 +265,9 @@ class InnerOptimizers:
 
 def _heeds_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step does nothing and counts nothing while the attribute `found_inf`, float32 [] on the
-    device, is 1: with FusedAdamW, and with torch's classes with fused=True, as their GradScaler relies on.
+    device, is 1: FusedAdamW, and torch's classes with fused=True, on which GradScaler relies.
 
-    Not with momentum: if torch's fused SGD skips its first step, its momentum buffers stay uninitialized, and
-    the second step reads them.
+    Not with momentum: torch's fused SGD that skips its first step leaves momentum buffers uninitialized.
     """
     if hasattr(type(optimizer), "found_inf"):
         return True
@@ -304,7 +299,7 @@ def options(group: dict) -> dict:
 
 
 def are_unchanged(param_groups: Sequence[dict], copies: Sequence[dict]) -> bool:
-    """Whether every entry of the groups is the same object as in earlier shallow copies of them.
+    """Whether every entry of the groups is the same object as in earlier shallow copies.
 
     Each step asks this of each group, so the loop over options runs in C.
     """

@@ -1,4 +1,4 @@
-"""What AdamW keeps of a parameter: full or compact state, and how one becomes the other."""
+"""The state of AdamW: full or compact, and conversions between both."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ COMPACT = {
     "exp_avg_sq_codes": torch.uint8,
     "scales": torch.float32,
 }
-"""What is kept of a parameter, and in which dtype. Compact state has names of its own, so that nobody takes
-codes for moments. docs/numerics.md has the codes; scales are [..., groups of a row, 2].
+"""The entries of state, and their dtypes. Compact state has names of its own, so that nobody takes codes for
+moments. docs/numerics.md has the codes; scales are [..., groups of a row, 2].
 """
 
 CODES = ("exp_avg_codes", "exp_avg_sq_codes")
@@ -33,12 +33,11 @@ MOST = 2**22
 
 
 class Slice(NamedTuple):
-    """What a 1D parameter of an optimizer is of a larger one, which is kept in compact state.
+    """The larger parameter, in compact state, that a 1D master of ZeroFP4Optimizer is a shard of.
 
-    shape: of the larger one. shard: the elements of it, whole groups.
-    low: the bytes of masters of 24 bits, of which the parameter has the bfloat16 plane; None where it is
-        float32.
-    number: of the larger one in its optimizer.
+    shape: of the parameter. shard: the elements in the master, whole groups.
+    low: the low bytes of a master of 24 bits, which is bfloat16 itself; None if it is float32.
+    number: of the parameter in its optimizer.
     """
 
     shape: torch.Size
@@ -52,13 +51,13 @@ class Slice(NamedTuple):
 
     @property
     def piece(self) -> MasterPiece:
-        """Of a plan that wants no amaxes."""
+        """As of a plan that wants no amaxes."""
         cols = self.shape[-1]
         return MasterPiece(None, self.shard, (self.shape.numel() // cols, cols), torch.float32, -1, -1)
 
 
 def slice_of(p: torch.Tensor) -> Slice | None:
-    """What a master of ZeroFP4Optimizer in compact state is a slice of; None of any other tensor."""
+    """A master's Slice; None unless it is in compact state and belongs to a ZeroFP4Optimizer."""
     return getattr(p, "zerofp4_slice", None)
 
 
@@ -98,7 +97,7 @@ def first_state(p: torch.Tensor, compact: bool) -> dict[str, torch.Tensor]:
 
 
 def converted(p: torch.Tensor, entries: Mapping[str, Any], compact: bool) -> dict[str, Any]:
-    """The state of a parameter as full or as compact state, whichever it is.
+    """Full or compact state as compact state, or as full state.
 
     Raises ValueError for what is neither, and what check_buffer() raises.
     """
@@ -123,7 +122,7 @@ def converted(p: torch.Tensor, entries: Mapping[str, Any], compact: bool) -> dic
 
 
 def encode_shard(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, cols: int) -> dict[str, torch.Tensor]:
-    """The compact state, 1D, of a shard that has whole groups of a tensor with rows of `cols` elements."""
+    """The compact state, 1D, of a shard of whole groups. cols: the length of a row."""
     unit = state_unit(cols)
     new = _encoded(exp_avg.view(-1, unit), exp_avg_sq.view(-1, unit))
     return {name: value.view(-1) for name, value in new.items()}
@@ -132,8 +131,8 @@ def encode_shard(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, cols: int) -> 
 def decode_shard(
     exp_avg_codes: torch.Tensor, exp_avg_sq_codes: torch.Tensor, scales: torch.Tensor, start: int, cols: int
 ) -> dict[str, torch.Tensor]:
-    """The full state, 1D, of a shard from element `start` on, and from wherever in a group. scales: of all
-    groups that have elements of it.
+    """The full state, 1D, of a shard from element `start` on, which may lie inside a group. scales: of all
+    groups with elements of the shard.
     """
     unit, numel = state_unit(cols), exp_avg_codes.numel()
     front = start % unit
@@ -147,43 +146,32 @@ def decode_shard(
 
 
 def _encoded(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> dict[str, torch.Tensor]:
-    shape, device = exp_avg.shape, exp_avg.device
-    codes = {name: torch.empty(shape, dtype=COMPACT[name], device=device) for name in CODES}
-    new = codes | {"scales": torch.empty(scales_shape(shape), dtype=torch.float32, device=device)}
-    _by_rows(_encode, (exp_avg, exp_avg_sq), new)
-    return new
+    return dict(zip((*CODES, "scales"), _by_rows(_encode, exp_avg, exp_avg_sq), strict=True))
 
 
 def _decoded(
     exp_avg_codes: torch.Tensor, exp_avg_sq_codes: torch.Tensor, scales: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    shape, device = exp_avg_codes.shape, exp_avg_codes.device
-    new = {name: torch.empty(shape, dtype=torch.float32, device=device) for name in ("exp_avg", "exp_avg_sq")}
-    compact = exp_avg_codes, exp_avg_sq_codes, scales
-    _by_rows(_decode, compact, new)
-    return new
+    moments = _by_rows(_decode, exp_avg_codes, exp_avg_sq_codes, scales)
+    return dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
 
 
-def _by_rows(
-    convert: Callable[..., Sequence[torch.Tensor]],
-    given: Sequence[torch.Tensor],
-    new: Mapping[str, torch.Tensor],
-) -> None:
-    """Write what `convert` makes of tensors into new ones, a few rows at a time: it takes many times their
-    memory.
-    """
-    dims = given[0].dim() - 1
-    inputs, outputs = ([t.reshape(-1, *t.shape[dims:]) for t in side] for side in (given, new.values()))
-    rows = max(MOST // max(given[0].shape[-1], 1), 1)
-    for first in range(0, len(inputs[0]), rows):
-        here = slice(first, first + rows)
-        for output, values in zip(outputs, convert(*(t[here] for t in inputs)), strict=True):
-            output[here] = values
+def _by_rows(convert: Callable[..., Sequence[torch.Tensor]], *given: torch.Tensor) -> list[torch.Tensor]:
+    """Convert a few rows at a time: the arithmetic takes many times their memory."""
+    *leading, cols = given[0].shape
+    inputs = [t.reshape(-1, *t.shape[len(leading) :]) for t in given]
+    count, at_once, made = len(inputs[0]), max(MOST // max(cols, 1), 1), []
+    for first in range(0, max(count, 1), at_once):
+        values = convert(*(t[first : first + at_once] for t in inputs))
+        made = made or [v.new_empty((count, *v.shape[1:])) for v in values]
+        for output, part in zip(made, values, strict=True):
+            output[first : first + at_once] = part
+    return [output.view(*leading, *output.shape[1:]) for output in made]
 
 
 def locals_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-    """The plain tensors whose memory these are: of a DTensor this rank's own, of a tensor that stands for a
-    master (as those of zerofp4.integrations.fsdp2 do) that master. Plain tensors cost no Python call.
+    """Unwrap: a DTensor to its local tensor, an FSDP2 stand-in to its master. Plain tensors cost no Python
+    call.
     """
     if not set(map(type, tensors)) <= PLAIN:
         for inside in ("_local_tensor", "zerofp4_master"):
@@ -196,7 +184,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sharded_like(p: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The local tensor, as a DTensor of this shape where p is one."""
+    """The local tensor, as a DTensor of this shape if p is one."""
     if not isinstance(p, DTensor):
         return local
     stride = torch.empty(shape, dtype=local.dtype, device="meta").stride()
