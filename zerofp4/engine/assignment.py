@@ -13,27 +13,27 @@ from zerofp4.tensors import NVFP4Tensor
 
 BUCKETS = 14
 BUCKET_MB = 256.0, 1024.0
-"""A model's gradients are cut into so many buckets, of at least and at most so many megabytes as they travel,
-all ranks' parts together. On two H200s a bucket costs the host half a millisecond, in which 150 MB are
-reduced, updated and published: smaller ones keep the device waiting, and in 64 of 256 MB the step of an 8B
-model took a quarter longer than in 14 of 1024 MB.
+"""A model's gradients are cut into this many buckets, of this many megabytes at least and at most as they
+travel, all ranks' parts together. On two H200s a bucket costs the host half a millisecond, in which 150 MB
+are reduced, updated and gathered: smaller buckets keep the device waiting, and in 64 buckets of 256 MB the
+step of an 8B model took a quarter longer than in 14 of 1024 MB.
 """
 
 
 def find_bucket_mb(parameters: Sequence[torch.Tensor], dtype: torch.dtype | None) -> float:
-    """The size of buckets for gradients of these parameters. dtype: theirs; None is what autograd makes."""
+    """The size of buckets for gradients of these parameters. dtype: None is autograd's."""
     least, most = BUCKET_MB
     total = sum(p.numel() * (dtype or gradient_dtype(p)).itemsize for p in parameters)
     return min(max(total / 2**20 / BUCKETS, least), most)
 
 
 class Trained(NamedTuple):
-    """A trainable parameter, and what decides which bucket it is in.
+    """A trainable parameter, and the facts that decide its bucket.
 
-    name: what messages call it.
+    name: in messages.
     sharding: the ranks that it is sharded over.
-    by: the number of the optimizer that updates its master. All parameters of a bucket have the same one.
-    work: what an update costs, in any unit, if it needs whole matrices; None if it takes any slice.
+    by: the number of the optimizer that updates its master, the same for all of a bucket.
+    work: the cost of an update of whole matrices, in any unit; None if the update takes any slice.
     leader: the position of the first parameter of its amax group, all of which are in one bucket.
     is_compact: whether its optimizer keeps it in compact state.
     """
@@ -48,8 +48,8 @@ class Trained(NamedTuple):
 
     @property
     def state(self) -> str:
-        """What is kept: "full", "compact", or "compact24": masters of 24 bits, where weights are bfloat16.
-        All of a bucket have the same, and all of an amax group.
+        """ "full", "compact", or "compact24", with masters of 24 bits for bfloat16 weights. The same for all
+        of a bucket, and of an amax group.
         """
         if not self.is_compact:
             return "full"
@@ -57,7 +57,7 @@ class Trained(NamedTuple):
 
 
 def kind_key(parameter: torch.Tensor) -> tuple:
-    """What the parameters of a bucket have in common. NVFP4 weights come first."""
+    """Equal for all parameters of a bucket. NVFP4 weights sort first."""
     if isinstance(parameter, NVFP4Tensor):
         record = parameter.record
         return 0, -record.block[0], str(record.four_over_six or "")
@@ -126,12 +126,11 @@ Sizes = Sequence[int] | Mapping[int, int]
 def in_buckets(
     groups: Sequence[list[int]], sizes: Sizes, most: int, first_last: bool = False
 ) -> list[list[int]]:
-    """Cut neighbouring groups of positions into buckets of at most `most`; a larger group gets a bucket of
-    its own.
+    """Cut neighbouring groups of positions into buckets of at most `most`; a larger group gets its own.
 
     sizes: by position.
-    first_last: the first bucket is sent last, with nothing left to hide its transfer. So if one bucket is not
-        enough, each is at most half of the sum of itself and all before it, down to an eighth of `most`.
+    first_last: several buckets shrink towards the front, since bucket 0 is sent last and nothing hides it:
+        size <= min(most, max(most / 8, half the sum of this and all earlier buckets)).
     """
     rest = sum(sizes[i] for group in groups for i in group)
     shrinks = first_last and rest > most
@@ -148,9 +147,9 @@ def in_buckets(
     return buckets[::-1] if first_last else buckets
 
 
-# Whole matrices. The slices of a bucket are as long as the longest of them, so a rank that does not fill its
-# slice wastes memory and bandwidth. Owners are chosen first, over all buckets, to balance the time of
-# updates; then each bucket takes about equally much of every rank.
+# Whole matrices. All slices of a bucket are as long as the longest, so a rank that does not fill its slice
+# wastes memory and bandwidth. Owners are chosen first, over all buckets, to balance the time of updates; then
+# each bucket takes about as much from every rank.
 
 
 def longest_first(works: Sequence[int], world_size: int) -> list[int]:
@@ -163,15 +162,15 @@ def longest_first(works: Sequence[int], world_size: int) -> list[int]:
 
 
 def in_whole_slices(groups: Sequence[list[int]], sizes: Sizes, owners: Sizes, room: int) -> list[list[int]]:
-    """Put each group of positions into the first bucket where its owners' slices have room for it.
+    """Put each group of positions into the first bucket in which its owners' slices have room for it.
 
     sizes, owners: by position.
-    room: of each rank in a bucket. What is larger opens a bucket whose slices are all that large.
+    room: of each rank in a bucket. A larger group opens a bucket with slices as large as it needs.
 
     Returns the positions of each bucket, sorted by owner.
     """
     buckets: list[tuple[list[int], int, Counter[int]]] = []
-    """Positions, the room of each rank, and what of it is filled."""
+    """Positions, the room of each rank, and its filled part."""
     for group in groups:
         needed: Counter[int] = Counter()
         for i in group:

@@ -126,13 +126,13 @@ class Bucket:
             self.offsets, self.slice_numel = whole_slices(sizes, owners, self.world_size, ALIGNMENT)
         self.begin, end = self.rank * self.slice_numel, (self.rank + 1) * self.slice_numel
         self.shards = [intersect(o, n, self.begin, end) for o, n in zip(self.offsets, sizes, strict=True)]
-        """By parameter, what this rank owns of it."""
+        """By parameter, this rank's shard."""
         most = round_up(ceil_div(self.slice_numel, self.replica_count), ALIGNMENT)
         bounds = [min(r * most, self.slice_numel) for r in range(self.replica_count + 1)]
         self.parts = [slice(first, last) for first, last in itertools.pairwise(bounds)]
-        """By replica, what it averages of a slice."""
+        """By replica, the part of a slice that it averages."""
         self.part = self.parts[self.replica]
-        """What this rank averages of its slice: all of it where there are no replicas."""
+        """The part that this rank averages: all of its slice without replicas."""
 
     @functools.cached_property
     def gradients(self) -> torch.Tensor:
@@ -314,11 +314,11 @@ def add_gradient_hooks(
     *,
     averages: bool = False,
 ) -> weakref.finalize:
-    """Call method(owner, position, parameter) whenever a backward pass has accumulated p.grad. The parameters
-    do not keep the owner alive: the hooks end with it, or when what this returns is called.
+    """Call method(owner, position, parameter) whenever a backward pass has accumulated p.grad. The hooks do
+    not keep the owner alive, and end with it, or when the returned object is called.
 
     averages: whether the owner averages gradients in the pass. Then the first gradient raises RuntimeError if
-        a DistributedDataParallel is around the model by then, which does so, too.
+        a DistributedDataParallel wraps the model, which averages, too.
     """
     me, unchecked = weakref.ref(owner), [set(map(id, parameters))] * averages
 

@@ -14,7 +14,7 @@ from zerofp4.ops import RankGradients
 from zerofp4.storage import is_freed
 
 Waitable = Pending | torch.cuda.Event
-"""A transfer that has begun. Later work on the current stream behind wait() finds it done."""
+"""A transfer that has begun. wait() makes the current stream, or without a GPU the host, wait for it."""
 
 
 class Abstain(enum.Enum):
@@ -22,7 +22,7 @@ class Abstain(enum.Enum):
 
 
 ABSTAIN = Abstain.ABSTAIN
-"""In place of gradients: this rank takes part for the sake of the others, who ignore what it sends."""
+"""Instead of gradients: this rank joins collectives without data, to keep them paired."""
 
 BucketGradients = Sequence[torch.Tensor | None]
 """p.grad of the parameters of a bucket, in their order; None counts as zeros."""
@@ -31,8 +31,8 @@ BucketGradients = Sequence[torch.Tensor | None]
 class Arrived(NamedTuple):
     """Gradients that are not averaged yet, for an update that averages as it reads.
 
-    own: by parameter of the bucket, this rank's gradient of the part it owns, contiguous; None where it has
-        no gradient, or owns nothing.
+    own: by parameter of the bucket, this rank's gradient of its shard, contiguous; None without a gradient,
+        or if it owns nothing.
     rows: the same of all ranks; None in a bucket of one rank, whose own gradient is the mean.
     """
 
@@ -48,17 +48,17 @@ class BucketExchange(Protocol):
     """Moves one bucket: its gradients to their owners, its weights to every rank.
 
     In a step: send(), then receive() or average(), with at most one other bucket sent in between; then the
-    cast, and gather(). A scheduler may send() earlier. All of them are collective. An error that receive() or
-    average() raises is of this rank alone, which has taken its part by then.
+    cast, and gather(). A scheduler may send() earlier. All are collective. An error that receive() or
+    average() raises is of this rank alone, which has joined their collectives by then.
 
-    memory: what this rank's gradients are sent from; None where kernels read them in place.
+    memory: this rank's gradients are sent from it; None if kernels read them in place.
     averages_in_update: whether receive() leaves the mean to the update.
     received: where gradients of other ranks wait for it; None if they are read on those ranks, or there are
         none. Buckets may share the memory.
     present: by parameter of the bucket, whether the last send() had a gradient of it; None if the device
         decides which parameters are updated.
-    halfway: (position of a weight, its row, function to call): where the cast may pause once, so that the
-        codes before that row leave while the rest is cast; None where that gains nothing.
+    halfway: (position of a weight, its row, function to call): the cast may pause there once, so that the
+        codes before that row leave while the rest is cast; None if that gains nothing.
     error: of this rank in the last send(), which receive() and average() raise.
     """
 
@@ -74,8 +74,8 @@ class BucketExchange(Protocol):
         """Begin to send gradients to the ranks that own them."""
 
     def receive(self) -> Arrived | None:
-        """The gradients of all ranks, which later work may read until the bucket after the next is sent;
-        None: the mean is in `bucket.gradients`.
+        """The gradients of all ranks, which may be read until the bucket after the next is sent; None if the
+        mean is in `bucket.gradients`.
         """
 
     def average(self, squares: torch.Tensor | None = None) -> None:
@@ -85,17 +85,14 @@ class BucketExchange(Protocol):
         """
 
     def finish(self) -> None:
-        """In place of receive(), by a rank that uses nothing of what was sent."""
+        """Instead of receive(): finish the exchange and ignore the data."""
 
     def gather(self) -> Waitable | None:
         """Begin to send this rank's slice of the weights to all ranks. None in a bucket of one rank."""
 
 
 class LocalExchange(BucketExchange):
-    """Of a bucket of one rank, whose gradient is the mean: read in place, unless it is rounded.
-
-    memory: for rounded gradients.
-    """
+    """A bucket of one rank, whose gradient is the mean: read in place, or rounded into `memory`."""
 
     received = halfway = None
 
@@ -114,7 +111,7 @@ class LocalExchange(BucketExchange):
         return [g if g is None else in_order(g, dtype or _own_dtype(g)) for g in gradients]
 
     def send(self, gradients: BucketGradients | Abstain) -> None:
-        """Of gradients without memory: those that in_place() returned."""
+        """Without memory, take the gradients that in_place() returned."""
         if gradients is ABSTAIN:
             self._gradients = ()
             return
@@ -128,7 +125,7 @@ class LocalExchange(BucketExchange):
         if not self.averages_in_update:
             self.average()
             return None
-        gradients, self._gradients = self._gradients, ()  # which may be freed behind the update
+        gradients, self._gradients = self._gradients, ()  # to be freed after the update
         return Arrived(gradients, None)
 
     def average(self, squares: torch.Tensor | None = None) -> None:
@@ -153,9 +150,7 @@ class LocalExchange(BucketExchange):
 def in_place(
     exchanges: Sequence[BucketExchange], gradients: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Gradients of all trainable parameters as send() takes them: those that kernels read in place are
-    contiguous.
-    """
+    """Gradients of all trainable parameters for send(): contiguous if kernels read them in place."""
     found = list(gradients)
     for exchange in exchanges:
         if isinstance(exchange, LocalExchange) and exchange.memory is None:
@@ -170,9 +165,8 @@ def _own_dtype(gradient: torch.Tensor) -> torch.dtype:
 
 
 def are_as_sent(exchanges: Sequence[BucketExchange], gradients: Sequence[torch.Tensor | None]) -> bool:
-    """Whether each gradient is contiguous and of the dtype in which it is sent, one of WEIGHT_DTYPES.
-
-    gradients: of all trainable parameters.
+    """Whether each gradient, of all parameters, is contiguous and of the dtype in which it is sent, one of
+    WEIGHT_DTYPES.
     """
     return {e.bucket.sent_as for e in exchanges} <= set(WEIGHT_DTYPES) and all(
         gradients[i] is None or is_sendable(gradients[i], exchange.bucket.sent_as)

@@ -480,7 +480,7 @@ def _is_compact(p: torch.Tensor, group: Mapping[str, Any]) -> bool:
     return slice_of(p) is not None or (group["state"] == "compact" and suits_compact(p.shape))
 
 
-# What FusedAdamW takes
+# Checks
 
 
 def _check_options(options: dict[str, Any], name: str = "options", device: _Device = None) -> None:

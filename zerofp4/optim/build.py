@@ -430,7 +430,7 @@ class Member(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """What one rank tells all others.
+    """The facts that one rank tells all others.
 
     common: names and values that must be equal on all ranks.
     bucket_mb: the size of buckets that suits this rank.
@@ -486,7 +486,7 @@ class Way(NamedTuple):
 
 
 def choose_way(checked: Checked, by_rank: Sequence[Announcement]) -> Way:
-    """Choose what the options leave open: reduce-scatters if a parameter is sharded over several hosts.
+    """Complete the options: reduce-scatters are the default if a parameter is sharded over several hosts.
 
     Raises TypeError, the same on every rank, for gradients whose sums may overflow.
     """

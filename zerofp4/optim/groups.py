@@ -1,9 +1,9 @@
 """Process groups of parameter groups, and names of their parameters.
 
-The optimizer's process_group holds all ranks that step together: agreements, errors and norms are over it. A
-parameter group may name a part of it, `process_group`, to shard its parameters over. The ranks outside of
-that part name a group of their own at the same position of param_groups, for other parameters: other experts,
-slices of a matrix that tensor parallelism has cut, layers of another pipeline stage.
+The optimizer's process_group holds all ranks that step together: votes, errors and norms are over it. A
+parameter group may name some of these ranks, `process_group`, to shard its parameters over. The other ranks
+name a group of their own at the same position of param_groups, for other parameters: other experts, other
+parts of a matrix that tensor parallelism has cut, layers of another pipeline stage.
 """
 
 import itertools
@@ -20,14 +20,14 @@ from zerofp4.optim.state_dict import own_name
 from zerofp4.storage import called
 
 FOR_BUILDING = ("optimizer_class", "process_group", "replicated_over")
-"""Entries of a parameter group that an optimizer takes out when it is built. They are no options, which ranks
-compare and checkpoints have, and would keep process groups alive.
+"""Entries of a parameter group that are taken out at build: they are no options, which ranks compare and
+checkpoints have, and would keep process groups alive.
 """
 
 
 def find_names(param_groups: Sequence[dict]) -> bool:
-    """Give parameters without names those that they have in the model that convert_model was given. Returns
-    whether they have names: not if no one model has them all, or two would have one name in checkpoints.
+    """Give parameters without names those of convert_model's model. Returns whether they have names: not if
+    no one model has them all, or two would have one name in checkpoints.
     """
     if "param_names" in param_groups[0]:
         return True
@@ -41,7 +41,7 @@ def find_names(param_groups: Sequence[dict]) -> bool:
 
 
 def parameter_name(g: int, i: int, group: dict) -> str:
-    """What error messages call parameter i of group g: its position, and its name if it has one."""
+    """The name of parameter i of group g in error messages: its position, and its own name if it has one."""
     given = group.get("param_names")
     return called(f"param_groups[{g}]['params'][{i}]", group["params"][i], given[i] if given else None)
 
@@ -71,7 +71,7 @@ def find_places(param_groups: Sequence[dict], group: dist.ProcessGroup | None) -
     Process groups of the same ranks count as one, the first that was named. A DeviceMesh replicates over its
     first dimension and shards over the second.
 
-    Raises TypeError or ValueError for what one rank can see is wrong.
+    Raises TypeError or ValueError for errors that one rank can see.
     """
     rank, size = rank_and_size(group)
     everyone = tuple(range(size))
@@ -97,8 +97,8 @@ def find_places(param_groups: Sequence[dict], group: dist.ProcessGroup | None) -
         sharding = known.setdefault((ranks, parts), sharding)
         copy = copies.index(rank) if len(copies) > 1 else None
         places.append(Place(sharding._replace(copy=copy), ranks, copies))
-    # Ranks of a tensor-parallel group hold different elements of what is not replicated over it. A group that
-    # leaves out its process_group by mistake would average them.
+    # Unless a parameter is replicated over a tensor-parallel group, its ranks hold different elements, and a
+    # group without process_group would average them.
     unnamed = [g for g, param_group in enumerate(param_groups) if param_group.get("process_group") is None]
     if unnamed and any(len(place.copies) > 1 for place in places):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What masters begin with: rank 0's values of the parameters, or the masters of an earlier optimizer."""
+"""The first values of masters: rank 0's parameters, or the masters of an earlier optimizer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,7 +51,7 @@ def initialize_masters(
 ) -> list[int]:
     """Fill the masters of all buckets, chunk by chunk. Collective.
 
-    held: what take_over() returned. The other masters begin with rank 0's values, as in DDP.
+    held: of take_over(). The other masters begin with rank 0's values, as in DDP.
     group: all ranks that step together. error: of this rank, so far; every rank raises it.
 
     Returns, on rank 0, the positions among all trainable parameters of those whose masters begin with 4-bit
@@ -69,7 +69,7 @@ def initialize_masters(
             earlier = held.master(parameter) if parameter in held else None
             source = None
             if earlier is None and bucket.rank == bucket.replica == 0:
-                with error:  # the other ranks wait for values, whatever they are
+                with error:  # the other ranks wait for values
                     source = initial_values(parameter)
                 if isinstance(parameter, QuantizedTensor) and INIT_VAL not in parameter.record.attachments:
                     coarse.append(i)
@@ -106,9 +106,7 @@ def _share_chunk(values: torch.Tensor, source: torch.Tensor | None, first: int, 
 
 
 def initial_values(parameter: torch.Tensor) -> torch.Tensor:
-    """1D values that a parameter's master begins with, on any device: those before it was quantized if
-    convert_model kept them, otherwise its own.
-    """
+    """A parameter's values, 1D, on any device: from before it was quantized, if convert_model kept them."""
     getter = getattr(parameter, "get_high_precision_init_val", None)
     value = None if getter is None else getter()
     if value is None:

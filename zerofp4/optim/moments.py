@@ -99,7 +99,7 @@ def first_state(p: torch.Tensor, compact: bool) -> dict[str, torch.Tensor]:
 def converted(p: torch.Tensor, entries: Mapping[str, Any], compact: bool) -> dict[str, Any]:
     """Full or compact state as compact state, or as full state.
 
-    Raises ValueError for what is neither, and what check_buffer() raises.
+    Raises ValueError for other entries, and the errors of check_buffer().
     """
     kept, other = (COMPACT, FULL) if compact else (FULL, COMPACT)
     given = kept if entries.keys() >= kept.keys() else other
@@ -211,7 +211,7 @@ def _decode(
 
 
 def _values(largest: int, device: torch.device) -> torch.Tensor:
-    """What the codes from 0 on stand for, times the scale."""
+    """The values of the codes from 0 on, before they are scaled."""
     y = torch.arange(largest + 1, dtype=torch.float64, device="cpu") / largest
     return (8 * y / (7 + (49 - 48 * y).sqrt())).float().to(device)
 

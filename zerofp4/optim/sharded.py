@@ -37,7 +37,7 @@ class ShardedParameters:
     peers: the ranks that share the memory of weights; None if weights travel by collectives.
     late: takes the gathers of NVFP4 weights that go on after a step.
 
-    Raises, on every rank, what goes wrong on one, such as an allocation.
+    An error of one rank, such as a failed allocation, is raised on every rank.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ShardedParameters:
         self.masters: list[torch.Tensor | None] = self.by_parameter(lambda b: b.own_views(b.masters))
         self.lows: list[torch.Tensor | None] = self.by_parameter(lambda b: b.own_views(b.low))
         self.optimized = [self._as_optimized(i, master) for i, master in enumerate(self.masters)]
-        """By parameter, what an optimizer updates: nothing, the master, or the matrices in it."""
+        """By parameter, the tensors that an optimizer updates: none, the master, or the matrices in it."""
         for i, (one, master, low) in enumerate(zip(self.trained, self.masters, self.lows, strict=True)):
             if one.is_compact and master is not None:
                 master.zerofp4_slice = Slice(one.parameter.shape, self.shards[i], low, i)
@@ -137,7 +137,7 @@ class ShardedParameters:
         return made
 
     def follow_masters(self) -> None:
-        """Ignore what was written to weights: they are cast from their masters."""
+        """Ignore writes to weights: they are cast from their masters."""
         self.weights_follow = True
         for parameter in self.parameters:
             note_master(parameter)
@@ -255,7 +255,7 @@ class ShardedParameters:
         return error if changed is None else RuntimeError(changed)
 
     def _find_changed(self) -> str | None:
-        """Say what is wrong with the first parameter whose kind or device has changed."""
+        """Describe the first parameter whose kind or device has changed."""
         for name, p, (kind, device) in zip(self.names, self.parameters, self._kinds, strict=True):
             if (kind_of(p), p.device) != (kind, device):
                 advice = (
@@ -272,7 +272,7 @@ class ShardedParameters:
             raise RuntimeError(_TAKEN_OVER)
 
     def check_can_refresh(self) -> None:
-        """Raise what refresh() raises."""
+        """Raise the errors of refresh()."""
         self.check_not_taken_over()
         changed = self._find_changed()
         if changed is not None:
@@ -296,7 +296,7 @@ class ShardedParameters:
             self._late.settle()
 
     def check(self) -> None:
-        """Wait for the casts. Raises RuntimeError for an error in them, and for what has moved."""
+        """Wait for the casts. Raises RuntimeError for an error in them, and for moved storage."""
         if self._late is not None:
             self._late.synchronize()
         OwnError(self.find_moved()).raise_if_any()
