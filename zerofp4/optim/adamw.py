@@ -96,19 +96,16 @@ class FusedAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's. Raises where the constructor does, and leaves the group out then."""
         super().add_param_group(param_group)
+        group, g = self.param_groups[-1], len(self.param_groups) - 1
         try:
-            self._check_group(len(self.param_groups) - 1)
+            _check_options(group)
+            if len(set(group["params"])) < len(group["params"]):  # torch warns of it
+                raise ValueError(f"param_groups[{g}] has a parameter twice")
+            for member in self._members_of(g):
+                _check_parameter(member.name, locals_of([member.parameter])[0], self._device())
         except Exception:
             self.param_groups.pop()
             raise
-
-    def _check_group(self, g: int) -> None:
-        group = self.param_groups[g]
-        _check_options(group)
-        if len(set(group["params"])) < len(group["params"]):  # torch warns of it
-            raise ValueError(f"param_groups[{g}] has a parameter twice")
-        for member in self._members_of(g):
-            _check_parameter(member.name, locals_of([member.parameter])[0], self._device())
 
     def _members_of(self, g: int) -> list["Member"]:
         group, found = self.param_groups[g], []

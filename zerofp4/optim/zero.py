@@ -174,8 +174,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._exchanges[0].send(ABSTAIN)
             self._exchanges[0].finish()
         masters = zip(map(id, trainable), self._shards.optimized, strict=True)
-        self.inners = InnerOptimizers(checked.classes, self.param_groups, dict(masters))
-        """The optimizers of the masters, in the order in which their classes come first in the groups."""
+        with error:
+            self.inners = InnerOptimizers(checked.classes, self.param_groups, dict(masters))
+            """The optimizers of the masters, in the order in which their classes come first in the groups."""
+        exchange(None, error, group, "building the optimizers of masters")
         me = weakref.ref(self)
         self._saved = SavedState(
             param_groups=lambda: me().param_groups,  # checkpoints do not keep an optimizer alive
