@@ -61,9 +61,8 @@ class ShardedParameters:
         for bucket in self.buckets:
             with error:  # the other ranks may share the memory of the next bucket
                 bucket.allocate(peers)
+                bucket.bind()  # at once, which frees the parameters' own memory
         exchange(None, error, group, "allocating weights and masters")
-        for bucket in self.buckets:
-            bucket.bind()
         # By parameter: this rank's shard, its master, 1D, and the low bytes of a master of 24 bits; None if
         # this rank owns nothing, or there are no low bytes.
         self.shards: list[Shard] = self.by_parameter(lambda b: b.shards)
