@@ -7,7 +7,7 @@ import torch
 from helpers import at_an_odd_address, needs_gpu
 
 import zerofp4
-from zerofp4.ops import addresses_of, plain_facts, state_facts, tensor_facts
+from zerofp4.ops import Versions, addresses_of, plain_facts, state_facts, tensor_facts
 
 
 def test_facts_differ_where_anything_does(device):
@@ -78,3 +78,18 @@ def test_what_lies_in_a_freed_storage_has_no_address():
     tensors[1].untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match=r"^gradients\[1\] needs 256 bytes of its storage, which has 0"):
         addresses_of("gradients", tensors)
+
+
+def test_versions_tell_of_writes_and_of_other_tensors(device):
+    first, second = (torch.zeros(3, device=device) for _ in range(2))
+    versions = Versions([first, None, second])
+    assert versions.written() == [] and not versions.changed([first, None, second])
+    assert versions.changed([first, second, second]) and versions.changed([first, None, second.clone()])
+    second.add_(1)
+    assert versions.written() == versions.written([1]) == [1] and versions.written([0]) == []
+    assert versions.changed([first, None, second])
+    first.add_(1)
+    versions.take([1])
+    assert versions.written() == [0]
+    versions.take()
+    assert not versions.written() and not versions.changed([first, None, second])
