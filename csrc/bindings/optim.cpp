@@ -39,14 +39,11 @@ class MultiTensorList {
         }
     }
 
-    void find_nonfinite(const Target& target, const py::bytes& addresses, uintptr_t found, uintptr_t flag,
+    void find_nonfinite(const Target& target, const py::bytes& addresses, uintptr_t found,
                         uintptr_t when) const {
         for (size_t first = 0; first < positions_.size(); first += kListTensors) {
-            NonfiniteArgs args{part(addresses, first),
-                               {},
-                               pointer<int32_t>(found),
-                               pointer<float>(flag),
-                               pointer<const int64_t>(when)};
+            NonfiniteArgs args{
+                part(addresses, first), {}, pointer<int32_t>(found), pointer<const int64_t>(when)};
             std::copy_n(words_.data() + first, args.list.count, args.words);
             on_either(target, [&](const auto& kernels, auto where) { kernels.find_nonfinite(args, where); });
         }
@@ -141,6 +138,20 @@ void bind_optim(py::module_& m) {
             on_either(target, [&](const auto& kernels, auto where) { kernels.average(args, where); });
         },
         NoGil());
+    using Decide = DecideArgs;
+    struct_class<Decide>(
+        m, "DecideArgs",
+        {FIELD(Decide, vote), FIELD(Decide, failed), FIELD(Decide, decision), FIELD(Decide, present),
+         FIELD(Decide, found_inf), FIELD(Decide, count), FIELD(Decide, equal), FIELD(Decide, looks),
+         FIELD(Decide, counts), FIELD(Decide, goes_on), FIELD(Decide, keeps)});
+    m.def(
+        "decide",
+        [](const Target& target, const DecideArgs& args) {
+            on_either(target, [&](const auto& kernels, auto where) { kernels.decide(args, where); });
+        },
+        NoGil());
+    m.attr("DECISION_WORDS") = sizeof(Decision) / sizeof(double);
+    m.attr("VOTE_FLAGS") = kVoteFlags;
     m.attr("RANDOM_COLUMNS") = kRandomColumns;
     m.attr("SQUARE_RANGES") = kSquareRanges;
     m.attr("SQUARE_WORDS") = kSquareWords;
@@ -150,7 +161,7 @@ void bind_optim(py::module_& m) {
              "numels"_a, "words"_a, "dtype"_a)
         .def("add_squares", &MultiTensorList::add_squares, "target"_a, "addresses"_a, "squares"_a, NoGil())
         .def("find_nonfinite", &MultiTensorList::find_nonfinite, "target"_a, "addresses"_a, "found"_a,
-             "flag"_a, "when"_a, NoGil())
+             "when"_a, NoGil())
         .def("widen", &MultiTensorList::widen, "target"_a, "addresses"_a, "outputs"_a, NoGil());
 }
 

@@ -5,6 +5,7 @@
 #include "common/args/adamw.h"
 #include "common/args/average.h"
 #include "common/args/cast.h"
+#include "common/args/decide.h"
 #include "common/args/gather.h"
 #include "common/args/grouped_values.h"
 #include "common/args/mxfp8.h"
@@ -41,6 +42,7 @@ struct Kernels {
     void (*average)(const AverageArgs&, int threads);
     void (*find_nonfinite)(const NonfiniteArgs&, int threads);
     void (*add_squares)(const SquaresArgs&, int threads);
+    void (*decide)(const DecideArgs&, int threads);
     void (*widen)(const WidenArgs&, int threads);
 };
 

@@ -31,6 +31,7 @@
     DO(average)          \
     DO(find_nonfinite)   \
     DO(add_squares)      \
+    DO(decide)           \
     DO(widen)
 
 namespace zerofp4::cpu::ZEROFP4_ISA {

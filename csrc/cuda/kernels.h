@@ -5,6 +5,7 @@
 #include "common/args/adamw.h"
 #include "common/args/average.h"
 #include "common/args/cast.h"
+#include "common/args/decide.h"
 #include "common/args/dequantize.h"
 #include "common/args/gather.h"
 #include "common/args/grouped_values.h"
@@ -63,6 +64,7 @@ struct Kernels {
     void (*average)(const AverageArgs&, cudaStream_t stream);
     void (*find_nonfinite)(const NonfiniteArgs&, cudaStream_t stream);
     void (*add_squares)(const SquaresArgs&, cudaStream_t stream);
+    void (*decide)(const DecideArgs&, cudaStream_t stream);
     void (*widen)(const WidenArgs&, cudaStream_t stream);
     void (*barrier)(const BarrierArgs&, cudaStream_t stream);
 

@@ -35,6 +35,7 @@
     DO(average)           \
     DO(find_nonfinite)    \
     DO(add_squares)       \
+    DO(decide)            \
     DO(widen)             \
     DO(barrier)           \
     DO(load_cublaslt)     \

@@ -109,6 +109,71 @@ class Barrier:
         _C.barrier(target_of(self._device), self._arguments)
 
 
+# What the ranks decide
+
+VOTE_FLAGS: int = _C.VOTE_FLAGS
+"""How many flags end a vote. The last two: the word of the first NaN or Inf, and 1 + a rank with an error."""
+
+
+class Decision:
+    """Whether a step writes: the words that the update and the cast read, in one block on the device.
+
+    A word stands for a gradient with a NaN or Inf: it is above 0, and the larger the earlier the parameter.
+
+    count: how many presence flags there are.
+    failed: float32 [], not 0 once a rank did not come to a barrier, as of Barrier.
+    """
+
+    def __init__(self, count: int, device: torch.device, failed: torch.Tensor | None = None):
+        self._block = torch.zeros(_C.DECISION_WORDS + count, dtype=torch.float64, device=device)
+        self._words, self.failed = self._block[: _C.DECISION_WORDS], failed
+        integers, floats = (self._words.view(dtype) for dtype in (torch.int32, torch.float32))
+        self.own, self.nonfinite, self.first, self.skipped = integers[:4].unbind()
+        """int32 []: the word of this rank; that of all ranks when gradients were last looked at; the largest
+        of these in a step; how many steps were skipped for them.
+        """
+        self.skip, self.refused = floats[4:].unbind()
+        """float32 []: 1 if the step, or bucket, changes nothing; 1 if the ranks do not take it."""
+        self.present = self._block[_C.DECISION_WORDS :]
+        """float64 [count]: the presence flags of the last vote, as its last ones; 0 if it changes nothing."""
+
+    def decide(
+        self,
+        vote: torch.Tensor | None,
+        count: int = 0,
+        *,
+        found_inf: torch.Tensor | None = None,
+        looks: bool = True,
+        counts: bool = False,
+        goes_on: bool = False,
+        keeps: bool = False,
+    ) -> None:
+        """Decide, in one launch. Waits for nothing.
+
+        vote: float64, the maximum over all ranks of `count` presence flags, words that must be equal on all
+            ranks, their negatives, and VOTE_FLAGS flags. None in a world of one, where `own` counts.
+        found_inf: float32 [1], becomes `skip`.
+        looks: whether gradients were looked at for the vote; otherwise `nonfinite` and `first` stay.
+        counts: whether a step that is skipped for a NaN or Inf is counted.
+        goes_on: the vote is on one more bucket of a step, in which `first` and found_inf only grow.
+        keeps: whether a step that an earlier vote refused stays refused.
+        """
+        arguments = _C.DecideArgs(
+            vote=address_of("vote", vote),
+            failed=address_of("failed", self.failed),
+            decision=address_of("decision", self._words),
+            present=address_of("present", self.present[len(self.present) - count :]),
+            found_inf=address_of("found_inf", found_inf),
+            count=count,
+            equal=0 if vote is None else (vote.numel() - count - VOTE_FLAGS) // 2,
+            looks=looks,
+            counts=counts,
+            goes_on=goes_on,
+            keeps=keeps,
+        )
+        _C.decide(target_of(self._block.device), arguments)
+
+
 # Lists of tensors of any dtypes: is there a NaN or Inf, the sums of squares, float32 copies
 
 
@@ -137,13 +202,11 @@ class MultiTensor:
             for dtype, own in positions.items()
         ]
 
-    def find_nonfinite(
-        self, found: torch.Tensor, when: torch.Tensor | None = None, flag: torch.Tensor | None = None
-    ) -> None:
-        """As the function. flag: float32 [], becomes 1 where a tensor holds a NaN or Inf."""
-        flags = address_of("found", found), address_of("flag", flag), address_of("when", when)
+    def find_nonfinite(self, found: torch.Tensor, when: torch.Tensor | None = None) -> None:
+        """As the function."""
+        words = address_of("found", found), address_of("when", when)
         for own in self._lists:
-            own.find_nonfinite(target_of(found.device), self.addresses, *flags)
+            own.find_nonfinite(target_of(found.device), self.addresses, *words)
 
     def add_squares(self, squares: torch.Tensor) -> None:
         """As the function."""

@@ -252,6 +252,7 @@ class SavedState(Mapping):
 
     param_groups: returns those of the optimizer, as they are now.
     token: of the ids of saves, the same on every rank.
+    steps: as of Agreement.steps_taken().
     """
 
     def __init__(
@@ -265,13 +266,14 @@ class SavedState(Mapping):
         rank: int,
         token: str,
         sound: Soundness,
+        steps: Callable[[], int],
     ):
         self.param_groups, self.shards, self.inners, self._classes = param_groups, shards, inners, classes
-        self.sound = sound
+        self.sound, self._count_steps = sound, steps
         self.token = token
         """Another one after each load."""
-        self.steps = 0
-        """How many steps the optimizer has taken, skipped ones too."""
+        self.consolidated: dict[int, dict[str, torch.Tensor]] | None = None
+        """What consolidate_state_dict() has gathered on this rank: `state` of the next state_dict()."""
         self.device = shards.parameters[0].device
         refusals, self._elsewhere = _find_names(announced, rank, len(param_groups()))
         self.ids: list[list[ParameterId]] = [[] for _ in param_groups()]
@@ -292,6 +294,11 @@ class SavedState(Mapping):
         """By the identity of a trainable parameter, its position among these."""
         self._templates: dict[int, tuple[dict, dict[str, Entry]]] = {}
         """By parameter group, a copy of the group, and the template that was made for it."""
+
+    @property
+    def steps(self) -> int:
+        """How many steps the ranks have taken, skipped ones too."""
+        return self._count_steps()
 
     @property
     def save_id(self) -> str:

@@ -8,7 +8,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,8 @@ from zerofp4.engine import (
     Step,
     Update,
     UpdateSchedule,
-    are_as_sent,
-    check_gradients,
     collective_exchanges,
     find_peers,
-    in_place,
     peer_exchanges,
     write_master,
     zeros_on,
@@ -56,22 +53,13 @@ from zerofp4.optim.build import (
     set_gradient_dtype,
 )
 from zerofp4.optim.communication import Communication
+from zerofp4.optim.gradients import Clipped, OwnGradients, global_norm
 from zerofp4.optim.initial import broadcast_frozen, initialize_masters
 from zerofp4.optim.inner import InnerOptimizers
-from zerofp4.optim.norm import global_norm
 from zerofp4.optim.seal import agree_on_save
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.soundness import Soundness
 from zerofp4.optim.state_dict import SavedState, load_error, read_state_dict
-
-
-class Clipped(NamedTuple):
-    """By clip_grad_norm_ for the next step: the gradients that it has averaged, and float32 [], what they are
-    still to be multiplied by.
-    """
-
-    gradients: ops.Versions
-    factor: torch.Tensor
 
 
 class ZeroFP4Optimizer(torch.optim.Optimizer):
@@ -105,6 +93,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     sets the attributes `found_inf` and, unless its unscale_() was called, `grad_scale`.
     """
 
+    _described: dict[str, Any] | None = None
+    """What describe() returns of what never changes; None while the optimizer is being built."""
+
     @torch.no_grad()
     def __init__(
         self,
@@ -120,7 +111,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         on_nonfinite: str = "skip",
         **defaults: Any,
     ):
-        self._built, self._sound = False, Soundness()
+        self._sound = Soundness()
         group = resolve_group(process_group)
         self.process_group = GroupReference(group)
         rank, self.world_size = rank_and_size(group)
@@ -144,40 +135,38 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         told = exchange((announcement, secrets.token_hex(8)), error, group, "building ZeroFP4Optimizer")
         announced, (token, *_) = zip(*told, strict=True)
         check_announcements(announced)  # from here on the same on every rank
-        self._way = choose_way(checked, announced)
+        way = choose_way(checked, announced)
         if masters_from is not None and masters_from._schedule is not None:
             masters_from._schedule.stop()
         # Memory: weights, masters, state
-        self._on_nonfinite, self.communication = on_nonfinite, communication
-        self._parameters, device = checked.parameters, checked.parameters[0].device
-        """All parameters, frozen ones too."""
-        self._peers, obstacle = find_peers(self._way.transport, group, device)
-        self._why_collective = obstacle if self.world_size == 1 else self._way.why_collective or obstacle
-        shared_by = "collective" if self._peers is None else "peer"
-        self._transport_name = "none" if self.world_size == 1 else shared_by
+        self.communication = communication
+        device = checked.parameters[0].device
+        self._peers, why_no_peers = find_peers(way.transport, group, device)
         trainable = [one.parameter for one in checked.trained]
         set_gradient_dtype(communication.gradient_dtype, trainable)
-        self._bucket_mb = max(other.bucket_mb for other in announced)
+        bucket_mb = max(other.bucket_mb for other in announced)
         late = LateGathers(device) if communication.overlaps_forward else None
-        self._shards = ShardedParameters(checked, group, self._bucket_mb, self._peers, late)
+        self._shards = ShardedParameters(checked, group, bucket_mb, self._peers, late)
         with error:
-            self._exchanges, self._schedule = self._make_exchanges()
+            exchanges, self._schedule = self._make_exchanges(way.reduction == "ordered")
         coarse = initialize_masters(self._shards.buckets, checked.held, group, error)
         for param_group, place in zip(self.param_groups, checked.places, strict=True):
             for parameter in param_group["params"]:
                 if not parameter.requires_grad:
                     broadcast_frozen(parameter, place.sharding)
-        free_frozen(self._parameters)
+        free_frozen(checked.parameters)
         if self._schedule is not None and self._peers is None:
             # NCCL connects on the first message, and the host waits until the peer connects, too. In a
             # backward pass the peer may never come.
-            self._exchanges[0].send(ABSTAIN)
-            self._exchanges[0].finish()
+            exchanges[0].send(ABSTAIN)
+            exchanges[0].finish()
         masters = zip(map(id, trainable), self._shards.optimized, strict=True)
         with error:
             self.inners = InnerOptimizers(checked.classes, self.param_groups, dict(masters))
             """The optimizers of the masters, in the order in which their classes come first in the groups."""
         exchange(None, error, group, "building the optimizers of masters")
+        slots, failed = find_slots(announced, rank), None if self._peers is None else self._peers.failed
+        self._agreement = Agreement(slots, device, group, on_nonfinite, failed)
         me = weakref.ref(self)
         self._saved = SavedState(
             param_groups=lambda: me().param_groups,  # checkpoints do not keep an optimizer alive
@@ -188,59 +177,52 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             rank=rank,
             token=token,
             sound=self._sound,
+            steps=self._agreement.steps_taken,
         )
         self.state = self._saved
         # What a step runs
-        slots = find_slots(announced, rank)
-        wire = communication.gradient_wire
-        in_turns = [b.indices for b in self._shards.buckets] if communication.updates_early else None
-        failed = None if self._peers is None else self._peers.failed
-        self._agreement = Agreement(slots, device, group, on_nonfinite, wire, failed, in_turns)
         self._offer_parts()
-        is_local = all(exchange.memory is None for exchange in self._exchanges)
-        self._averages_nothing = self.world_size == 1 and is_local
-        """Whether gradients are their own means, in p.grad: in a world of one where nothing rounds them."""
-        self._why_at_once = self._find_why_at_once()
-        """Why all masters are updated at once; None where they are updated bucket by bucket."""
-        self._fused: FusedAdamW | None = self.inners.all[0] if self._why_at_once is None else None
-        """What updates the masters bucket by bucket."""
-        self._step = Step(self._exchanges, self._peers, sends=self._schedule is None, late=late)
-        self._why_host_waits = self._find_why_host_waits(group, device)
-        """Why the host waits for the vote of each step; None where the device alone reads it."""
-        self._agreement.defers = self._why_host_waits is None
+        self._step = Step(exchanges, self._peers, sends=self._schedule is None, late=late)
+        wire = communication.gradient_wire
+        self._gradients = OwnGradients(self._shards, exchanges, self._agreement, wire)
+        why_at_once = self._find_why_at_once()
+        self._fused: FusedAdamW | None = self.inners.all[0] if why_at_once is None else None
+        """What updates the masters bucket by bucket; None if all are updated at once."""
+        why_host_waits = self._find_why_host_waits(group, device, on_nonfinite) or why_at_once
+        self._agreement.defers = why_host_waits is None
         self._early: UpdateSchedule | None = None
         if communication.updates_early:
             self._early = UpdateSchedule(
                 self._shards,
                 self._step,
                 begin=lambda: me()._begin_early(),
-                scan=self._agreement.find_word,
+                scan=self._gradients.find_word,
                 vote=lambda *bucket: me()._vote_early(*bucket),
                 breaking=lambda: me()._sound.breaking("backward()", in_buckets=True),
             )
-        # From one call to the next
-        self._kinds: Any = None
-        """TensorFacts.kinds of the gradients that were checked last: those of equal kinds need no check."""
-        self._launches: ops.MultiTensor | None = None
-        """What reads all of these where they are, if they are sent as they are."""
-        self._squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
         self._clipped: Clipped | None = None
         """By clip_grad_norm_ for the next step."""
-        self._clip_error = OwnError()
-        """Of this rank in clip_grad_norm_, where the host did not wait for the vote: step() raises it."""
-        self._scaler_found_inf: torch.Tensor | None = None
-        """What a GradScaler has found in the gradients of this rank."""
-        self._consolidated: dict[int, dict[str, torch.Tensor]] | None = None
-        """What consolidate_state_dict() has gathered on this rank: `state` of the next state_dict()."""
         self._run_program()
         self._shards.settle()
         if self.world_size > 1:
-            self._shards.holder.watch_clipping(self._parameters)
+            self._shards.holder.watch_clipping(checked.parameters)
         for doubt in checked.doubts(rank, coarse):
             warnings.warn(doubt, stacklevel=3)
-        self._built = True
+        shared_by = "collective" if self._peers is None else "peer"
+        self._described = {
+            "transport": "none" if self.world_size == 1 else shared_by,
+            "why_collective": why_no_peers if self.world_size == 1 else way.why_collective or why_no_peers,
+            "hosts": way.hosts and tuple(way.hosts),
+            "reduction": way.reduction,
+            "in_buckets": why_at_once is None,
+            "obstacle": why_at_once,
+            "overlap": communication.overlap,
+            "host_waits": why_host_waits,
+            "world_size": self.world_size,
+            "bucket_mb": bucket_mb,
+        }
 
-    def _make_exchanges(self) -> tuple[list[BucketExchange], BackwardSchedule | None]:
+    def _make_exchanges(self, ordered: bool) -> tuple[list[BucketExchange], BackwardSchedule | None]:
         """By bucket, how it travels, and what has backward passes send gradients; None where none does."""
         shards, options = self._shards, self.communication
         early = options.overlaps_backward and self.world_size > 1
@@ -250,8 +232,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         else:
             ways = {"early": early, "aliased": not options.updates_early}
             ways["turns"] = None if early and self.found_inf.device.type == "cpu" else 2
-            ways["ordered"] = self._way.reduction == "ordered"
-            exchanges = collective_exchanges(shards.buckets, zeros_on(self.found_inf.device), **ways)
+            zeros = zeros_on(self.found_inf.device)
+            exchanges = collective_exchanges(shards.buckets, zeros, ordered=ordered, **ways)
         if options.updates_early and not all(exchange.averages_in_update for exchange in exchanges):
             shards.share_gradients()
         return exchanges, BackwardSchedule(shards.trained, shards.holder, exchanges) if early else None
@@ -260,8 +242,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """Let FusedAdamW update its masters bucket by bucket, and leave the amaxes that casts need."""
         optimized, present = self._shards.optimized, {}
         if self.world_size > 1:
-            words = [self._agreement.presence(i) for i in range(len(optimized))]
-            present = {m: word for masters, word in zip(optimized, words, strict=True) for m in masters}
+            in_turns = self._shards.buckets if self.communication.updates_early else ()
+            flags = self._agreement.presence([bucket.indices for bucket in in_turns])
+            present = {m: flag for masters, flag in zip(optimized, flags, strict=True) for m in masters}
         for number, inner in enumerate(self.inners.all):
             if isinstance(inner, FusedAdamW):
                 mine = [b for b in self._shards.buckets if self._shards.updated_by(b) == number]
@@ -275,20 +258,24 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         has_matrices = any(bucket.is_of_whole_matrices for bucket in self._shards.buckets)
         return "whole matrices are updated all at once" if has_matrices else None
 
-    def _find_why_host_waits(self, group: dist.ProcessGroup | None, device: torch.device) -> str | None:
-        """The same on every rank."""
+    def _find_why_host_waits(
+        self, group: dist.ProcessGroup | None, device: torch.device, on_nonfinite: str
+    ) -> str | None:
+        """Why the host waits for the vote of each step, if not for the sake of the update; the same on every
+        rank.
+        """
         if self.world_size == 1:
             return "a world of one has no vote"
         backend = backend_for(group, device)
         if backend != "nccl":
             return f"the group's backend for {device.type} is {backend}, whose collectives the host waits for"
-        if self._on_nonfinite != "skip":
-            return f"on_nonfinite is {self._on_nonfinite!r}"
+        if on_nonfinite != "skip":
+            return f"on_nonfinite is {on_nonfinite!r}"
         if self._schedule is not None:
             return "backward passes send gradients"
         if any(bucket.replica_count > 1 for bucket in self._shards.buckets):
             return "parameters have replicas"
-        return self._why_at_once
+        return None
 
     # A step
 
@@ -307,23 +294,24 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         A CUDA graph may capture it in a world of one, after an eager step with gradients of the same
         parameters. In a replay a NaN or Inf skips the step, whatever on_nonfinite is.
         """
-        self._consolidated = None
+        self._saved.consolidated = None
         self._shards.holder.end_watch()
         if self._early is not None:
             return self._end_early_step(closure)
         self._check_not_captured("step()")
         self._settle_earlier_calls()
-        call, gradients, word, sent, loss, error = None, (), None, None, None, OwnError()
+        gradients, word, sent, loss, error = (), None, None, None, OwnError()
         try:
+            self._agreement.raise_own()
             self._check_usable()
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._clip_error.raise_if_any()
+                self._agreement.raise_own()
             reduces = self._clipped is None
             gradients = self._collect_gradients()
             self._unscale(gradients)
-            word = self._word(gradients) if reduces else None  # a GPU is at work while the host goes on
+            word = self._find_word(gradients) if reduces else None  # a GPU is at work while the host goes on
             self._shards.check_unchanged(self.param_groups)
             self.inners.sync_options(self.param_groups)
             self.inners.check_options()
@@ -333,35 +321,29 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     "step: call it after the last backward pass, or zero_grad() before the next one"
                 )
             self._prepare_update(reduces)
-            sent = self._to_average(gradients, reduces)
-            call = Call(is_clip=False, reduces=reduces, step=self._saved.steps)
+            sent = self._gradients.to_average(gradients, reduces)
         except BaseException as failure:
             error = self._to_vote(failure)
-        present, is_taken = self._agree(call, gradients, word, error), False
+        reduces, is_taken = self._clipped is None, False
+        present = self._vote(Call(is_clip=False, reduces=reduces), gradients, word, error)
         try:
-            reduces = self._clipped is None
-            if reduces:
-                self._agreement.accept_nonfinite(word)
+            self._agreement.decide(word, found_inf=self.found_inf, looks=reduces)
             is_taken = True
             if error:  # the vote told the other ranks, whose kernels change nothing
                 with error:  # the first one is raised
                     self._run_program(None, ABSTAIN if reduces else None)
                 error.raise_if_any()
             with self._sound.breaking("step()"):
-                if self._must_skip():
-                    self.found_inf.fill_(1)
-                elif self._fused is None:
+                if self._fused is None:
                     self._update_at_once(sent, present)
                 else:
                     self._run_program(self._fused.update_bucket, sent)
         finally:
             self._forget_clipped()
-            self._clip_error = OwnError()
             if self._schedule is not None:
                 self._schedule.end_step()
             if is_taken:
                 self._agreement.count_step()
-                self._saved.steps += 1
         return loss
 
     @torch.no_grad()
@@ -383,7 +365,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             )
         self._check_not_captured("clip_grad_norm_()")
         self._settle_earlier_calls()
-        call, gradients, word, sent, kind, error = None, (), None, ABSTAIN, 2.0, OwnError()
+        gradients, word, sent, kind, error = (), None, ABSTAIN, 2.0, OwnError()
         before, reduces = self._clipped, self._clipped is None
         try:
             max_norm, norm_type = float(max_norm), float(norm_type)
@@ -402,22 +384,20 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 )
             reduces = before is None or before.gradients.changed(gradients)
             # The sums of squares of gradients in p.grad say if there is a NaN or Inf.
-            scans = reduces and not (self._averages_nothing and norm_type == 2.0)
-            word = self._word(gradients) if scans else None
-            for bucket in () if self._averages_nothing else self._shards.buckets:
+            scans = reduces and not (self._gradients.are_means and norm_type == 2.0)
+            word = self._find_word(gradients) if scans else None
+            for bucket in () if self._gradients.are_means else self._shards.buckets:
                 _ = bucket.gradients  # makes their memory
-            sent = self._to_average(gradients, reduces)
-            call = Call(True, reduces, self._saved.steps, max_norm, norm_type)
+            sent = self._gradients.to_average(gradients, reduces)
         except BaseException as failure:
             error = self._to_vote(failure)
-        self._agree(call, gradients, word, error)
-        self._clip_error = error
+        self._vote(Call(True, reduces, max_norm, norm_type), gradients, word, error)
         total, failure = self._reduce(sent, kind, reduces, gradients, word)
         if not reduces:
             total = total * before.factor
-        total.masked_fill_(self._agreement.refused != 0, math.nan)
+        total.masked_fill_(self._agreement.decision.refused != 0, math.nan)
         factor = ((0.0 if error else max_norm) / (total + 1e-6)).clamp(max=1.0)
-        factor.masked_fill_(self._agreement.nonfinite != 0, 1.0)
+        factor.masked_fill_(self._agreement.decision.nonfinite != 0, 1.0)
         if reduces:
             self._clipped = Clipped(ops.Versions(gradients), factor)
         else:
@@ -429,7 +409,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's; also forgets what clip_grad_norm_ averaged. Not collective."""
         self._forget_clipped()
-        self._scaler_found_inf = None  # GradScaler leaves it after an error, and it is of these gradients
+        self._gradients.scaler_found_inf = None  # GradScaler leaves it after an error
         if self._schedule is not None:
             self._schedule.drop()
         if self._early is not None:
@@ -463,14 +443,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         with contextlib.nullcontext() if self._schedule is None else self._schedule.no_sync():
             yield
 
-    # Before the agreement
+    # Before the vote
 
     def _settle_earlier_calls(self) -> None:
         """Raise what the ranks found in the step before, on every rank and before it joins a collective.
-        [Note: when the host reads an agreement]
+        [Note: who reads a vote]
         """
         if self._clipped is None:  # else the vote of this step's clip_grad_norm_ is not due
-            self._agreement.read(self.param_groups, self._clip_error if self._clip_error else None)
+            self._agreement.read(self.param_groups)
 
     def _to_vote(self, failure: BaseException) -> OwnError:
         """An error of this rank before a vote, which tells the others of it. Raises it at once if all ranks
@@ -498,26 +478,20 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._fused is None:
             _ = self._shards.optimized_pairs  # makes the memory of gradients
             return
-        skip, in_slices = self._agreement.skip_in_kernels, not (reduces or self._averages_nothing)
-        self._fused.begin_buckets(self._exchanges, skip, self._factor, in_slices)
-
-    def _to_average(self, gradients: Gradients, reduces: bool) -> Gradients | None:
-        """The gradients as they are sent or read in this call; None if they are averaged already."""
-        if not (reduces or self._averages_nothing):
-            return None
-        return gradients if self._launches is not None else in_place(self._exchanges, gradients)
+        skip, in_slices = self._agreement.skip_in_kernels, not (reduces or self._gradients.are_means)
+        self._fused.begin_buckets(self._step.exchanges, skip, self._factor, in_slices)
 
     def _unscale(self, gradients: Gradients) -> None:
         """Divide the gradients by the scale of a GradScaler, unless its unscale_() has."""
         scale, obstacle = self._take_scale(), None
         schedule, is_scaled = self._schedule, scale is not None
-        if schedule is not None and schedule.has_sent and self._scaler_found_inf is not None:
+        if schedule is not None and schedule.has_sent and self._gradients.scaler_found_inf is not None:
             is_scaled = True  # when they were sent, before unscale_()
         if not is_scaled:
             return
         present = [gradient for gradient in gradients if gradient is not None]
         if schedule is not None:
-            self._scaler_found_inf = None  # GradScaler leaves it behind an error
+            self._gradients.scaler_found_inf = None  # GradScaler leaves it behind an error
             obstacle = "overlap='backward' sends them while they are scaled, and unscale_() comes too late"
         elif self._clipped is not None:
             obstacle = "clip_grad_norm_ has clipped scaled ones: call scaler.unscale_(optimizer) before it"
@@ -535,72 +509,56 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return scale if isinstance(scale, torch.Tensor) else None
 
     def _collect_gradients(self) -> Gradients:
-        """p.grad of all trainable parameters. Raises for one that cannot be sent."""
-        gradients = ops.gradients_of(self._shards.parameters)
-        facts = ops.plain_facts(gradients)
-        is_known = facts is not None and facts.kinds == self._kinds
         try:
-            if not is_known:
-                self._kinds = self._launches = None
-            for exchange in self._exchanges:
-                own = [gradients[i] for i in exchange.bucket.indices]
-                names = [self._shards.names[i] for i in exchange.bucket.indices]
-                check_gradients(exchange, own, names, is_known)
-            if not is_known and facts is not None:
-                self._kinds = facts.kinds
-                if are_as_sent(self._exchanges, gradients):
-                    self._launches = ops.MultiTensor(gradients, self._agreement.words)
-            if self._launches is not None:
-                self._launches.addresses = facts.addresses
+            return self._gradients.collect()
         except Exception:
             self._shards.check_unchanged(self.param_groups)  # its error may be the reason
             raise
-        return gradients
 
-    def _word(self, gradients: Gradients, when: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Which of this rank's gradients is the first with a NaN or Inf, as a word of the agreement. when: as
-        of Agreement.find_word().
-        """
+    def _find_word(self, gradients: Gradients, when: torch.Tensor | None = None) -> torch.Tensor | None:
+        """As OwnGradients.find_word(), with what GradScalers and users have found."""
         if self.world_size == 1 and is_capturing(self.found_inf.device) and not self.inners.heed_found_inf():
             return None  # the optimizer of the masters cannot read it
-        given = self.inners.found_inf(), self._scaler_found_inf
+        given = self.inners.found_inf(), self._gradients.scaler_found_inf
         flags = [flag.reshape(()) for flag in given if isinstance(flag, torch.Tensor)]
-        found_inf = sum(flags) if flags else None
-        find_word = in_phase("scan", self._agreement.find_word)
-        return find_word(gradients, found_inf=found_inf, when=when, launches=self._launches)
+        find_word = in_phase("scan", self._gradients.find_word)
+        return find_word(gradients, found_inf=sum(flags) if flags else None, when=when)
 
-    def _agree(
-        self, call: Call | None, gradients: Gradients, word: torch.Tensor | None, error: OwnError
+    def _vote(
+        self, call: Call, gradients: Gradients, word: torch.Tensor | None, error: OwnError
     ) -> list[bool] | None:
-        """By trainable parameter, whether any rank has a gradient; None where the host does not wait for the
-        outcome. Raises where it does, and the ranks refuse.
+        """By trainable parameter, whether any rank has a gradient; None if the host does not wait for the
+        vote. If it does, raises what the ranks refuse.
 
-        call: None with an error of this rank. gradients: as far as they were collected.
-        word: of Agreement.find_word(); None where nothing was looked at.
+        gradients: as far as they were collected. word: None if nothing was looked at.
         """
         present, sent, schedule = [g is not None for g in gradients], Sent(), self._schedule
         if schedule is not None:
-            sent = schedule.close(error, reduces=self._clipped is None if call is None else call.reduces)
-        agreement = self._agreement
+            sent = schedule.close(error, call.reduces)
+        agreement, slots = self._agreement, self._agreement.slots
         try:
             if self.world_size == 1:
                 error.raise_if_any()
             else:
-                ballot = present, call, error, word, self.param_groups, sent
-                in_phase("vote", agreement.begin)(*ballot)
+                flags = [False] * len(slots.labels)
+                for slot, is_there in zip(slots.own, present, strict=False):  # an error may leave none
+                    flags[slot] = is_there
+                in_phase("vote", agreement.begin)(flags, call, error, word, self.param_groups, sent)
                 if agreement.defers:
                     return None
-                present = agreement.read(self.param_groups, error)
+                agreement.read(self.param_groups, at_once=True)
+                found = agreement.last.present.tolist()
+                present = [bool(found[slot]) for slot in slots.own]
         except Exception:
             error.take()  # it was raised, and would be in a reference cycle
             if schedule is not None:
-                schedule.abandon(agreement.sent.all)
+                schedule.abandon(agreement.last.sent.all)
             raise
         if schedule is not None:
-            schedule.accept(agreement.sent.again)
+            schedule.accept(agreement.last.sent.again)
         return present
 
-    # Behind it
+    # After it
 
     def _reduce(
         self,
@@ -613,47 +571,38 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """Average the gradients for a clip, unless they are averaged. Returns their norm, and the error of
         this rank.
         """
-        error = OwnError()
-        means = [] if sent is ABSTAIN else self._means(sent)  # views, which average() fills
-        if sent is ABSTAIN:
-            self._squares.zero_()
-        elif self._averages_nothing and norm_type == 2.0:
-            self._squares.zero_()
-            if self._launches is None:
-                ops.add_squares(means, self._squares)
-            else:
-                self._launches.add_squares(self._squares)
-            if reduces:
-                found = self._squares[:, -2:].sum(0)  # how many Infs and NaNs there were
-                word = self._word(gradients, found)
+        error, own = OwnError(), self._gradients
+        means = [] if sent is ABSTAIN else own.means(sent)  # views, which average() fills
+        if sent is not None:
+            own.squares.zero_()
         if reduces:
             self._forget_clipped()
-            if not self._averages_nothing:
-                self._squares.zero_()
-                error = self._step.average(sent, self._squares)
-            self._agreement.accept_nonfinite(word)
-        total = in_phase("norm", global_norm)(means, norm_type, self.process_group(), self._squares)
+        if own.are_means and norm_type == 2.0:
+            own.add_squares(means)
+            if reduces:
+                found = own.squares[:, -2:].sum(0)  # how many Infs and NaNs there were
+                word = self._find_word(gradients, found)
+        elif reduces and not own.are_means:
+            error = self._step.average(sent, own.squares)
+        self._agreement.decide(word, looks=reduces)
+        total = in_phase("norm", global_norm)(means, norm_type, self.process_group(), own.squares)
         if reduces and self._schedule is not None:
             self._schedule.is_reduced = True
         return total, error
 
     def _must_skip(self) -> bool:
         """Whether the host leaves out an update that cannot read on the device that it is to be skipped."""
-        if self.inners.heed_found_inf() or is_capturing(self._agreement.skip.device):
+        if self.inners.heed_found_inf() or is_capturing(self.found_inf.device):
             return False
-        return bool(self._agreement.nonfinite.item())
-
-    def _means(self, gradients: Gradients) -> list[torch.Tensor]:
-        """This rank's part of the averaged gradients; what several ranks have, one of them counts."""
-        if self._averages_nothing:
-            return [gradient for gradient in gradients if gradient is not None]
-        return [bucket.gradients[bucket.part] for bucket in self._shards.buckets if bucket.is_counted]
+        return bool(self._agreement.decision.nonfinite.item())
 
     def _update_at_once(self, gradients: Gradients | None, present: Sequence[bool]) -> None:
         """Average all gradients that are not yet, update all masters, and publish them."""
-        error = OwnError()
-        if self._averages_nothing and self._launches is not None:
-            in_phase("gradients", self._launches.widen)(self._shards.gradients)
+        error, own = OwnError(), self._gradients
+        if self._must_skip():
+            return
+        if own.are_means and own.launches is not None:
+            in_phase("gradients", own.launches.widen)(self._shards.gradients)
         elif gradients is not None:
             error = self._step.average(gradients)
         if not error:
@@ -675,8 +624,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if not all(map(operator.is_, ops.gradients_of(masters), gradients)):
             for master, gradient in zip(masters, gradients, strict=True):
                 master.grad = gradient
-        self._agreement.write_skip()
-        skip = self._agreement.skip if self.inners.heed_found_inf() else None
+        self._agreement.decide(None, looks=False)  # a barrier may have failed since
+        skip = self._agreement.decision.skip if self.inners.heed_found_inf() else None
         self.inners.step(found_inf=skip, clip_factor=factor)
         self.inners.sync_options(self.param_groups)
 
@@ -690,8 +639,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         try:
             self._shards.check_not_taken_over()
             self._shards.settle()
-            self._agreement.write_skip()
-            self.found_inf.copy_(self._agreement.skip)
             fused = [inner for inner in self.inners.all if isinstance(inner, FusedAdamW)]
             if update is None and any(inner.amaxes_outdated() for inner in fused):
                 for plan in self._shards.plans:
@@ -723,7 +670,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             if self.inners.found_inf() is not None:
                 raise RuntimeError("overlap='update' heeds no found_inf of yours: it would come too late")
             self.inners.sync_options(self.param_groups)
-            self._fused.begin_buckets(self._exchanges, self._agreement.skip_in_kernels)
+            self._fused.begin_buckets(self._step.exchanges, self._agreement.skip_in_kernels)
             self._shards.check_unchanged(self.param_groups)
         self.found_inf.zero_()
         self._agreement.begin_buckets()
@@ -736,7 +683,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._agreement.read(*how)
         except Exception as error:
             self._sound.is_between = False
-            if self._agreement.taken:
+            if self._agreement.last.taken:
                 self._sound.mark_broken("step()", error)
             raise
 
@@ -747,19 +694,17 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         agreement = self._agreement
         if self.world_size > 1:
-            call = Call(is_clip=False, reduces=True, step=self._saved.steps)
+            call = Call(is_clip=False, reduces=True)
             groups = self.inners.param_groups  # as of the first bucket, whatever a scheduler has done since
             in_phase("vote", agreement.begin)(present, call, error, word, groups, Sent())
-        agreement.accept_nonfinite(word)
-        agreement.write_skip()
-        torch.maximum(self.found_inf, agreement.skip, out=self.found_inf)
+        agreement.decide(word, found_inf=self.found_inf, bucket=len(present))
         self._sound.is_between |= not error
 
     def _end_early_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the buckets that no backward pass has completed, and end the step."""
         self._shards.check_not_taken_over()
         early, loss, error = self._early, None, OwnError()
-        is_scaled = self._take_scale() is not None or self._scaler_found_inf is not None
+        is_scaled = self._take_scale() is not None or self._gradients.scaler_found_inf is not None
         try:
             with self._sound.breaking("step()", in_buckets=True):
                 with error:
@@ -774,12 +719,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                         self._shards.check_unchanged(self.param_groups)
                 error = early.finish(error)
                 if not self._agreement.defers:
-                    self._read_early(self.inners.param_groups, error)
+                    with error:  # its own comes first
+                        self._read_early(self.inners.param_groups, True)
                 error.raise_if_any()
         finally:
             if self._sound.is_between or (self._agreement.defers and not early.is_refused):
                 self._agreement.count_step()
-                self._saved.steps += 1
             self._sound.is_between = False
             early.start_over()
         return loss
@@ -793,7 +738,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._step.failure = OwnError(RuntimeError("load_state_dict() came before step()"))
             with OwnError():  # but a CollectiveError is raised
                 self._end_early_step()
-            self._agreement.drop_unread()
+            self._agreement.forget(self._agreement.steps)
         self._early.drop()
 
     def _forget_clipped(self) -> None:
@@ -823,8 +768,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._find_if_sound()
         self.inners.sync_options(self.param_groups)
         state_dict = self._saved.state_dict()
-        if self._consolidated is not None:
-            state_dict["state"], self._consolidated = self._consolidated, None
+        if self._saved.consolidated is not None:
+            state_dict["state"], self._saved.consolidated = self._saved.consolidated, None
         for hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         return state_dict
@@ -854,7 +799,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         to: the rank in process_group. Raises ValueError for a rank that is not there, and where ranks train
         different parameters; RuntimeError where the optimizer is `broken` on a rank.
         """
-        rank, error = self._agreement.rank, OwnError()
+        rank, error = rank_and_size(self.process_group())[0], OwnError()
         with error:
             self._check_sound()
             if not (isinstance(to, int) and 0 <= to < self.world_size):
@@ -869,7 +814,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 tensor = piece.full_tensor()
                 if rank == to:
                     whole.setdefault(number, {})[name] = tensor.cpu()
-        self._consolidated = whole if rank == to else None
+        self._saved.consolidated = whole if rank == to else None
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -919,10 +864,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             for values, *planes in zip(loaded, self._shards.masters, self._shards.lows, strict=True):
                 if values is not None and planes[0] is not None:
                     write_master(values, *planes)
-            self._saved.steps, self._saved.token = steps, token
+            self._saved.token, self._saved.consolidated = token, None
+            self._agreement.forget(steps)
             self._forget_clipped()
-            self._consolidated, self._clip_error = None, OwnError()
-            self._agreement.drop_unread()
+            self.found_inf.zero_()
             self._run_program()
             self._shards.settle()
         self._shards.weights_follow, self._sound.broken = False, None
@@ -935,7 +880,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
         For checks: it takes the memory that sharding saves.
         """
-        masters = map(self._saved.master, self._parameters)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        masters = map(self._saved.master, parameters)
         return [None if master is None else master.full_tensor() for master in masters]
 
     def gathered_bytes_per_step(self) -> dict[str, int]:
@@ -981,10 +927,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         """What it holds, and its parameter groups as torch shows them, without the names of parameters."""
-        if not self._built:
+        if self._described is None:
             return f"{type(self).__name__}(not built)"
         trained, buckets = len(self._shards.parameters), self._shards.buckets
-        frozen = len(self._parameters) - trained
+        frozen = sum(len(group["params"]) for group in self.param_groups) - trained
         packed = sum(len(bucket.parameters) for bucket in buckets if bucket.is_packed)
         classes = ", ".join(type(optimizer).__name__ for optimizer in self.inners.all)
         own = sum(shard.numel for shard in self._shards.shards)
@@ -992,7 +938,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             f"{type(self).__name__} (",
             f"parameters: {packed} NVFP4, {trained - packed} others, {frozen} frozen",
             f"masters: {own} elements on this rank, by {classes}",
-            f"world size: {self.world_size}, transport: {self._transport_name}, buckets: {len(buckets)}",
+            f"world size: {self.world_size}, transport: {self._described['transport']}, "
+            f"buckets: {len(buckets)}",
             *([] if self.broken is None else [f"broken: {self.broken}"]),
         ]
         for g, group in enumerate(self.param_groups):
@@ -1017,20 +964,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         for entry, bucket in zip(described["buckets"], self._shards.buckets, strict=True):
             entry["optimizer"] = type(self.inners.all[self._shards.updated_by(bucket)]).__name__
             entry["state"] = bucket.state
-        return {
-            "transport": self._transport_name,
-            "why_collective": self._why_collective,
-            "hosts": self._way.hosts and tuple(self._way.hosts),
-            "reduction": self._way.reduction,
-            "in_buckets": self._why_at_once is None,
-            "obstacle": self._why_at_once,
-            "overlap": self.communication.overlap,
-            "host_waits": self._why_host_waits,
-            "world_size": self.world_size,
-            "bucket_mb": self._bucket_mb,
-            "shared_bytes": 0 if self._peers is None else self._peers.nbytes,
-            **described,
-        }
+        shared = {"shared_bytes": 0 if self._peers is None else self._peers.nbytes}
+        return self._described | shared | described
 
     @torch.no_grad()
     def check(self) -> None:
@@ -1068,16 +1003,16 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     @found_inf.setter
     def found_inf(self, flag: torch.Tensor) -> None:
-        self._scaler_found_inf = flag
+        self._gradients.scaler_found_inf = flag
 
     @found_inf.deleter
     def found_inf(self) -> None:
-        self._scaler_found_inf = None
+        self._gradients.scaler_found_inf = None
 
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped because of gradients with a NaN or Inf. Waits for the device."""
-        return self._agreement.skipped_steps()
+        return int(self._agreement.decision.skipped.item())
 
     def first_nonfinite(self) -> str | None:
         """What messages call the first parameter whose gradient held a NaN or Inf, on any rank, when step()
@@ -1087,7 +1022,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """Only while the optimizer is being built; later the layout is fixed and this raises RuntimeError."""
-        if self._built:
+        if self._described is not None:
             raise RuntimeError(
                 "add_param_group: masters and weights lie in flat buffers that were laid out when the "
                 "optimizer was built; build a new optimizer for other parameters, with masters_from=this "

@@ -21,3 +21,4 @@ from zerofp4.reference.scales import *
 from zerofp4.reference.shards import *
 from zerofp4.reference.step import *
 from zerofp4.reference.stochastic import *
+from zerofp4.reference.vote import *

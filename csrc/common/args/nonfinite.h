@@ -5,12 +5,11 @@
 
 namespace zerofp4 {
 
-// found[0] is raised to the word of every tensor that holds a NaN or Inf; flag[0] becomes 1 where one does.
+// found[0] is raised to the word of every tensor that holds a NaN or Inf.
 struct NonfiniteArgs {
     TensorList list;
     int32_t words[kListTensors];
     int32_t* found;
-    float* flag;          // may be null
     const int64_t* when;  // [2]: nothing is looked at where both are 0; null: everything is
 };
 

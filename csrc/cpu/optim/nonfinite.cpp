@@ -35,7 +35,6 @@ void find_nonfinite_as(const NonfiniteArgs& args, int threads) {
             }
         });
         if (found && args.words[t] > *args.found) *args.found = args.words[t];
-        if (found && args.flag != nullptr) *args.flag = 1.0f;
     }
 }
 

@@ -97,7 +97,7 @@ def test_buckets_begin_in_backward_passes(world):
         begun.append(b)
         send(gradients)
 
-    for b, exchange in enumerate(optimizer._exchanges):
+    for b, exchange in enumerate(optimizer._step.exchanges):
         exchange.send = functools.partial(counted, b, exchange.send)
     torch.autograd.grad(loss_of(net, world, 0), list(net.parameters()))
     with optimizer.no_sync():

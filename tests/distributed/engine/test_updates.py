@@ -130,7 +130,7 @@ def test_a_rank_that_is_ahead_overwrites_nothing(world):
     """It has sent the next bucket but one before the other rank reads the present one."""
     with with_peers(world) as (_, models):
         parameters, optimizer = list(models[1][0].parameters()), models[1][1]
-        exchanges, group = optimizer._exchanges, optimizer.process_group()
+        exchanges, group = optimizer._step.exchanges, optimizer.process_group()
 
         def send(b):
             if b < len(exchanges):
@@ -216,7 +216,7 @@ def test_no_more_than_a_bucket_of_gradients_lives(world, reduction, reentrant):
     assert len(alive) == len(parameters) and max(alive) <= 2 * max(p.numel() for p in parameters)
     assert all(p.grad is None for p in parameters)
     optimizer.step()
-    own = [e.memory.flat.untyped_storage() for e in optimizer._exchanges if e.memory is not None]
+    own = [e.memory.flat.untyped_storage() for e in optimizer._step.exchanges if e.memory is not None]
     held = sum({storage.data_ptr(): storage.nbytes() for storage in own}.values())
     assert held <= 2 * 2 * max(p.numel() + 256 * world.world_size for p in parameters)
     if reduction == "ordered":  # no FP32 slice either

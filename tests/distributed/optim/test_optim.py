@@ -164,7 +164,7 @@ def test_ranks_that_own_nothing(world):
 def test_clip_is_over_the_gradients_of_all_ranks(world, norm_type, wire, max_norm):
     """p.grad is not scaled. A NaN of one rank is in every norm."""
     parameters, optimizer = built(world, torch.optim.SGD, lr=1.0, gradient_wire=wire)
-    for exchange in optimizer._exchanges:  # gaps between parameters must not get into the norm
+    for exchange in optimizer._step.exchanges:  # gaps between parameters must not get into the norm
         if isinstance(exchange, CollectiveExchange):
             exchange.received.fill_(math.nan)
         if exchange.memory is not None and not exchange.memory.aliased:

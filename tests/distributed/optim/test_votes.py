@@ -128,7 +128,7 @@ def test_options_that_differ_are_listed(world):
 @on_ranks(2, time_limit=30)
 def test_ranks_out_of_step(world):
     _, optimizer = built(world)
-    optimizer._saved.steps += world.rank
+    optimizer._agreement.steps += world.rank
     for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
         message = raised_everywhere(world, RuntimeError, call)
         assert message.startswith("the ranks are out of step: some have taken 0 steps and others 1")
