@@ -237,13 +237,6 @@ def no_space(*_, **__) -> None:
     raise OSError("No space left on device")
 
 
-@contextlib.contextmanager
-def raising(error: type, match: str, around: contextlib.AbstractContextManager):
-    """pytest.raises inside `around`."""
-    with around, pytest.raises(error, match=match):
-        yield
-
-
 def raised_everywhere(world, error: type, function, *args, **kwargs) -> str:
     """Asserts that every rank raises `error`, and with the same message; returns it."""
     raised = raised_by(lambda: function(*args, **kwargs))

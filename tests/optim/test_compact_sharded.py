@@ -1,5 +1,5 @@
 """ZeroFP4Optimizer(state="compact") in a world of one: what it keeps, hands over and refuses. Its steps are
-in distributed/optim/test_compact.
+in distributed/optim/test_reference_step.
 """
 
 import copy

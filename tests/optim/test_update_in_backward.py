@@ -16,8 +16,16 @@ from cases.optim import (
     through_a_file,
     turn_gradients,
 )
-from distributed.engine.overlap_cases import assert_same, nothing_changes
-from distributed.engine.update_cases import OPTIONS, TINY, loss_of, make, make_pair, step_of
+from distributed.engine.overlap_cases import (
+    OPTIONS,
+    TINY,
+    assert_same,
+    loss_of,
+    make_pair,
+    nothing_changes,
+    step_of,
+)
+from distributed.engine.overlap_cases import make_updating as make
 from helpers import needs_gpu
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef

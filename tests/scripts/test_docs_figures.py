@@ -123,7 +123,7 @@ def bytes_page() -> list[str]:
 
 
 def checkpoints() -> list[str]:
-    """The bound is that of tests/distributed/state/test_memory.py."""
+    """The bound is that of tests/distributed/state/test_checkpoint.py."""
     measured = [figure("checkpoint_2_ranks_cuda", f"zerofp4_save_{kind}/2xcuda") for kind in ("host", "gpu")]
     assert max(measured) < 5
     return ["less than 5% of the state"]

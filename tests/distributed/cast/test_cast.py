@@ -27,7 +27,7 @@ from distributed.cases import (
 )
 from distributed.optim.cases import parameters_of
 from distributed.run import on_ranks
-from zerofp4 import FourOverSix, ops, reference
+from zerofp4 import FourOverSix, reference
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.shard import row_block
 
@@ -55,8 +55,10 @@ def test_every_byte_is_that_of_the_whole(world, how, which):
     model = Model(world, how, shapes=shapes, dtypes=dtypes, blocks=blocks, choices=choices)
     cast_and_gather(model)
     model.check()
-    # Again with other values: the plans are there now, the masters have moved.
-    model.whole = [whole * -3 + 1 for whole in model.whole]
+    # Again with other values: the plans are there now, the masters have moved. Amaxes that travel in bfloat16
+    # lose nothing, subnormal ones either.
+    small = 1e-38 if dtypes == WIRES["bfloat16"] else 1
+    model.whole = [(whole * -3 + 1) * (small if i % 2 else 1) for i, whole in enumerate(model.whole)]
     model.cut()
     cast_and_gather(model)
     model.check()
@@ -198,15 +200,6 @@ def test_plans_of_a_group_that_was_destroyed_are_dropped(world):
     assert held() is None
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("how", SPLITS)
-def test_rows_leave_few_words_in_the_vector(world, how):
-    """The amax of a weight, those of the blocks that a boundary of shards cuts, and its group's."""
-    plan = Model(world, how, blocks=[ROWS]).plan()
-    most = 1 + 1 + 2 * world.world_size
-    assert plan.reduced.numel() <= ops.HEADER_WORDS + len(SHAPES) * (most + 3)
-
-
 # Amaxes that an update has left, and masters that change on one rank
 
 
@@ -242,29 +235,6 @@ def test_one_rank_changes_its_masters(world):
         cast_and_gather(model)
         model.check()
     assert len(model.weights[0].record.attachments["cast_plans"]) == 1
-
-
-# The reduced vector on its way: bfloat16 of a plan of bfloat16 weights, and not a bit is lost
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize("how", SPLITS)
-def test_the_vector_is_that_of_float32(world, how):
-    """Every word of it, amaxes of all sizes and bfloat16's subnormal ones too; and the weights follow."""
-    model = Model(world, how, seed=3, dtypes=WIRES["bfloat16"])
-    model.whole = [whole * 1e-38 if i % 2 else whole for i, whole in enumerate(model.whole)]
-    model.whole[1] /= 100
-    model.cut()
-    plans = [model.plan() for _ in range(2)]
-    assert plans[0].wire.dtype == torch.bfloat16
-    plans[1].wire = plans[1].reduced
-    for _ in range(2):
-        for plan in plans:
-            finish(plan)
-            model.check()
-        amaxes = [plan.reduced[ops.HEADER_WORDS :] for plan in plans]  # headers have a number
-        assert_bytes_equal(*amaxes, "amaxes")
-        model.change()
 
 
 @on_ranks(2)

@@ -23,8 +23,9 @@ from distributed.optim.cases import (
 from distributed.run import on_ranks
 from zerofp4.cast import plan as cast_plan
 from zerofp4.cast.status import StepStatus
+from zerofp4.distributed import collectives
 from zerofp4.engine import Bucket, GradientMemory
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, initial
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, initial, zero
 from zerofp4.optim.inner import InnerOptimizers
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
@@ -193,22 +194,6 @@ def test_a_norm_without_the_gradients_of_a_rank_is_used_by_nobody(world, replica
 
 
 @on_ranks(2)
-def test_hooks_of_an_optimizer_that_updates_buckets_are_refused(world):
-    """They would not be called. Those of the ZeroFP4Optimizer are."""
-    parameters, optimizer = build(world)
-    hook = optimizer.inner.register_step_post_hook(lambda *_: None) if world.rank == 1 else None
-    error = raised_in_turn(optimizer, optimizer.step)
-    assert ("step() of optimizer.inner has hooks" if world.rank == 1 else FOUND) in str(error)
-    if hook is not None:
-        hook.remove()
-    calls = []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    optimizer.step()
-    assert calls == [1]
-    check_weights(parameters, optimizer)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("between", ["buckets", "classes"])
 def test_a_step_after_one_that_was_interrupted(world, between):
     """On all ranks at the same place, as by a terminal: reductions and messages of the first are on their way
@@ -258,3 +243,28 @@ def test_a_load_mends_ranks_that_hear_late_of_another_one(world):
         assert optimizer.broken is None
         take_step(parameters, optimizer, world.rank)
         check_weights(parameters, optimizer)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("overlap", [None, "backward", "forward"])
+def test_a_step_of_several_ranks_is_not_captured(world, overlap):
+    """The next step is as if nothing had been asked for."""
+    options = {"lr": 0.02, "overlap": overlap, "bucket_mb": 0.003, "capturable": True}
+    parameters, optimizer = built(world, FusedAdamW, seed=world.rank, **options)
+    optimizer.step()
+    calls = {"step": optimizer.step, "clip_grad_norm_": lambda: optimizer.clip_grad_norm_(1.0)}
+    with mock.patch.object(zero, "is_capturing", lambda device: True):
+        with mock.patch.object(collectives, "dist") as collective:
+            for name, call in calls.items():
+                found = rf"{name}\(\) of 2 ranks cannot be captured in a CUDA graph: each step"
+                with pytest.raises(RuntimeError, match=found):
+                    call()
+            assert not collective.mock_calls
+    optimizer.step()
+    check_weights(parameters, optimizer)
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            parameters[3].detach().add(1)  # torch warns of an empty graph
+            with pytest.raises(RuntimeError, match="vote of the ranks"):
+                optimizer.step()

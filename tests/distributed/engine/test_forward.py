@@ -16,7 +16,17 @@ from cases.optim import assert_all_equal, keywords, make_gradients, set_gradient
 from torch import nn
 
 import zerofp4
-from distributed.engine.overlap_cases import CLASSES, SMALL, TINY, Net, assert_same, loss_of, make, step_of
+from distributed.engine.overlap_cases import (
+    CLASSES,
+    SMALL,
+    TINY,
+    Net,
+    assert_same,
+    loss_of,
+    make,
+    make_pair,
+    step_of,
+)
 from distributed.optim.cases import check_weights, model_bytes, refuse_one_step
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
@@ -57,11 +67,6 @@ def late_gathers() -> Iterator[list[Bucket]]:
         yield begun
 
 
-def make_pair(world, name="FusedAdamW", overlap="forward", **options):
-    """Without overlap, and with it."""
-    return [make(world, name, overlap=o, bucket_mb=SMALL, **options) for o in (None, overlap)]
-
-
 def quantized(net: nn.Module) -> list[NVFP4Tensor]:
     return [p for p in net.parameters() if isinstance(p, NVFP4Tensor)]
 
@@ -100,27 +105,28 @@ def weights_of(models):
     return [model_bytes(list(net.parameters())) for net, _ in models]
 
 
-def take_steps(world, models, steps, clip=False, alike=False):
-    """alike: whether all ranks compute with the same layers."""
-    for step in range(steps):
-        for net, optimizer in models:
-            options = {"rare": (step + world.rank * (not alike)) % 3 > 0, "checkpointed": step % 2 > 0}
-            loss_of(net, world, step, **options).backward()
-            if clip:
-                optimizer.clip_grad_norm_(0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("overlap", ["forward", "both"])
 def test_the_same_where_they_arrive_late(world, name, overlap):
-    models = make_pair(world, name, overlap)
-    with late_gathers():
-        take_steps(world, models[1:], 4, alike=True)
-    take_steps(world, models[:1], 4, alike=True)
-    assert_same(models, "4 steps")
+    """Also where nobody reads weights between steps, and where one is skipped."""
+    models = make_pair(world, overlap, name=name, bucket_mb=SMALL)
+    for net, optimizer in reversed(models):
+        late = optimizer is models[1][1]
+        with late_gathers() if late else contextlib.nullcontext():
+            for step in range(4):
+                loss_of(net, world, step, rare=step % 3 > 0, reentrant=False if step % 2 else None).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            parameters = list(net.parameters())
+            for step in range(4):
+                set_gradients(parameters, make_gradients(parameters, 10 * step + world.rank))
+                if step == 2:
+                    parameters[2].grad[0] = torch.nan
+                optimizer.step()
+                assert optimizer.found_inf.item() == (step == 2)
+            optimizer.check()
+    assert_same(models, "8 steps")
 
 
 @on_ranks(2, 3)
@@ -148,7 +154,7 @@ def test_groups_of_some_ranks(world):
 @on_ranks(2)
 def test_each_read_waits(world):
     for read in READS:
-        models = make_pair(world)
+        models = make_pair(world, "forward", bucket_mb=TINY)
         step_of(world, models[:1], 0)
         with late_gathers() as begun:
             step_of(world, models[1:], 0)
@@ -165,7 +171,7 @@ def test_each_read_waits(world):
 @on_ranks(2, 3)
 def test_other_parameters_are_complete_when_a_step_returns(world):
     """And so are scales and amaxes, which do not travel."""
-    models = make_pair(world)
+    models = make_pair(world, "forward", bucket_mb=SMALL)
     step_of(world, models[:1], 0)
     with late_gathers() as begun:
         step_of(world, models[1:], 0)
@@ -176,23 +182,6 @@ def test_other_parameters_are_complete_when_a_step_returns(world):
         optimizer.describe(), optimizer.state_dict(), repr(optimizer), repr(models[1][0])
         assert world.device.type != "cpu" or not begun
     assert_same(models, "a step")
-
-
-@on_ranks(2, 3)
-def test_steps_without_a_read_between_them(world):
-    """With injected gradients; and check() after some, and a skipped step."""
-    models = make_pair(world)
-    for step in range(5):
-        for net, optimizer in models:
-            parameters = list(net.parameters())
-            set_gradients(parameters, make_gradients(parameters, 10 * step + world.rank))
-            if step == 3:
-                parameters[2].grad[0] = torch.nan
-            optimizer.step()
-            if step == 1:
-                optimizer.check()
-        assert models[1][1].found_inf.item() == (step == 3)
-    assert_same(models, "5 steps")
 
 
 @on_ranks(2)
@@ -237,7 +226,7 @@ def test_a_rank_that_cannot_publish_one_bucket_holds_up_nobody(world):
 @on_ranks(2)
 def test_a_group_that_is_destroyed_before_its_weights_are_read(world):
     group = dist.new_group()
-    models = make_pair(world, process_group=group)
+    models = make_pair(world, "forward", bucket_mb=SMALL, process_group=group)
     step_of(world, models, 0)
     dist.barrier()
     dist.destroy_process_group(group)
@@ -248,7 +237,9 @@ def test_a_group_that_is_destroyed_before_its_weights_are_read(world):
 def test_what_begins_while_weights_are_on_their_way(world):
     """Loads, addresses that are taken anew, and another optimizer."""
     models = []
-    for (net, optimizer), overlap in zip(make_pair(world), (None, "forward"), strict=True):
+    for (net, optimizer), overlap in zip(
+        make_pair(world, "forward", bucket_mb=SMALL), (None, "forward"), strict=True
+    ):
         with late_gathers():
             step_of(world, [(net, optimizer)], 0)
             state = optimizer.state_dict()
@@ -262,33 +253,3 @@ def test_what_begins_while_weights_are_on_their_way(world):
             step_of(world, [(net, second)], 3)
         models.append((net, second))
     assert_same(models, "the end")
-
-
-@on_ranks(2)
-def test_all_is_complete_where_no_step_ends(world):
-    """When an optimizer was built, and when it has loaded a state."""
-    with late_gathers() as begun:
-        net, optimizer = make(world, overlap="forward", bucket_mb=SMALL)
-        count = sum(bucket["kind"] == "nvfp4" for bucket in optimizer.describe()["buckets"])
-        assert len(begun) == count > 1
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert len(begun) == 2 * count
-        step_of(world, [(net, optimizer)], 0)
-        assert world.device.type == "cuda" or len(begun) == 2 * count
-        optimizer.check()
-        assert len(begun) == 3 * count
-
-
-@on_ranks(1, 2)
-def test_describe(world):
-    for overlap in (None, "forward", "both"):
-        _, optimizer = make(world, overlap=overlap, bucket_mb=SMALL)
-        described = optimizer.describe()
-        assert described["overlap"] == overlap
-        kinds = [bucket["kind"] for bucket in described["buckets"]]
-        if overlap == "forward":  # a step waits for what comes first
-            assert "nvfp4" not in kinds[: -kinds.count("nvfp4")]
-        for bucket in described["buckets"]:
-            where = "step" if overlap is None or bucket["kind"] != "nvfp4" else "forward"
-            assert bucket["gathered_in"] == (where if world.world_size > 1 else None)
-    optimizer.check()

@@ -3,11 +3,9 @@ collectives, or written into each other's memory, here of files on the CPU; with
 run in test_peers.
 """
 
-import functools
-
 import pytest
 import torch
-import torch.distributed as dist
+from cases.fsdp2 import Collectives
 from cases.optim import assert_all_equal
 
 from distributed.engine import overlap_checks as checks
@@ -18,27 +16,22 @@ from distributed.engine.overlap_cases import (
     assert_same,
     loss_of,
     make,
+    make_pair,
     step_of,
 )
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
-
-FEW = 0.01
-"""bucket_mb for some of several parameters."""
-
-
-def make_pair(world, name="FusedAdamW", **options):
-    """Without overlap, and with it."""
-    return [make(world, name, overlap=o, **({"bucket_mb": SMALL} | options)) for o in (None, "backward")]
+from zerofp4 import FourOverSix
 
 
 def run(world, check, late, **options):
     """By collectives where `late` is None, else through memory in files, with copies made late or early."""
+    options = {"bucket_mb": SMALL} | options
     if late is None:
-        check(world, **({"bucket_mb": SMALL} | options))
+        check(world, **options)
         return
     with sharing_files(world, late) as (alone, group):
-        check(alone, transport="peer", process_group=group, **({"bucket_mb": FEW} | options))
+        check(alone, transport="peer", process_group=group, **options)
 
 
 @on_ranks(2, 3, time_limit=60)
@@ -46,15 +39,35 @@ def run(world, check, late, **options):
     ("late", "options"),
     [
         (None, {"name": "AdamW", "clip": True}),
-        (None, {}),
         (None, {"clip": True}),
-        (True, {"name": "AdamW", "bucket_mb": SMALL}),
+        (True, {"name": "AdamW"}),
         (True, {"clip": True}),
-        (False, {"clip": True, "bucket_mb": None}),
     ],
 )
 def test_the_bytes_of_a_step_without_overlap(world, late, options):
     run(world, checks.whole_steps, late, **options)
+
+
+@on_ranks(1, 2, nightly=[3], time_limit=120)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bucket_mb": TINY},
+        {"state": "compact"},
+        {"blocks": {"block": (1, 16), "columnwise": False}},
+        {"blocks": {"four_over_six": FourOverSix()}},
+        {"gradient_dtype": torch.float32, "gradient_wire": torch.bfloat16},
+        {"reduction": "reduce_scatter"},
+    ],
+)
+def test_the_bytes_of_updates_in_backward_passes(world, options):
+    """Also of blocks whose scales travel with the codes."""
+    run(world, checks.whole_steps, None, overlaps=("update",), **options)
+
+
+@on_ranks(2)
+def test_updates_of_ranks_that_share_memory(world):
+    run(world, checks.whole_steps, True, overlaps=("update",), gradient_wire=torch.float16)
 
 
 ROUNDED = {"gradient_wire": torch.float16}
@@ -71,8 +84,7 @@ def test_micro_batches_and_gradients_that_somebody_assigned(world, late, options
 
 @on_ranks(2, nightly=[3], time_limit=60)
 @pytest.mark.parametrize(
-    ("late", "options"),
-    [(None, {}), (None, {"name": "AdamW"}), (True, {}), (False, {"name": "AdamW"}), (True, ROUNDED)],
+    ("late", "options"), [(None, {}), (None, {"name": "AdamW"}), (False, {"name": "AdamW"}), (True, ROUNDED)]
 )
 def test_steps_that_come_to_nothing(world, late, options):
     run(world, checks.nothing_comes_of_it, late, **options)
@@ -86,40 +98,32 @@ def test_one_optimizer_goes_on_from_another(world, late):
 
 @on_ranks(2)
 def test_buckets_begin_in_backward_passes(world):
-    """From the last layer on; not under no_sync(), by autograd.grad, nor between clip_grad_norm_ and step."""
+    """From the last layer on; not under no_sync(), nor by autograd.grad."""
     net, optimizer = make(world, overlap="backward", bucket_mb=TINY)
     kinds = [bucket["kind"] for bucket in optimizer.describe()["buckets"]]
-    quantized = kinds.count("nvfp4")
-    assert kinds[:quantized] == ["nvfp4"] * quantized
-    begun = []
-
-    def counted(b, send, gradients):
-        begun.append(b)
-        send(gradients)
-
-    for b, exchange in enumerate(optimizer._step.exchanges):
-        exchange.send = functools.partial(counted, b, exchange.send)
-    torch.autograd.grad(loss_of(net, world, 0), list(net.parameters()))
-    with optimizer.no_sync():
-        loss_of(net, world, 0).backward()
-    assert begun == []
+    assert kinds == sorted(kinds, key=lambda kind: kind != "nvfp4")
     counts = []
-    hooks = [
-        p.register_post_accumulate_grad_hook(lambda _: counts.append(len(begun))) for p in net.parameters()
-    ]
-    loss_of(net, world, 1).backward()
+    with Collectives() as begun:
+        torch.autograd.grad(loss_of(net, world, 0), list(net.parameters()))
+        with optimizer.no_sync():
+            loss_of(net, world, 0).backward()
+        assert begun.calls == []
+        hooks = [
+            p.register_post_accumulate_grad_hook(lambda _: counts.append(len(begun.calls)))
+            for p in net.parameters()
+        ]
+        loss_of(net, world, 1).backward()
+    sent = len(begun.calls)
+    assert len(set(counts)) > 3 and sent >= len(kinds)  # one after the other
     for hook in hooks:
         hook.remove()
-    assert len(set(counts)) > 3  # one after the other, not all at the end
     optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
-    assert begun == list(range(len(kinds)))
-    begun.clear()
-    loss_of(net, world, 2, rare=False).backward()  # the first bucket after the head's waits for `rare`
-    assert len(begun) < len(kinds)
+    with Collectives() as begun:
+        loss_of(net, world, 2, rare=False).backward()  # the first bucket waits for `rare`
+    assert len(begun.calls) < sent
     optimizer.step()
-    assert begun == list(range(len(kinds)))
     check_weights(list(net.parameters()), optimizer)
 
 
@@ -166,22 +170,14 @@ def test_gradients_wait_as_they_were_sent(world, late):
     run(world, check, late, bucket_mb=TINY)
 
 
-# What lies in the FP32 slices meanwhile
-
-
 @on_ranks(2)
 def test_a_rank_lacks_a_gradient_in_the_first_pass_after_a_load(world):
     """It sends less than the others in that pass, and no collective may come between that and the rest."""
-    models = [
-        make(
-            world, overlap=overlap, bucket_mb=TINY, reduction="reduce_scatter", process_group=dist.new_group()
-        )
-        for overlap in (None, "backward")
-    ]
+    models = make_pair(world, "backward", bucket_mb=TINY, reduction="reduce_scatter")
     for net, optimizer in models:
         optimizer.load_state_dict(optimizer.state_dict())
         with torch.no_grad():
-            net.head.weight.zero_()  # follows its master again
+            net.layers[0].weight.zero_()  # follows its master again
         loss_of(net, world, 0, rare=world.rank > 0).backward()
         optimizer.step()
     assert_same(models, "the step")
@@ -190,7 +186,7 @@ def test_a_rank_lacks_a_gradient_in_the_first_pass_after_a_load(world):
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("overlap", [None, "backward"])
-@pytest.mark.parametrize("options", [{}, {"gradient_wire": torch.float16}])
+@pytest.mark.parametrize("options", [{}, ROUNDED])
 def test_a_backward_pass_between_a_read_and_its_load(world, overlap, options):
     """What was read is not mixed with gradients."""
     net, optimizer = make(world, overlap=overlap, bucket_mb=SMALL, **options)

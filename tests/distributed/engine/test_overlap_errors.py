@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from cases.optim import assert_all_equal, keywords
 
-from distributed.cases import raising
-from distributed.engine import update_cases
 from distributed.engine.overlap_cases import (
     OPTIONS,
     SMALL,
@@ -21,34 +19,25 @@ from distributed.engine.overlap_cases import (
     nothing_changes,
     step_of,
 )
+from distributed.engine.overlap_checks import FOUND
 from distributed.optim.cases import raise_in_turn
 from distributed.run import on_ranks
 from zerofp4.distributed import CollectiveError
 from zerofp4.engine import GradientMemory
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
-FOUND = "found an error, and no rank takes this step"
 
-
-def make_models(world, name="FusedAdamW", **options):
-    """One that waits for all gradients, and one that does not, in a group of its own: what it has sent in a
+def make_models(world, **options):
+    """One that waits for all gradients, and one that does not, in groups of their own: what one has sent in a
     pass that broke off would arrive in place of what the other sends next.
     """
-    group = dist.new_group()
-    return [
-        make(world, name, bucket_mb=SMALL, **options),
-        make(world, name, overlap="backward", bucket_mb=SMALL, process_group=group, **options),
-    ]
+    ways = [{"overlap": way, "process_group": dist.new_group()} for way in (None, "backward")]
+    return [make(world, bucket_mb=SMALL, **way, **options) for way in ways]
 
 
 def good_step(world, models, step, what):
     step_of(world, models, step)
     assert_same(models, what)
-
-
-def raises_on_all(world, model, mine, others="rank 1 " + FOUND):
-    """RuntimeErrors: on rank 1 with the words `mine`, on the others with `others`; nothing has changed."""
-    return raising(RuntimeError, mine if world.rank == 1 else others, nothing_changes(*model))
 
 
 @on_ranks(2)
@@ -102,7 +91,8 @@ def test_a_gradient_that_cannot_be_sent(world):
 
     with mock.patch.object(GradientMemory, "take", refuse):
         loss_of(net, world, 1).backward()
-        with raises_on_all(world, models[1], "no memory today"):
+        found = "no memory today" if world.rank == 1 else f"rank 1 {FOUND}"
+        with nothing_changes(net, optimizer), pytest.raises(RuntimeError, match=found):
             optimizer.step()
     optimizer.zero_grad()
     good_step(world, models, 3, "after")
@@ -111,8 +101,7 @@ def test_a_gradient_that_cannot_be_sent(world):
 @on_ranks(2)
 def test_a_weight_that_two_reentrant_segments_use(world):
     """It gets a second gradient after the first was sent. Other weights have one, and travel as ever."""
-    options = {"transport": "collective", "bucket_mb": SMALL}
-    models = [update_cases.make(world, overlap, **options) for overlap in (None, "backward")]
+    models = make_models(world)
     net, optimizer = models[1]
     with nothing_changes(net, optimizer):
         loss_of(net, world, 0, reentrant=True).backward()
@@ -146,8 +135,7 @@ def test_gradients_in_the_memory_of_another_are_refused(world):
     if world.rank == 1:
         a, b = net.layers[0].weight, net.layers[1].weight
         a.grad, b.grad = b.grad, a.grad
-    others = "rank 1 found an error, and no rank takes this step"
-    found = "exchanged, shared or transposed" if world.rank == 1 else others
+    found = "exchanged, shared or transposed" if world.rank == 1 else f"rank 1 {FOUND}"
     for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(0.3)):
         with pytest.raises(RuntimeError, match=found):
             raise_in_turn(optimizer, call)

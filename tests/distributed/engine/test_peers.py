@@ -4,66 +4,177 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases.optim import take_step
+from cases.optim import assert_all_equal, keywords, make_gradients, make_parameters, set_gradients, take_step
 from early import waits_for
 
-from distributed.cases import raised_everywhere
-from distributed.engine import peer_checks
+from distributed.cases import raised_by, raised_everywhere
 from distributed.engine.overlap_cases import SMALL, TINY
+from distributed.engine.overlap_checks import gpu_of
 from distributed.engine.overlap_checks import on_gpu as early_check
-from distributed.engine.test_updates import on_gpu as update_check
-from distributed.optim.cases import built, check_weights
+from distributed.optim.cases import SPECIFICATIONS, built, check_weights, gradients_of, model_bytes
 from distributed.processes import device_for
 from distributed.run import Check, Launch, Setting, on_ranks, run_ranks
 from zerofp4.engine import topology
+from zerofp4.engine.peers import Peers
 from zerofp4.engine.topology import Location, find_hosts, find_obstacle, find_peers
-from zerofp4.optim import FusedAdamW
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 needs_two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="fewer than two GPUs, of which one has two ranks to check"
 )
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.99)}
+
+
+def build(device, **options):
+    parameters = make_parameters(device, 0, SPECIFICATIONS)
+    groups = [{"params": parameters[:4], "lr": 0.01}, {"params": parameters[4:]}]
+    return parameters, ZeroFP4Optimizer(groups, FusedAdamW, **keywords(OPTIONS, options))
+
+
+def all_bytes(parameters, optimizer):
+    """Of weights, and of what this rank has of masters and moments."""
+    state = [entry.values for p in parameters for _, entry in sorted(optimizer.state[p].items())]
+    return [tensor.cpu() for tensor in (*model_bytes(parameters), *state)]
+
+
+def equal_steps(world, **options):
+    """The bytes of the collective transport on the CPU, with clipping and a step that is skipped."""
+    cpu = build(torch.device("cpu"), process_group=dist.new_group(backend="gloo"), **options)
+    shared = build(gpu_of(world), transport="peer", **options)
+    assert shared[1].describe()["transport"] == "peer"
+    for step in range(6):
+        norms = [take_clipped_step(world, *model, step) for model in (cpu, shared)]
+        assert norms[0] == norms[1] and len(norms[0]) == {2: 1, 4: 2}.get(step, 0)
+        assert_all_equal(all_bytes(*shared), all_bytes(*cpu), f"step {step}")
+
+
+def take_clipped_step(world, parameters, optimizer, step):
+    """Clipped in the third and twice in the fifth, skipped in the fourth. Returns the norms."""
+    set_gradients(parameters, gradients_of(world, parameters, step))
+    if step == 3 and world.rank == world.world_size - 1:
+        parameters[3].grad = torch.full_like(parameters[3], float("inf"))
+    norms = []
+    if step in (2, 4):
+        norms.append(optimizer.clip_grad_norm_(0.5).item())
+    if step == 4:  # what was reduced is read no more, on no rank
+        optimizer.zero_grad(set_to_none=False)
+        set_gradients(parameters, gradients_of(world, parameters, step + 1))
+        norms.append(optimizer.clip_grad_norm_(0.25).item())
+    optimizer.step()
+    assert (optimizer.found_inf.item() != 0) == (step == 3)
+    return norms
+
+
+def an_optimizer_of_torch(world, fused):
+    """With fused=True it is told on the device that no rank failed. Equal gradients have that mean: the bytes
+    of one rank.
+    """
+    group = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    models = []
+    for ways in ({"transport": "peer"}, {"process_group": group}):
+        parameters = make_parameters(gpu_of(world), 0, SPECIFICATIONS)
+        optimizer = ZeroFP4Optimizer(parameters, torch.optim.AdamW, lr=0.02, fused=fused, **keywords(ways))
+        models.append((parameters, optimizer))
+    for step in range(3):
+        for parameters, optimizer in models:
+            set_gradients(parameters, make_gradients(parameters, step))
+            if step == 1:
+                optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+        shared, alone = ([*model_bytes(ps), *o.gathered_masters()] for ps, o in models)
+        assert_all_equal(shared, alone, f"step {step}")
+
+
+def a_rank_that_does_not_come(world):
+    """Nobody waits longer than the group's timeout; all hear of it in the next step, in which nothing
+    changes.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    parameters, optimizer = build(gpu_of(world), transport="peer", process_group=group)
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.step()
+    before = all_bytes(parameters, optimizer)
+    peers = optimizer._peers
+    if world.rank == 0:
+        began = time.monotonic()
+        peers.arrive()
+        peers.arrive()  # does not wait once more
+        torch.cuda.synchronize(peers.device)
+        assert 1.5 < time.monotonic() - began < 30
+        assert peers.failed.item() == 1
+    dist.barrier()
+    set_gradients(parameters, make_gradients(parameters, 1))
+    expected = r"rank [1-9] did not come to a barrier" if world.rank == 0 else "rank 0 found an error"
+    error = raised_by(optimizer.step)
+    if error is None and optimizer._agreement.defers and world.rank:  # which hears of it in the next step
+        error = raised_by(optimizer.step)
+    assert isinstance(error, RuntimeError) and re.search(expected, str(error)), repr(error)
+    assert_all_equal(all_bytes(parameters, optimizer), before, "nothing changes")
+
+
+def barriers(world):
+    """Thousands of them: what was queued before on any rank is seen behind."""
+    peers = Peers(dist.group.WORLD, gpu_of(world))
+    here = peers.zeros((world.world_size, 1024), torch.int32)
+    there = [peers.at(r, here) for r in range(world.world_size)]
+    wrong = torch.zeros((), dtype=torch.int64, device=peers.device)
+    for turn in range(1, 301):
+        for r in range(world.world_size):
+            there[r][world.rank].fill_(turn)
+        peers.arrive()
+        wrong += (here != turn).sum()
+        peers.arrive()
+    assert wrong.item() == 0
+    peers.check()
+
+
+@on_ranks(2, 3)
+def test_what_is_refused(world):
+    """What cannot be is refused on every rank, before anything is allocated."""
+    group = dist.new_group(backend="gloo")
+    parameters = make_parameters(torch.device("cpu"), 0, SPECIFICATIONS)
+    given = {"process_group": group, "lr": 0.1}
+    build = lambda way: ZeroFP4Optimizer(parameters, **keywords(given, transport=way))  # noqa: E731
+    with pytest.raises(ValueError, match="only GPUs read each other's memory"):
+        build("peer")
+    auto = build("auto").describe()
+    assert auto["transport"] == "collective" and "only GPUs" in auto["why_collective"]
+    with pytest.raises(ValueError, match="transport"):
+        build("peer" if world.rank else "collective")
+
+
+UPDATES = {"check": "whole_steps", "overlaps": ("update",)}
 FINE = Location("a", 0, [1, 2], None)
 CHECKS = {
-    "barriers": (peer_checks.barriers, {}),
-    "fused": (peer_checks.equal_steps, {"inner": "fused", "bucket_mb": 0.003}),
-    "one bucket": (peer_checks.equal_steps, {"inner": "fused", "bucket_mb": None}),
-    "in sequence": (peer_checks.equal_steps, {"inner": "in sequence", "bucket_mb": 0.003}),
-    "rounded": (peer_checks.equal_steps, {"inner": "fused", "bucket_mb": 0.01, "wire": torch.float32}),
-    "torch's": (peer_checks.an_optimizer_of_torch, {"fused": False}),
-    "torch's fused": (peer_checks.an_optimizer_of_torch, {"fused": True}),
-    "early": (early_check, {"check": "whole_steps", "bucket_mb": SMALL}),
-    "early, clipped": (early_check, {"check": "whole_steps", "clip": True, "bucket_mb": SMALL}),
+    "barriers": (barriers, {}),
+    "fused": (equal_steps, {"bucket_mb": 0.003}),
+    "rounded": (equal_steps, {"bucket_mb": 0.01, "gradient_wire": torch.float32}),
+    "torch's": (an_optimizer_of_torch, {"fused": False}),
+    "torch's fused": (an_optimizer_of_torch, {"fused": True}),
+    "early": (early_check, {"check": "whole_steps", "clip": True, "bucket_mb": SMALL}),
     "early, torch's": (early_check, {"check": "whole_steps", "name": "AdamW", "bucket_mb": TINY}),
     "early, one bucket": (early_check, {"check": "whole_steps", "bucket_mb": None}),
-    "early micro-batches": (early_check, {"check": "micro_batches", "bucket_mb": SMALL}),
     "early, rounded": (
         early_check,
         {"check": "micro_batches", "bucket_mb": TINY, "gradient_wire": torch.float16},
     ),
     "early, not taken": (early_check, {"check": "nothing_comes_of_it", "bucket_mb": TINY}),
-    "early, not taken by torch's": (early_check, {"check": "nothing_comes_of_it", "name": "AdamW"}),
-    "early, rounded, not taken": (
-        early_check,
-        {"check": "nothing_comes_of_it", "bucket_mb": TINY, "gradient_wire": torch.float16},
-    ),
     "early, one after another": (early_check, {"check": "one_after_another", "bucket_mb": SMALL}),
-    "updates": (update_check, {"bucket_mb": TINY}),
-    "updates, compact": (update_check, {"bucket_mb": SMALL, "state": "compact"}),
-    "updates, rounded": (update_check, {"bucket_mb": SMALL, "gradient_wire": torch.float16}),
-    "late": (peer_checks.a_rank_that_does_not_come, {}),
+    "updates": (early_check, UPDATES | {"bucket_mb": TINY}),
+    "updates, compact": (early_check, UPDATES | {"bucket_mb": SMALL, "state": "compact"}),
+    "updates, rounded": (early_check, UPDATES | {"bucket_mb": SMALL, "gradient_wire": torch.float16}),
+    "late": (a_rank_that_does_not_come, {}),
 }
-
-
-MORE = (
-    *("barriers", "fused", "one bucket", "in sequence", "rounded", "early", "early, clipped"),
-    *("early micro-batches", "early, rounded", "updates", "late"),
-)
+MORE = "barriers", "fused", "rounded", "early", "early, rounded", "updates", "late"
 """What three and four ranks run of CHECKS: of three equal gradients the mean is not always one of them, which
 the checks of torch's optimizers take it for.
 """
@@ -79,50 +190,32 @@ def shared_gpus() -> dict[str, str]:
     }
 
 
-def environment(world_size: int) -> dict[str, str]:
-    return {} if device_for(world_size) == "cuda" else shared_gpus()
-
-
-def done(setting: Setting, cases: dict, env: dict[str, str]) -> Launch:
+def done(size: int, _) -> Launch:
+    """The checks on so many ranks, done."""
     checks = [
-        Check(name, f"{body.__module__}:{body.__name__}", arguments, 90.0)
-        for name, (body, arguments) in cases.items()
+        Check(name, f"{CHECKS[name][0].__module__}:{CHECKS[name][0].__name__}", CHECKS[name][1], 90.0)
+        for name in (CHECKS if size == 2 else MORE)
     ]
-    launch = Launch(setting, checks, env)
+    launch = Launch(Setting(size, "torchrun"), checks, {} if device_for(size) == "cuda" else shared_gpus())
     launch.run_ahead(Path())
     return launch
 
 
-def all_checks(_) -> Launch:
-    """The checks on two ranks, done."""
-    return done(Setting(2, "torchrun"), CHECKS, environment(2))
+ON_RANKS = {size: functools.partial(done, size) for size in (2, 3, 4)}
 
 
 @needs_gpu
-@waits_for(all_checks)
+@waits_for(ON_RANKS[2])
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_ranks(early, name):
-    assert early(all_checks).outcome(name) == [None, None]
-
-
-def more_checks(world_size: int, _) -> Launch:
-    checks = {name: CHECKS[name] for name in MORE}
-    return done(Setting(world_size, "torchrun"), checks, environment(world_size))
-
-
-LARGER = {size: functools.partial(more_checks, size) for size in (3, 4)}
+    assert early(ON_RANKS[2]).outcome(name) == [None, None]
 
 
 @needs_two_gpus
 @pytest.mark.parametrize("name", MORE)
-@pytest.mark.parametrize("size", [pytest.param(size, marks=waits_for(run)) for size, run in LARGER.items()])
+@pytest.mark.parametrize("size", [pytest.param(size, marks=waits_for(ON_RANKS[size])) for size in (3, 4)])
 def test_more_ranks(early, size, name):
-    assert early(LARGER[size]).outcome(name) == [None] * size
-
-
-@on_ranks(2, 3)
-def test_what_is_refused(world):
-    peer_checks.refusals(world)
+    assert early(ON_RANKS[size]).outcome(name) == [None] * size
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="fewer than three GPUs")

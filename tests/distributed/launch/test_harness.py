@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -60,34 +59,16 @@ CHECKS = [
 ]
 
 
-def outcome_of(launch: Launch, name: str) -> list | RanksFailed:
-    try:
-        return launch.outcome(name)
-    except RanksFailed as failure:
-        return failure
-
-
 def outcomes(_: Path) -> dict[str, list | RanksFailed]:
     """What came of each check, by name."""
-    launch = Launch(Setting(2), CHECKS, CPU)
-    try:
-        return {each.name: outcome_of(launch, each.name) for each in CHECKS}
-    finally:
-        launch.stop()
-
-
-def without_a_group(_: Path) -> list[list | RanksFailed]:
-    """The checks of a launch whose rank cannot join a group."""
-    checks = [check(rank_times, name=name, factor=1) for name in ("first", "second")]
-    launch = Launch(Setting(1, "alone"), checks, {**CPU, "ZEROFP4_TEST_BACKEND": "nccl"})
-    return [outcome_of(launch, each.name) for each in checks]
-
-
-@pytest.mark.heavy
-@waits_for(without_a_group)
-def test_ranks_that_cannot_join_a_group_say_why(early):
-    for failure in early(without_a_group):
-        assert "'nccl' needs a GPU, and torch sees none" in str(failure)
+    launch, found = Launch(Setting(2), CHECKS, CPU), {}
+    for each in CHECKS:
+        try:
+            found[each.name] = launch.outcome(each.name)
+        except RanksFailed as failure:
+            found[each.name] = failure
+    launch.stop()
+    return found
 
 
 @pytest.mark.heavy
@@ -120,9 +101,7 @@ def test_checks_beside_a_failure_still_run(early):
 
 
 @pytest.mark.heavy
-def test_scripts():
-    finished = run_script(["-c", "import sys; print(sys.executable)"], 1, "alone")
-    assert (finished.status, finished.output.strip()) == (0, sys.executable)
+def test_a_script_that_hangs_ends():
     with pytest.raises(AssertionError, match=r"alone-1 .* hangs: not done in 2 s\nbefore"):
         # Without site, Python starts in time also where other processes want the cores.
         run_script(["-Suc", "print('before'); import time; time.sleep(1000)"], 1, "alone", time_limit=2)

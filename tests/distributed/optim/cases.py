@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -55,28 +56,6 @@ def gradients_of(world, parameters, step):
     if gradients[0] is not None:
         gradients[0] = gradients[0].transpose(0, -1).contiguous().transpose(0, -1)
     return gradients
-
-
-def take_exact_steps(world, parameters, optimizer) -> None:
-    """Steps in which no order of addition makes a difference: with gradients that some ranks lack, a NaN that
-    skips one, and one that clips.
-    """
-    for step in range(4):
-        gradients = [g.clamp(-8, 8).round() for g in make_gradients(parameters, 100 * world.rank + step)]
-        gradients[step % 3] = None if world.rank % 2 else gradients[step % 3]
-        if step == 2 and world.rank == world.world_size - 1:
-            gradients[3].view(-1)[1] = torch.nan
-        # As a backward pass does, so that what overlaps it begins.
-        pairs = zip(parameters, gradients, strict=True)
-        sum((p.float() * g).sum() for p, g in pairs if g is not None).backward()
-        if step == 3:
-            optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        assert optimizer.found_inf.item() == (step == 2)
-        optimizer.zero_grad()
-    optimizer.check()
-    assert optimizer.skipped_steps == 1
-    assert_same_on_all_ranks(model_bytes(parameters))
 
 
 def model_bytes(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
@@ -136,6 +115,16 @@ def averages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 LATER = "of the last step, which no rank has taken"
+
+
+@contextlib.contextmanager
+def by_default(dtype: torch.dtype) -> Iterator[None]:
+    """Many training scripts set another default dtype of torch."""
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def raised_in_turn(optimizer: ZeroFP4Optimizer, call: Callable) -> BaseException | None:

@@ -163,7 +163,7 @@ def _named(p: reference.ShardedParameter, wholes: list[torch.Tensor]) -> dict[st
         names = ["master", "exp_avg_codes", "exp_avg_sq_codes", "scales"]
         shapes.append(torch.Size([*shape[:-1], -(-shape[-1] // STATE_GROUP), 2]))
     state = {n: w[: s.numel()].view(s) for n, w, s in zip(names, wholes, shapes, strict=True)}
-    return state | {"step": torch.tensor(float(p.step))}
+    return state | {"step": torch.tensor(float(p.step), dtype=torch.float32)}
 
 
 def _moments(kept: dict[str, torch.Tensor], compact: bool) -> list[torch.Tensor]:

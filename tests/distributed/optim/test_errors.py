@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
+import gc
 import math
+import re
 import warnings
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases.optim import (
     assert_all_equal,
     batch,
@@ -21,25 +28,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zerofp4
-from distributed.cases import raised_everywhere
+from distributed.cases import Model, is_last, raised_by, raised_everywhere
+from distributed.engine.overlap_cases import TINY
 from distributed.optim.cases import (
+    all_bytes,
     built,
     check_weights,
     parameters_of,
+    raise_in_turn,
+    raised_in_turn,
 )
 from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-
-
-def raises_on_rank_1(world, kind, message):
-    """What rank 1 raises when it alone finds an error; the others RuntimeError."""
-    if world.rank == 1:
-        return pytest.raises(kind, match=message)
-    return pytest.raises(RuntimeError, match="rank 1 found an error, and no rank takes this step")
-
-
-def calls_of(optimizer):
-    return optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)
+from zerofp4.shard import Shard
 
 
 @on_ranks(2, 3, time_limit=30)
@@ -65,45 +66,112 @@ def test_what_one_rank_builds_otherwise_all_refuse(world):
     ZeroFP4Optimizer(parameters).step()
 
 
-@on_ranks(2, 3, time_limit=30)
-def test_an_error_of_one_rank_in_a_step_ends_the_step_of_all(world):
-    parameters, optimizer = built(world, seed=0)
-    optimizer.step()
-    group = optimizer.param_groups[0]
-    params, stray = group["params"], nn.Parameter(torch.zeros(3, device=world.device))
+def fail(*_) -> None:
+    raise KeyError("no batch")
 
-    def fail():
-        raise KeyError("no batch")
 
-    def move():
-        parameters[4].rowwise_data = parameters[4].rowwise_data.clone()
+def interrupt(*_) -> None:
+    raise KeyboardInterrupt
 
+
+def move(optimizer: ZeroFP4Optimizer, parameters: list[nn.Parameter]) -> None:
+    parameters[1].data = parameters[1].data.clone()
+
+
+def stray(optimizer: ZeroFP4Optimizer, parameters: list[nn.Parameter]) -> None:
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(3, device=parameters[0].device)))
+
+
+def backward(parameters: list[nn.Parameter], seed: int) -> None:
+    pairs = zip(parameters, make_gradients(parameters, seed), strict=True)
+    sum((p.float() * gradient).sum() for p, gradient in pairs).backward()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What the last rank raises after a harm to its optimizer and parameters. call: with whether it is this
+    rank.
+    """
+
+    message: str
+    harm: Callable = lambda *_: None
+    call: Callable = lambda optimizer, bad: optimizer.step()
+    mend: Callable = lambda *_: None
+    error: type[BaseException] = RuntimeError
+
+
+def clip(optimizer: ZeroFP4Optimizer, bad: bool) -> None:
+    optimizer.clip_grad_norm_(1.0)
+
+
+MOVED = r"\['params'\]\[1\].* has moved since .* call refresh\(\)"
+STRAY = "is not the list that the optimizer was built with"
+FAULTS = {
+    "closure": Fault("no batch", call=lambda opt, bad: opt.step(fail if bad else lambda: 3), error=KeyError),
+    "interrupt": Fault(
+        "", call=lambda opt, bad: opt.step(interrupt if bad else None), error=KeyboardInterrupt
+    ),
+    "moved": Fault(MOVED, move, mend=lambda opt, _: opt.refresh()),
+    "moved, in clip": Fault(MOVED, move, clip, lambda opt, _: opt.refresh()),
+    "stray": Fault(STRAY, stray, mend=lambda opt, _: opt.param_groups[0]["params"].pop()),
+    "stray, in clip": Fault(STRAY, stray, clip, lambda opt, _: opt.param_groups[0]["params"].pop()),
+    "lr": Fault(
+        r"param_groups\[0\].*lr.* must be finite.*, got inf",
+        lambda opt, _: opt.param_groups[0].update(lr=math.inf),
+        mend=lambda opt, _: opt.param_groups[0].update(lr=0.02),
+        error=ValueError,
+    ),
+    "max_norm": Fault(
+        "max_norm", call=lambda opt, bad: opt.clip_grad_norm_(-1.0 if bad else 1.0), error=ValueError
+    ),
+    "hooks": Fault(
+        r"step\(\) of optimizer.inner has hooks",
+        lambda opt, _: opt.inner.register_step_post_hook(fail),
+        mend=lambda opt, _: opt.inner._optimizer_step_post_hooks.clear(),
+    ),
+}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize(
+    ("name", "overlap"), [*((name, None) for name in FAULTS), ("lr", "update"), ("moved", "update")]
+)
+def test_a_fault_of_one_rank_ends_the_step_of_all(world, name, overlap, defers):
+    """Nothing has changed on any rank, and the step after it has the bytes of one without it. Updates in
+    backward passes have not begun then.
+    """
+    fault, bad = FAULTS[name], is_last(world)
+    models = [built(world, FusedAdamW, lr=0.02, overlap=overlap, bucket_mb=TINY) for _ in range(2)]
+    (parameters, optimizer), _ = models
+    optimizer._agreement.defers = defers
+    for own, each in models:
+        backward(own, world.rank)
+        each.step()
+        each.zero_grad()
     with unchanged(parameters, optimizer):
-        with raises_on_rank_1(world, KeyError, "no batch"):
-            optimizer.step(fail if world.rank == 1 else lambda: 3)
-        for change, kind, message in [
-            (lambda: params.append(stray), RuntimeError, "is not the list that the optimizer was built with"),
-            (lambda: group.update(lr=math.inf), ValueError, r"\[0\]\['lr'\] must be finite, got inf"),
-            (move, RuntimeError, r"\['params'\]\[4\].* has moved since .* call refresh\(\)"),
-        ]:
-            for call in calls_of(optimizer)[: 1 if kind is ValueError else 2]:
-                if world.rank == 1:
-                    change()
-                with raises_on_rank_1(world, kind, message):
-                    call()
-                params[:] = parameters
-                group["lr"] = 0.001
-                optimizer.refresh()
-    assert optimizer.step(lambda: 3) == 3
-    check_weights(parameters, optimizer)
+        if bad:
+            fault.harm(optimizer, parameters)
+        backward(parameters, world.rank)
+        raised = raised_in_turn(optimizer, lambda: fault.call(optimizer, bad))
+        if bad:
+            fault.mend(optimizer, parameters)
+    told = rf"rank {world.world_size - 1} found an error"
+    kind, message = (fault.error, fault.message) if bad else (RuntimeError, told)
+    assert isinstance(raised, kind) and re.search(message, str(raised)), repr(raised)
+    assert optimizer.broken is None
+    for own, each in models:
+        each.zero_grad()
+        backward(own, 10 + world.rank)
+        each.step()
+    assert_all_equal(*(all_bytes(*model) for model in models), "tensor")
 
 
 @on_ranks(2, time_limit=30)
 def test_ranks_that_do_different_things_all_raise(world):
     parameters, optimizer = built(world, torch.optim.SGD, seed=0, lr=1.0)
     before, first = optimizer.gathered_masters(), world.rank == 0
-    step, clip = calls_of(optimizer)
-
+    step, clip = optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)
     clip()
     if not first:
         optimizer.zero_grad()
@@ -142,9 +210,9 @@ def test_a_closure_that_clips(world):
         set_gradients(parameters, make_gradients(parameters, 0))
         return optimizer.clip_grad_norm_(max_norm)
 
-    with raises_on_rank_1(world, KeyError, "no batch"):
+    with pytest.raises(KeyError if bad else RuntimeError, match="no batch" if bad else "rank 1 found an"):
         optimizer.step(lambda: closure(early=bad))
-    with raises_on_rank_1(world, ValueError, "max_norm"):
+    with pytest.raises(ValueError if bad else RuntimeError, match="max_norm" if bad else "rank 1 found an"):
         optimizer.step(lambda: closure(max_norm=-1.0 if bad else 1.0))
     with pytest.raises(RuntimeError, match="max_norm must be the same on every rank"):
         optimizer.step(lambda: closure(max_norm=2.0 if bad else 1.0))
@@ -265,3 +333,85 @@ def test_clipping_a_ranks_own_gradients_by_torch_warns_once(world, in_ddp):
         assert "call optimizer.clip_grad_norm_ instead" in message and file == __file__
     assert not told_of(clip)
     optimizer.step()
+
+
+# What a failed call has used is gone once nobody refers to it: no cycle waits for the garbage collector
+
+
+def call_of_plan(world, group) -> Callable:
+    """The last rank has a shard that lies outside of its weight."""
+    model = Model(world, "even")
+    if is_last(world):
+        model.shards[0][world.rank] = Shard(1 << 40, model.numels[0])
+    return functools.partial(model.plan, group=group)
+
+
+def build_optimizer(world, group) -> Callable:
+    parameters = parameters_of(world)
+    return lambda: ZeroFP4Optimizer(parameters, process_group=group, lr=-1.0 if is_last(world) else 0.1)
+
+
+def call_of_optimizer(world, group, name: str) -> Callable:
+    parameters, optimizer = built(world, FusedAdamW, seed=world.rank, process_group=group)
+    if is_last(world):
+        FAULTS[name].harm(optimizer, parameters)
+    call = functools.partial(FAULTS[name].call, optimizer, is_last(world))
+    return functools.partial(raise_in_turn, optimizer, call)
+
+
+def step_behind_the_vote(world, group) -> Callable:
+    _, optimizer = built(world, seed=world.rank, process_group=group)
+    if is_last(world):
+        optimizer.inner.register_step_pre_hook(fail)
+    if world.device.type == "cuda":  # NCCL tells nobody in the same step
+        return lambda: (raised_by(optimizer.step), optimizer.step())
+    return functools.partial(raise_in_turn, optimizer, optimizer.step)
+
+
+def load(world, group) -> Callable:
+    _, optimizer = built(world, seed=world.rank, process_group=group)
+    state_dict = optimizer.state_dict()
+    return lambda: optimizer.load_state_dict(state_dict | {"state": 3} if is_last(world) else state_dict)
+
+
+def step_after_a_gradient_was_sent(world, group) -> Callable:
+    parameters, optimizer = built(world, FusedAdamW, process_group=group, overlap="backward")
+    values = [p.dequantize() if isinstance(p, zerofp4.NVFP4Tensor) else p for p in parameters]
+    sum(value.float().sum() for value in values).backward()
+    if is_last(world):
+        parameters[1].grad.mul_(2)
+        if world.world_size == 1:
+            move(optimizer, parameters)
+    return optimizer.step
+
+
+CALLS = {
+    "CastPlan": call_of_plan,
+    "ZeroFP4Optimizer": build_optimizer,
+    "overlap": step_after_a_gradient_was_sent,
+    "behind the vote": step_behind_the_vote,
+    "load_state_dict": load,
+    **{name: functools.partial(call_of_optimizer, name=name) for name in FAULTS},
+}
+
+
+def fail_in_a_group(world, name: str) -> weakref.ref[dist.ProcessGroup]:
+    group = dist.new_group()
+    call = CALLS[name](world, group)
+    try:
+        call()
+    except (Exception, KeyboardInterrupt):
+        dist.destroy_process_group(group)
+        return weakref.ref(group)
+    raise AssertionError(f"{name} did not fail")
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_group_ends_with_destroy_process_group(world, name):
+    """Else gloo's threads may meet the end of the interpreter, and end the process."""
+    gc.disable()
+    try:
+        assert fail_in_a_group(world, name)() is None
+    finally:
+        gc.enable()

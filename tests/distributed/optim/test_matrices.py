@@ -1,8 +1,9 @@
-"""Optimizers that need whole matrices, over several ranks: the bytes of one process."""
+"""Optimizers that need whole matrices, and those that may run on parts, over several ranks."""
 
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -28,40 +29,12 @@ from distributed.optim.cases import (
 from distributed.optim.matrix_cases import BESIDE, MATRICES, MUON, OneProcess, make_groups
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
-from zerofp4.engine.assignment import longest_first
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 
 def check_same(optimizer, plain, what: str) -> None:
     check(optimizer, plain, what)
     assert_same_on_all_ranks(model_bytes(plain.parameters), optimizer.process_group())
-
-
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize(
-    ("optimizer_class", "options", "travel"),
-    [
-        (torch.optim.Muon, MUON, {"bucket_mb": 0.002}),
-        (torch.optim.Muon, MUON | {"nesterov": False, "momentum": 0.8, "ns_steps": 3}, {}),
-        (torch.optim.Adafactor, {"lr": 0.02}, {"whole_matrices": True}),
-        (FusedAdamW, {"lr": 0.02}, {"whole_matrices": True}),
-    ],
-)
-def test_steps_are_those_of_one_process(world, optimizer_class, options, travel):
-    parameters = make_parameters(world.device, 0, MATRICES)
-    plain = OneProcess([{"params": parameters}], optimizer_class, **options)
-    optimizer = ZeroFP4Optimizer(parameters, optimizer_class, **keywords(options, travel))
-    for step in range(4):
-        set_gradients(parameters, make_gradients(parameters, step))
-        plain.step([p.grad for p in parameters])
-        optimizer.step()
-        check_same(optimizer, plain, f"step {step}:")
-    owners = longest_first([one.work for one in optimizer._shards.trained], world.world_size)
-    assert [shard.numel > 0 for shard in optimizer._shards.shards] == [rank == world.rank for rank in owners]
-    described = optimizer.describe()
-    assert all(bucket["whole_matrices"] for bucket in described["buckets"])
-    if optimizer_class is FusedAdamW and world.world_size > 1:
-        assert described["obstacle"] == "whole matrices are updated all at once"
 
 
 @on_ranks(1, 2, 3)
@@ -194,3 +167,206 @@ def test_ranks_must_agree_on_who_has_what(world):
     for p in parameters:
         codes = p.rowwise_data if isinstance(p, NVFP4Tensor) else p
         assert codes.untyped_storage().nbytes() == codes.nbytes  # no view of a buffer
+
+
+# Classes that may compute something else from parts of parameters: tried when the optimizer is built
+
+
+class EachTensor(torch.optim.Optimizer):
+    """Has update() compute the change of each tensor."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    lr = torch.as_tensor(group["lr"])  # on the default device, in the default dtype
+                    p.sub_(lr * self.update(p, self.state[p]))
+
+
+class Lion(EachTensor):
+    """Elementwise."""
+
+    def update(self, p, state):
+        momentum = state.setdefault("momentum", torch.zeros_like(p))
+        update = momentum.lerp(p.grad, 0.1).sign()
+        momentum.lerp_(p.grad, 0.01)
+        return update
+
+
+class Lamb(EachTensor):
+    """A trust ratio for each tensor: of maxima, which have no order of addition."""
+
+    def update(self, p, state):
+        return p.grad * p.abs().max() / p.grad.abs().max()
+
+
+class AdamMini(EachTensor):
+    """One second moment for each row."""
+
+    def update(self, p, state):
+        squares = p.grad.square().amax(-1, keepdim=True)
+        return p.grad / state.setdefault("squares", torch.zeros_like(squares)).lerp_(squares, 0.1).sqrt()
+
+
+class Prodigy(EachTensor):
+    """A step size from sums over all parameters."""
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, lr)
+        self.begun, self.size = {}, 1e-6
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        tensors = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        moved = sum((p.grad * (self.begun.setdefault(p, p.clone()) - p)).sum() for p in tensors)
+        self.size = max(self.size, float(moved / sum(p.grad.abs().sum() for p in tensors)))
+        super().step()
+
+    def update(self, p, state):
+        return self.size * p.grad.sign()
+
+
+class NoDecayOfVectors(torch.optim.SGD):
+    """A known class, with a step of its own."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.mul_(1.0 if p.dim() < 2 else 0.9)
+        super().step()
+
+
+class OnlyMatrices(torch.optim.SGD):
+    def step(self, closure=None):
+        if any(p.dim() != 2 for p in self.param_groups[0]["params"]):
+            raise ValueError("only matrices")
+        super().step()
+
+
+class Stochastic(torch.optim.AdamW):
+    """Rounds masters to bfloat16, at random."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            bits = p.view(torch.int32)
+            bits.add_(torch.randint_like(bits, 1 << 16)).bitwise_and_(-1 << 16)
+
+
+class Overflows(torch.optim.SGD):
+    """Elementwise, with steps that a trial cannot take."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.add_(0 * p.abs().exp())
+
+
+class OfGPUs(torch.optim.SGD):
+    def step(self, closure=None):
+        devices = {p.device.type for group in self.param_groups for p in group["params"]}
+        if devices != {OfGPUs.device}:
+            raise RuntimeError("no kernel")
+        super().step()
+
+    device = "cuda"
+
+
+PIECES = "cannot run on shards of parameters, from which it computes other values: "
+WHOLE, NEVER = "whole_matrices=True gives it whole matrices", "its update depends on other parameters"
+
+
+@on_ranks(1, 2)
+def test_classes_that_need_whole_tensors_are_refused(world):
+    """On every rank, before anything has changed. One rank alone has flat tensors, and all of them."""
+    several = world.world_size > 1
+    parameters = make_parameters(world.device, 0, MATRICES)
+    for optimizer_class, options, remedy in [
+        (Lamb, {}, several and WHOLE),
+        (AdamMini, {}, WHOLE),
+        (Prodigy, {}, several and NEVER),
+        (Prodigy, {"whole_matrices": True}, several and NEVER),
+        (OnlyMatrices, {}, WHOLE),
+        (NoDecayOfVectors, {}, WHOLE),
+        (NoDecayOfVectors, {"lr": 0.0}, WHOLE),  # as a warm-up begins
+        (Lamb, {"lr": torch.tensor(1e-6, device=world.device)}, several and WHOLE),
+    ]:
+        if remedy:
+            with pytest.raises(ValueError, match=rf"\[0\]: .*{optimizer_class.__name__} {PIECES}{remedy}"):
+                ZeroFP4Optimizer(parameters, optimizer_class, **options)
+            for p in parameters:
+                codes = p.rowwise_data if isinstance(p, NVFP4Tensor) else p
+                assert codes.untyped_storage().nbytes() == codes.nbytes  # no view of a buffer
+        else:
+            ZeroFP4Optimizer(make_parameters(world.device, 0, MATRICES), optimizer_class, **options)
+    beside = [
+        {"params": parameters[:1]},
+        {"params": parameters[1:], "optimizer_class": AdamMini},
+    ]
+    with pytest.raises(ValueError, match=r"\[1\]: .*AdamMini cannot run on shards"):
+        ZeroFP4Optimizer(beside, FusedAdamW)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"),
+    [
+        (Lion, {"whole_matrices": False, "bucket_mb": 0.002}),
+        (Lamb, {"whole_matrices": True, "bucket_mb": 0.002}),
+        (AdamMini, {"whole_matrices": True}),
+        (OfGPUs, {"whole_matrices": False}),
+        (torch.optim.Muon, {"bucket_mb": 0.002}),
+        (torch.optim.Muon, {"nesterov": False, "momentum": 0.8, "ns_steps": 3}),
+        (torch.optim.Adafactor, {"whole_matrices": True}),
+        (FusedAdamW, {"whole_matrices": True}),
+    ],
+)
+def test_steps_are_those_of_one_process(world, optimizer_class, options):
+    OfGPUs.device = world.device.type
+    parameters = make_parameters(world.device, 0, MATRICES)
+    own = {name: value for name, value in options.items() if name not in ("whole_matrices", "bucket_mb")}
+    plain = OneProcess([{"params": parameters}], optimizer_class, lr=0.02, **own)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        optimizer = ZeroFP4Optimizer(parameters, optimizer_class, **keywords(options, lr=0.02))
+    for step in range(3):
+        set_gradients(parameters, make_gradients(parameters, step))
+        plain.step([p.grad for p in parameters])
+        optimizer.step()
+        check_same(optimizer, plain, f"step {step}:")
+    described = optimizer.describe()
+    whole = options.get("whole_matrices", True)
+    assert all(bucket["whole_matrices"] == whole for bucket in described["buckets"])
+    if optimizer_class is FusedAdamW and world.world_size > 1:
+        assert described["obstacle"] == "whole matrices are updated all at once"
+
+
+@on_ranks(1, 2)
+def test_a_class_that_cannot_be_tried(world):
+    """Many run on GPUs alone: a warning says what must hold."""
+    OfGPUs.device = "nowhere"
+    message = r"OfGPUs cannot be tried on the CPU \(RuntimeError: no kernel\).*an element depends on no other"
+    with pytest.warns(UserWarning, match=message):
+        ZeroFP4Optimizer(make_parameters(world.device), OfGPUs, lr=0.1)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("optimizer_class", [Lion, Stochastic, Overflows])
+def test_a_trial_leaves_no_trace(world, optimizer_class):
+    """Nor does it depend on random numbers, or on defaults of torch."""
+    parameters, before = make_parameters(world.device), torch.get_rng_state()
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device(world.device), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", r"the \d+ parameters have no names|the masters of \d+ weights")
+            ZeroFP4Optimizer(parameters, optimizer_class, lr=0.1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from distributed.cases import is_last
 from distributed.engine.file_peers import sharing_files
+from distributed.optim.cases import by_default
 from distributed.optim.step_cases import TINY, Pair, gradient_values
 from distributed.run import on_ranks
 
@@ -52,19 +53,55 @@ def in_all_ways(test: Callable) -> Callable:
 @in_all_ways
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_the_bytes_of_the_reference(world, exchange, overlap, state, clips):
-    take_steps(world, exchange, overlap, state, clips)
+    take_steps(world, exchange, overlap, clips, state=state)
 
 
 @on_ranks(1)
 @in_all_ways
 def test_the_bytes_of_the_reference_on_one_rank(world, overlap, state, clips):
-    take_steps(world, "collective", overlap, state, clips)
+    take_steps(world, "collective", overlap, clips, state=state)
 
 
-def take_steps(world, exchange: str, overlap: str | None, state: str, clips: bool) -> None:
+DTYPES = [
+    {"gradient_wire": torch.float32},
+    {"gradient_wire": torch.float16},
+    {"gradient_dtype": torch.float32},
+    {"gradient_dtype": torch.float32, "gradient_wire": torch.bfloat16},
+]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("overlap", [None, "both", "update"])
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_gradients_of_other_dtypes(world, exchange, overlap, dtypes):
+    """Those that no update reads as they travel are averaged in memory that buckets take turns in."""
+    take_steps(world, exchange, overlap, False, **dtypes)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("overlap", [None, "forward", "update"])
+def test_votes_that_no_host_waits_for(world, overlap, clips):
+    """So it is with NCCL; here any backend does as it is told."""
+    take_steps(world, "collective", overlap, clips, defers=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("state", ["full", "compact"])
+@pytest.mark.parametrize("overlap", [None, "both", "update"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_steps_under_another_default_dtype(world, overlap, state, dtype):
+    with by_default(dtype):
+        take_steps(world, "collective", overlap, True, state=state)
+
+
+def take_steps(world, exchange: str, overlap: str | None, clips: bool, defers=False, **options) -> None:
     """With gradients that ranks lack, micro-batches, and a NaN that skips a step, or a bucket."""
-    options = EXCHANGES[exchange] | {"overlap": overlap, "state": state}
-    options["bucket_mb"] = TINY if overlap == "update" else 0.003 if state == "full" else None
+    options = EXCHANGES[exchange] | options | {"overlap": overlap}
+    options["bucket_mb"] = (
+        TINY if overlap == "update" else None if options.get("state") == "compact" else 0.003
+    )
     exact = exchange == "reduce_scatter"
     if exact:
         options["gradient_wire"] = torch.bfloat16
@@ -72,6 +109,7 @@ def take_steps(world, exchange: str, overlap: str | None, state: str, clips: boo
     whole = dist.new_group(backend="gloo") if world.device.type == "cuda" else dist.group.WORLD
     with peers or contextlib.nullcontext((None, whole)) as (_, group):
         pair = Pair(SPECIFICATIONS, group, **options)
+        pair.optimizer._agreement.defers |= defers
         pair.check("before the first step")
         for step in range(5):
             if step == 1 and overlap != "update":
@@ -88,6 +126,7 @@ def take_steps(world, exchange: str, overlap: str | None, state: str, clips: boo
             pair.optimizer.step()
             pair.optimizer.zero_grad()
             assert pair.step() == (step == 2)
+            assert (pair.optimizer.first_nonfinite() is not None) == (step == 2)
             pair.check(f"step {step}")
             pair.forget()
 

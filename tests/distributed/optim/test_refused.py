@@ -9,7 +9,8 @@ from cases.optim import set_gradients
 
 from distributed.cases import raised_by
 from distributed.engine.file_peers import sharing_files
-from distributed.engine.update_cases import TINY, loss_of, make, moved, step_of
+from distributed.engine.overlap_cases import TINY, loss_of, moved, step_of
+from distributed.engine.overlap_cases import make_updating as make
 from distributed.optim.cases import built, gradients_of
 from distributed.run import on_ranks
 from zerofp4.distributed import CollectiveError

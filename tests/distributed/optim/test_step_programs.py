@@ -81,12 +81,18 @@ class ProgramFailed(AssertionError):
 
 
 def event(function: Callable) -> Callable:
-    """A method of Program that rank 0 calls, and with it all ranks."""
+    """A method of Program that rank 0 calls, and with it all ranks, unless another event calls it there."""
 
     @functools.wraps(function)
-    def call(self, **drawn):
+    def call(self, *given, **drawn):
+        if self.is_inside:
+            return function(self, *given, **drawn)
         self.tell(function.__name__, drawn)
-        function(self, **drawn)
+        self.is_inside = True
+        try:
+            function(self, **drawn)
+        finally:
+            self.is_inside = False
 
     return call
 
@@ -104,6 +110,7 @@ class Program(RuleBasedStateMachine):
         self.is_loaded = False  # and there was no step since
         self.is_on_its_way = False  # what backward passes have sent, perhaps not all of it on all ranks
         self.error: str | None = None
+        self.is_inside = False  # an event
         self.tell("begin", {})
         if not groups:
             for size in range(1, RANKS + 1):
@@ -181,9 +188,6 @@ class Program(RuleBasedStateMachine):
     @rule(seed=SEEDS, missing=MISSING, nonfinite=NONFINITE)
     @event
     def backward(self, seed, missing, nonfinite):
-        self._backward(seed, missing, nonfinite)
-
-    def _backward(self, seed: int, missing, nonfinite) -> None:
         if self.overlap == "update":  # a rank without a gradient would not join the others
             missing -= {(rank, COUNT - 1) for rank in range(RANKS)}
         self._note_nonfinite(missing, nonfinite)
@@ -201,9 +205,6 @@ class Program(RuleBasedStateMachine):
     @rule(seed=SEEDS, missing=MISSING, nonfinite=NONFINITE)
     @event
     def accumulate(self, seed, missing, nonfinite):
-        self._accumulate(seed, missing, nonfinite)
-
-    def _accumulate(self, seed: int, missing, nonfinite) -> None:
         self._note_nonfinite(missing, nonfinite)
 
         def call():
@@ -226,23 +227,20 @@ class Program(RuleBasedStateMachine):
         if self.overlap == "update":
             dropped, passes, clips = None, passes[-1:], []
         if dropped is not None:
-            self._backward(*dropped)
-            self._zero_grad(True)
+            self.backward(*dropped)
+            self.zero_grad(True)
         for each in passes[:-1]:
-            self._accumulate(*each)
-        self._backward(*passes[-1])
+            self.accumulate(*each)
+        self.backward(*passes[-1])
         for each in clips:
-            self._clip(*each)
-        self._step()
-        self._zero_grad(True)
+            self.clip(*each)
+        self.step()
+        self.zero_grad(True)
 
     @precondition(lambda self: self.overlap != "update")
     @rule(max_norm=MAX_NORMS, norm_type=NORM_TYPES)
     @event
     def clip(self, max_norm, norm_type):
-        self._clip(max_norm, norm_type)
-
-    def _clip(self, max_norm: float, norm_type: float) -> None:
         self.is_on_its_way = False
         if self.raises and self.is_nonfinite:
             self._all(lambda: self._refused(lambda: self.pair.clip(max_norm, norm_type)))
@@ -253,9 +251,6 @@ class Program(RuleBasedStateMachine):
     @rule()
     @event
     def step(self):
-        self._step()
-
-    def _step(self) -> None:
         self.is_on_its_way = False
         if self.raises and self.is_nonfinite:
             self._all(lambda: self._refused(self.pair.optimizer.step))
@@ -293,9 +288,6 @@ class Program(RuleBasedStateMachine):
     @rule(set_to_none=st.booleans())
     @event
     def zero_grad(self, set_to_none):
-        self._zero_grad(set_to_none)
-
-    def _zero_grad(self, set_to_none: bool) -> None:
         def call():
             self.pair.optimizer.zero_grad(set_to_none)
             self.pair.forget(zeros=not set_to_none)
@@ -313,7 +305,7 @@ class Program(RuleBasedStateMachine):
     @event
     def scaled_step(self, seed, nonfinite, exponent, max_norm):
         """A step with a GradScaler."""
-        self._zero_grad(True)
+        self.zero_grad(True)
         self._note_nonfinite((), nonfinite)
 
         def call():
@@ -362,8 +354,8 @@ class Program(RuleBasedStateMachine):
         self._here(copy)
         if self.is_loaded:
             if self.raises:  # no step follows masters that raises
-                self._zero_grad(True)
-            return self._step()
+                self.zero_grad(True)
+            return self.step()
         self.is_on_its_way = False
 
         def call():
@@ -405,7 +397,7 @@ class Program(RuleBasedStateMachine):
     @rule()
     @event
     def load(self):
-        self._zero_grad(True)
+        self.zero_grad(True)
         self._load(lambda state: None)
 
     def _load(self, change: Callable[[list], None], world: tuple[int, dict] | None = None) -> None:
@@ -450,17 +442,17 @@ class Program(RuleBasedStateMachine):
 
     def teardown(self):
         if self.groups:  # otherwise it has failed
-            self.tell("end", {})
             self.end()
 
-    def end(self) -> None:
+    @event
+    def end(self):
         self._arrive()
         self._all(lambda: None)
 
     def _arrive(self) -> None:
         """Only a step or a clip sends the rest; until then no other collective may run in the group."""
         if self.is_on_its_way:
-            self._step()
+            self.step()
 
 
 def follow(rank: int, groups: dict[int, dist.ProcessGroup]) -> None:

@@ -1,17 +1,29 @@
 """What ranks of a ZeroFP4Optimizer tell each other before a step, and what all do about it."""
 
 import contextlib
+import copy
 import math
 import re
+import sys
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases.optim import make_gradients, set_gradients, take_step, unchanged
 
-from distributed.cases import is_last, raised_by, raised_everywhere
-from distributed.optim.cases import built, check_weights, parameters_of, raise_in_turn
+from distributed.cases import is_last, raised_everywhere
+from distributed.optim.cases import (
+    built,
+    check_weights,
+    gradients_of,
+    model_bytes,
+    parameters_of,
+    raise_in_turn,
+    whole_state,
+)
 from distributed.run import on_ranks
+from zerofp4.engine import GradientMemory
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 
@@ -93,11 +105,13 @@ def test_a_sum_that_overflows_is_left_to_the_cast(world):
 
 
 @on_ranks(2, 3, time_limit=30)
-def test_options_that_differ_are_listed(world):
+@pytest.mark.parametrize("defers", [False, True])
+def test_options_that_differ_are_listed(world, defers):
     parameters, bad = parameters_of(world), is_last(world)
     tensor = lambda value: torch.tensor(value, device=world.device)  # noqa: E731
     groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": tensor(0.5)}]
     optimizer = ZeroFP4Optimizer(groups, FusedAdamW, lr=tensor(0.25), weight_decay=0.0)
+    optimizer._agreement.defers = defers
     take_step(parameters, optimizer, 0)
     with unchanged(parameters, optimizer):
         for g, name, other, here, there in [
@@ -132,25 +146,6 @@ def test_ranks_out_of_step(world):
     for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
         message = raised_everywhere(world, RuntimeError, call)
         assert message.startswith("the ranks are out of step: some have taken 0 steps and others 1")
-
-
-@on_ranks(1, 2, time_limit=30)
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_in_a_closure_reaches_the_others_and_breaks_nothing(world, error):
-    parameters, optimizer = built(world)
-    interrupted = world.rank == world.world_size - 1
-
-    def closure():
-        if interrupted:
-            raise error
-
-    with unchanged(parameters, optimizer):
-        raised = raised_by(lambda: optimizer.step(closure))
-    assert isinstance(raised, error if interrupted else RuntimeError), repr(raised)
-    assert interrupted or "rank 1 found an error, and no rank takes this step" in str(raised)
-    assert optimizer.broken is None
-    optimizer.step(lambda: None)
-    dist.barrier()
 
 
 @on_ranks(2)
@@ -188,3 +183,107 @@ def test_a_found_inf_that_a_user_sets_skips_the_step_on_every_rank(world, cls):
         name = optimizer.first_nonfinite()
         assert "which was given a found_inf" in name if value else name is None
     check_weights(parameters, optimizer)
+
+
+# Votes that no host waits for: the outcome is read in the first collective call of the next step
+
+
+def build(world, defers=True, **options):
+    parameters, optimizer = built(world, FusedAdamW, lr=0.02, weight_decay=0.1, **options)
+    optimizer._agreement.defers = defers
+    return parameters, optimizer
+
+
+def take(world, model, step, clips=False):
+    parameters, optimizer = model
+    set_gradients(parameters, gradients_of(world, parameters, step))
+    if clips:
+        optimizer.clip_grad_norm_(0.003)
+    optimizer.step()
+
+
+def everything(model):
+    parameters, optimizer = model
+    return [tensor.clone() for tensor in (*whole_state(parameters, optimizer), *model_bytes(parameters))]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("max_norm", "norm_type"), [(math.inf, 2), (sys.float_info.max, 2), (0, math.inf)])
+def test_no_norm_keeps_ranks_from_a_step(world, max_norm, norm_type):
+    """clip_grad_norm_(math.inf) is how people log the norm: it changes nothing about the step."""
+    parameters, optimizer = model = build(world)
+    before = everything(model)
+    set_gradients(parameters, gradients_of(world, parameters, 0))
+    assert optimizer.clip_grad_norm_(max_norm, norm_type) > 0
+    optimizer.step()
+    optimizer.check()
+    assert optimizer.found_inf.item() == 0
+    assert not all(map(torch.equal, everything(model), before))
+
+
+@on_ranks(2)
+def test_the_backend_for_the_device_of_the_parameters_decides(world):
+    """Of a group that has several, as torch recommends, and of one that was given none."""
+    on_gpu = world.device.type == "cuda"
+    for backend in ("cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo", None):
+        group = dist.new_group(backend=backend)
+        model = built(world, FusedAdamW, lr=0.02, weight_decay=0.1, process_group=group)
+        reason = model[1].describe()["host_waits"]
+        assert reason is None if on_gpu else "backend for cpu is gloo" in reason
+        take(world, model, 0, clips=True)
+        model[1].check()
+        check_weights(*model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("loads", [False, True])
+def test_an_error_is_told_until_a_step_or_a_load(world, loads):
+    """Also by check()."""
+    parameters, optimizer = model = build(world)
+    set_gradients(parameters, gradients_of(world, parameters, 2))
+    if world.rank == 1:
+        parameters[1].data = parameters[1].data.clone()
+    assert optimizer.clip_grad_norm_(1.0).isnan()  # on every rank: none takes it
+    with pytest.raises(RuntimeError, match="has moved") if world.rank == 1 else contextlib.nullcontext():
+        optimizer.step()
+    optimizer.refresh()
+    optimizer.zero_grad()
+    if loads:
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.check()
+    else:
+        for call in (optimizer.check, optimizer.check, lambda: optimizer.clip_grad_norm_(1.0)):
+            with pytest.raises(RuntimeError, match="which no rank has taken: rank 1 found an error"):
+                call()
+    take(world, model, 3)
+    check_weights(*model)
+
+
+@on_ranks(2, 3, time_limit=60)
+@pytest.mark.parametrize("call", ["step", "clip"])
+def test_a_rank_that_a_clip_broke_reduces_only_what_the_others_do(world, call):
+    """They have reduced their gradients in that clip, and it has not: else each would wait for the other."""
+    model = build(world, gradient_wire=torch.float16, transport="collective")
+    parameters, optimizer = model
+    saved = copy.deepcopy(optimizer.state_dict())
+    set_gradients(parameters, gradients_of(world, parameters, 0))
+    if world.rank == 1:
+        refuse = mock.Mock(side_effect=RuntimeError("no memory today"))
+        with (
+            mock.patch.object(GradientMemory, "take", refuse),
+            pytest.raises(RuntimeError, match="no memory today"),
+        ):
+            optimizer.clip_grad_norm_(1.0)
+    else:
+        optimizer.clip_grad_norm_(1.0)
+    if call == "clip":
+        assert optimizer.clip_grad_norm_(1.0).isnan()
+    broken = pytest.raises(RuntimeError, match="left in the middle")
+    with broken if world.rank == 1 else contextlib.nullcontext():
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="which no rank has taken: rank 1 found an error"):
+        optimizer.step()
+    optimizer.load_state_dict(saved)
+    take(world, model, 1)
+    check_weights(*model)

@@ -12,6 +12,8 @@ import megatron_wheel
 import pytest
 import torch
 import torch.distributed as dist
+from cases import trainers
+from cases.docs import Brought, Ran, programs, run
 from helpers import needs_gpu
 
 import zerofp4
@@ -192,3 +194,31 @@ def test_no_example_is_left_out():
     assert examples.keys() == {"own_optimizer_step", "resume", FINETUNE, GRAPH, MEGATRON, *ALONE, *PACKAGES}
     lines = {name: len(path.read_text().splitlines()) for name, path in examples.items()}
     assert lines.pop(FINETUNE) < 220 and max(lines.values()) < 80
+
+
+# The programs of docs/trainers.md on two ranks of torchrun, which are in no process group yet
+
+
+@on_ranks(2, time_limit=120.0, new_group=True)
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "number", range(len(trainers.CHECKS)), ids=[check.__name__ for check in trainers.CHECKS]
+)
+def test_the_program_runs_on_two_ranks(world, number):
+    """It joins them by itself, or its framework does, and leaves one model."""
+    for package in trainers.PACKAGES:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    if world.device.type != "cpu":
+        pytest.skip("the model of these programs is on the CPU")
+    brought = Brought(shared_folder(world) / "folder")
+    launch.destroy_process_group()
+    torch.manual_seed(world.rank)
+    with pytest.MonkeyPatch.context() as patch, trainers.with_fsdp_on_cpus(patch):
+        ran = Ran(run(programs(ROOT / "docs" / "trainers.md")[number], brought), brought)
+        dist.barrier()  # rank 0 has written its files
+        trainers.CHECKS[number](ran)
+        losses = [None] * world.world_size
+        dist.all_gather_object(losses, trainers.causal_loss(ran))
+    assert len(losses) == 2 and losses[0] == losses[1]
+    dist.destroy_process_group()
+    launch.init_process_group()

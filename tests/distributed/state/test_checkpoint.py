@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
+import io
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases.optim import assert_all_equal
+from cases.optim import assert_all_equal, keywords, take_step
+from early import waits_for
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -24,18 +30,24 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import zerofp4
 from distributed.cases import shared_folder
 from distributed.optim.cases import model_bytes
-from distributed.run import on_ranks
+from distributed.optim.compact_cases import HYPERS, Whole, make_sharded
+from distributed.optim.fused_cases import COMPACT_STATE
+from distributed.processes import device_for
+from distributed.run import on_ranks, run_ranks
 from distributed.state.cases import (
     CASES,
     KINDS,
     assert_same_model,
     contents,
     make_model,
+    on_rank_0,
     run,
     saved,
     trained,
     whole,
 )
+from zerofp4 import reference
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 from zerofp4.testing import verify_model
 
 LONG = ("adamw", "fused", "compact", "sgd", "muon")
@@ -245,3 +257,265 @@ def test_a_checkpoint_of_torchs_adamw_and_back(world, kind, dtype):
         assert_bytes_equal(whole(q.detach()), masters[name].to(dtype), name)
         moment = whole(optimizer.state[p]["exp_avg"])
         assert_bytes_equal(whole(adamw.state[q]["exp_avg"]), moment.to(dtype), name)
+
+
+# A folder with chunks of two saves is refused, whoever left it so; every good checkpoint loads
+
+
+trained_fused = functools.partial(trained, case="fused")
+
+
+def save(optimizer, path, thread_count=1, group=None) -> None:
+    writer = dcp.FileSystemWriter(path, thread_count=thread_count)
+    dcp.save({"optimizer": optimizer}, storage_writer=writer, process_group=group)
+
+
+def load(optimizer, path, group=None) -> None:
+    dcp.load({"optimizer": optimizer}, checkpoint_id=path, process_group=group)
+
+
+def refused(model, optimizer, source: Path | dict, match: str, group=None) -> None:
+    """On every rank, with one message, and nothing changes. source: a checkpoint or a state dict."""
+    before = contents(model, optimizer)
+    with pytest.raises(ValueError, match=match) as raised:
+        if isinstance(source, dict):
+            optimizer.load_state_dict(source)
+        else:
+            load(optimizer, source, group)
+    messages: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(messages, str(raised.value), group=group)
+    del raised  # it holds frames
+    assert len(set(messages)) == 1, messages
+    assert contents(model, optimizer) == before
+
+
+def of_steps(one: int, other: int) -> str:
+    """In either order."""
+    first, second = (f"[0-9a-f]+-0+{step}" for step in (one, other))
+    return rf"mixes saves: ({first}, {second}|{second}, {first})\."
+
+
+def copy_files(source: Path, target: Path, pattern: str) -> None:
+    """As if the rank of these files alone had ended its part of a save into the other folder."""
+    files = list(source.glob(pattern))
+    assert files
+    for file in files:
+        shutil.copy(file, target / file.name)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(("written", "thread_count"), [("__1_*", 1), ("__0_1*", 2)])
+def test_a_save_that_did_not_end_in_an_old_folder_is_refused(world, written, thread_count):
+    """In a world of any size, as if a rank had been killed, also where it has written one of its files."""
+    groups = {size: dist.new_group(range(size)) for size in (1, 2, 3)}
+    old, new = shared_folder(world), shared_folder(world)
+    if world.rank < 2:
+        model, optimizer = trained_fused(world, 1, group=groups[2])
+        save(optimizer, old, thread_count, groups[2])
+        run(model, optimizer, range(1, 5))
+        save(optimizer, new, thread_count, groups[2])
+    on_rank_0(world, copy_files, new, old, f"{written}.distcp")
+    for size, group in groups.items():
+        if world.rank < size:
+            other, loaded = trained_fused(world, 2, seed=1, group=group)
+            refused(other, loaded, old, of_steps(1, 5), group)
+            load(loaded, new, group)
+            assert loaded.state_dict()["steps"] == 5
+            if world.rank < 2:
+                assert_same_model(other, model)
+    dist.barrier()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("again", ["trained", "resumed"])
+def test_two_runs_at_one_step_are_two(world, again):
+    one, other = shared_folder(world), shared_folder(world)
+    model, optimizer = trained_fused(world, 2)
+    save(optimizer, one)
+    if again == "trained":
+        model, optimizer = trained_fused(world, 2, seed=1)
+    else:
+        load(optimizer, one)
+    save(optimizer, other)
+    on_rank_0(world, copy_files, other, one, "__1_*")
+    refused(model, optimizer, one, of_steps(2, 2))
+    load(optimizer, other)
+
+
+@on_ranks(2)
+def test_files_of_torch_save_of_two_saves_are_refused(world):
+    files = []
+    for seed in (0, 1):
+        torch.save(trained_fused(world, 2, seed=seed)[1].state_dict(), file := io.BytesIO())
+        files.append(file.getvalue())
+    model, optimizer = trained_fused(world, 3)
+    states = [torch.load(io.BytesIO(file), weights_only=True) for file in files]
+    refused(model, optimizer, states[world.rank], of_steps(2, 2))
+    optimizer.load_state_dict(states[1])
+
+
+@on_ranks(2)
+def test_options_of_another_save_are_refused(world):
+    """A rank with few elements may write nothing else."""
+    model, optimizer = trained_fused(world, 1)
+    before, path = optimizer.state_dict()["param_groups"], shared_folder(world)
+    run(model, optimizer, range(1, 5))
+    save(optimizer.state_dict() | {"param_groups": before}, path)
+    refused(*trained_fused(world, 2, seed=1), path, of_steps(1, 5))
+
+
+@on_ranks(1, 2)
+def test_a_file_that_was_cut_is_refused(world):
+    """On every rank; the optimizer is as it was."""
+    path = shared_folder(world)
+    save(trained_fused(world, 2)[1], path)
+    other, loaded = trained_fused(world, 3, seed=1)
+    before, file = contents(other, loaded), path / "__0_0.distcp"
+    on_rank_0(world, lambda: os.truncate(file, file.stat().st_size // 2))
+    with pytest.raises((Exception, dcp.CheckpointException)):
+        load(loaded, path)
+    assert contents(other, loaded) == before
+
+
+@on_ranks(2)
+def test_what_is_loaded_without_options_leaves_those_that_there_are(world):
+    path = shared_folder(world)
+    model, optimizer = trained_fused(world, 1)
+    save(optimizer, path)
+    other, loaded = trained_fused(world, 2, seed=1)
+    state = loaded.state_dict()
+    dcp.load({"optimizer": {"state": state["state"]}}, checkpoint_id=path)
+    loaded.load_state_dict(state)
+    assert_same_model(other, model)
+
+
+# Memory that a save and a load take beside the state itself, and what was read between the two
+
+
+MOST = {"save": 0.05, "load": 0.05 + 1 / 3}
+"""Of the state of a rank: of AdamW's a third is masters, and new ones wait beside the old ones."""
+
+COUNT, SIZE = 48, 512
+UNCACHED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""glibc gives back every block of a tensor, so that resident memory is what is held."""
+
+
+def memory(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
+
+
+def most_above(world, call):
+    """Bytes that the call took at its peak beyond what was held before."""
+    if world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - held
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM is counted from here on
+    held = memory("VmRSS")
+    call()
+    return memory("VmHWM") - held
+
+
+def save_and_load(world):
+    """After a step that never clipped. What gloo copies to gather weights is small."""
+    weight = torch.randn(SIZE, SIZE, device=world.device, dtype=torch.bfloat16)
+    named = [(f"layers.{i}", nn.Parameter(zerofp4.quantize(weight, columnwise=True))) for i in range(COUNT)]
+    named[-1] = ("norm", nn.Parameter(weight.clone()))
+    optimizer = ZeroFP4Optimizer(named, FusedAdamW, lr=1e-3, communication=Communication(bucket_mb=2))
+    for _, p in named:
+        p.grad = torch.full((SIZE, SIZE), 1e-3, device=world.device, dtype=torch.bfloat16)
+    optimizer.step()
+    optimizer.zero_grad()
+    entries = optimizer.state_dict()["state"].values()
+    state = sum(piece.values.nbytes for entry in entries for piece in entry.values())
+    folder, inner, shares = shared_folder(world) / "c", optimizer.inner, {}
+    del entries
+
+    def resume():
+        """As after a restart: there are no moments yet."""
+        inner.load_state_dict({**inner.state_dict(), "state": {}})
+        dcp.load({"optimizer": optimizer}, checkpoint_id=folder)
+
+    for _ in range(2):  # what torch makes once is made in the first
+        shares["save"] = most_above(world, lambda: dcp.save({"optimizer": optimizer}, checkpoint_id=folder))
+        shares["load"] = most_above(world, resume)
+        if world.rank == 0:
+            shutil.rmtree(folder)
+    return {part: above / state for part, above in shares.items()}
+
+
+def two_ranks(_):
+    return run_ranks(save_and_load, 2, env=UNCACHED)
+
+
+@pytest.mark.parametrize("how", [pytest.param(two_ranks, marks=waits_for(two_ranks))])
+def test_memory_above_the_state(early, how):
+    if device_for(2) == "cpu":
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            pytest.skip("this system does not let a process have its peak of memory counted anew")
+    found = early(how)
+    for shares in found:
+        assert all(share < MOST[part] for part, share in shares.items()), found
+
+
+@on_ranks(2)
+def test_what_was_read_stays_as_it_is_until_it_is_loaded(world):
+    """Steps in between, and reading it in two parts, change nothing of it."""
+    model, optimizer = trained(world, 2, "fused")
+    folder, state_dict = saved(world, optimizer), optimizer.state_dict()
+    expected = [m for m in optimizer.gathered_masters() if m is not None]
+    items = list(state_dict["state"].items())
+    for part in (items[:2], items[2:]):
+        dcp.load({"optimizer": state_dict | {"state": dict(part)}}, checkpoint_id=folder)
+        run(model, optimizer, range(2, 4))
+    optimizer.load_state_dict(state_dict)
+    assert_all_equal([m for m in optimizer.gathered_masters() if m is not None], expected, "master")
+
+
+# Compact state
+
+
+def of_wide(parameters, **options):
+    named = [(f"weight {i}", p) for i, p in enumerate(parameters)]
+    return ZeroFP4Optimizer(named, FusedAdamW, **keywords(HYPERS, options))
+
+
+@on_ranks(1, 2, 3)
+def test_full_state_loads_into_compact_and_back(world):
+    """Masters of 24 bits are those next to what was there, and come back as they are; moments are what
+    FusedAdamW alone makes of them.
+    """
+    parameters = make_sharded(world.device)
+    full = of_wide(parameters, state="full")
+    for step in range(2):
+        take_step(parameters, full, step)
+    whole = [{name: piece.full_tensor() for name, piece in full.state[p].items()} for p in parameters]
+    others = make_sharded(world.device, seed=3)
+    compact = of_wide(others, state="compact")
+    compact.load_state_dict(full.state_dict())
+    assert compact.param_groups[0]["state"] == "compact"
+    alone = FusedAdamW([entries["master"].clone() for entries in whole], **HYPERS, state="compact")
+    moments = {i: {k: v for k, v in entries.items() if k != "master"} for i, entries in enumerate(whole)}
+    alone.load_state_dict({"state": moments, "param_groups": alone.state_dict()["param_groups"]})
+    masters = compact.gathered_masters()
+    rows = zip(others, masters, whole, alone.state.values(), strict=True)
+    for q, master, entries, state in rows:
+        expected = entries["master"].cpu()
+        if Whole.is_split(q):
+            expected = reference.round_master(expected, torch.tensor(128))
+        assert_bytes_equal(master.cpu(), expected, "master")
+        for name in filter(state.__contains__, COMPACT_STATE):
+            assert_bytes_equal(compact.state[q][name].full_tensor(), state[name], name)
+    last = make_sharded(world.device, seed=5)
+    back = of_wide(last, state="full", bucket_mb=0.002)
+    back.load_state_dict(compact.state_dict())
+    assert_all_equal(back.gathered_masters(), masters, "master")
+    again = FusedAdamW([entries["master"].clone() for entries in whole], **HYPERS)
+    again.load_state_dict(alone.state_dict())
+    for p, state in zip(last, again.state.values(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            assert_bytes_equal(back.state[p][name].full_tensor(), state[name], name)
