@@ -194,7 +194,7 @@ def check_gathered(
             assert tensor.dtype == dtype
             master, weight = masters[name].to(tensor.device, dtype), weights[name]
             options = {"columnwise": name in columnwise, "block": weight.block}
-            options["four_over_six"] = weight.four_over_six
+            options |= {"four_over_six": weight.four_over_six, "stacked": master.dim() == 3}
             expected = zerofp4.quantize(master, amax=(amax or {}).get(name), **options)
             check_own(weight, expected)
             if as_values:

@@ -66,7 +66,7 @@ def on_one_machine(model: nn.Module) -> nn.Module:
             if f"{prefix}.{name}" in found:
                 value, record = found[f"{prefix}.{name}"]
                 if record is not None:
-                    options = {"block": record.block, "four_over_six": record.four_over_six}
+                    options = {name: getattr(record, name) for name in ("block", "four_over_six", "stacked")}
                     value = zerofp4.quantize(value, amax=record.amax, **options)
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
     return whole

@@ -79,7 +79,8 @@ class Weight:
         if self.record.scales_travel:
             rank, size = rank_and_size(placement.group)
             whole = torch.zeros((size, *padded[:-1], ceil_div(shape[-1], BLOCK)), **options)
-            compact = whole.view(-1, whole.shape[-1])[: self.record.matrix[0]].view(SCALE_DTYPE)
+            compact = whole.view(-1, whole.shape[-1])[: math.prod(shape[:-1])]
+            compact = compact.view(SCALE_DTYPE).view(self.record.scale_shape("rowwise", "compact"))
             self.record.rowwise, self.scales = Side(None, {"compact": compact}, amax), whole[rank]
         else:
             layouts = ("compact", "swizzled") if has_fp4_tensor_cores(placement.device) else ("compact",)
@@ -228,7 +229,8 @@ class Gathered:
             scales = {layout: scale.to(device) for layout, scale in side.scales.items() if not scale_rows}
             setattr(record, name, Side(codes, scales, amax))
         for scales in scale_rows:
-            record.rowwise.scales["compact"] = scales.flatten(0, -2).view(SCALE_DTYPE)  # of the same memory
+            shape = record.scale_shape("rowwise", "compact")
+            record.rowwise.scales["compact"] = scales.view(SCALE_DTYPE).view(shape)  # of the same memory
             if has_fp4_tensor_cores(device) and not as_values:
                 swizzled = empty_buffer(record.scale_shape("rowwise", "swizzled"), SCALE_DTYPE, device)
                 record.rowwise.scales["swizzled"] = swizzled
@@ -294,7 +296,9 @@ class ShardedCodes:
             all_gather_slices(rows, placement.group, stage="gathering codes for serving")
             wholes.append(rows[: placement.shape[0]])
         codes, *scales = wholes
-        scale = scales[0].flatten(0, -2).view(SCALE_DTYPE) if scales else self.record.rowwise_scale
+        scale = self.record.rowwise_scale
+        if scales:
+            scale = scales[0].view(SCALE_DTYPE).view(self.record.scale_shape("rowwise", "compact"))
         record = NVFP4Storage.from_context(self.record.shape, self.record.context())
         codes, device = codes.view(record.data_shape("rowwise")), codes.device
         record.rowwise = Side(codes, {"compact": scale.to(device)}, self.record.amax.to(device))
