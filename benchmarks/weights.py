@@ -91,8 +91,8 @@ def compact_adamw(session: Session, tensors: Tensors) -> None:
     shape = torch.Size((tensors.flat.numel() // ROW, ROW))
     high = tensors.flat[: shape.numel()].bfloat16()
     high.grad, low = torch.randn_like(high).mul_(1e-2), torch.zeros_like(high, dtype=torch.uint8)
-    slices = {high: Slice(shape, Shard(0, shape.numel()), low, 0)}
-    optimizer = zerofp4.optim.FusedAdamW([{"params": [high], "slices": slices}], **ADAMW)
+    high.zerofp4_slice = Slice(shape, Shard(0, shape.numel()), low, 0)  # as ZeroFP4Optimizer makes masters
+    optimizer = zerofp4.optim.FusedAdamW([high], **ADAMW, state="compact")
     rule = "12.25n: masters of 3 bytes and moments read and written, bfloat16 gradient read"
     moved = rules.Moved(12.25 * shape.numel(), rule, shape.numel())
     session.time(f"adamw_compact/{tensors.workload.name}", optimizer.step, moved)
