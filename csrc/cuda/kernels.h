@@ -40,7 +40,7 @@ struct Kernels {
     void (*gather_unpack)(const GatherTable&, cudaStream_t stream);
     void (*tensor_amax)(const AmaxArgs&, cudaStream_t stream);
     void (*quantize)(const QuantizeArgs&, cudaStream_t stream);
-    // Of `experts` matrices (matrix_of), rounding to nearest, without four over six.
+    // Of `experts` matrices (matrix_of); quantize_stack: in tiles, to nearest, without four over six.
     void (*tensor_amax_stack)(const AmaxArgs& first, int64_t experts, cudaStream_t stream);
     void (*quantize_stack)(const QuantizeArgs& first, int64_t experts, cudaStream_t stream);
     void (*grouped_amax)(const GroupedAmaxArgs&, cudaStream_t stream);

@@ -1,5 +1,5 @@
 #pragma once
-// Quantization on either side: of one matrix, of a stack of them in tiles, of a matrix in groups of rows.
+// Quantization on either side: of one matrix, of a stack of them, of a matrix in groups of rows.
 
 #include "common/args/grouped_values.h"
 #include "dispatch/target.h"
