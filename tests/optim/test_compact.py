@@ -1,6 +1,7 @@
 """FusedAdamW(state="compact") is reference.compact_adamw_step bit for bit, also loaded and offered a plan."""
 
 import copy
+import math
 import re
 
 import pytest
@@ -102,12 +103,13 @@ def test_moments_of_any_size_become_codes_and_come_back(device, exponent):
     there.load_state_dict({"state": {0: state}, "param_groups": there.state_dict()["param_groups"]})
     back.load_state_dict(there.state_dict())
     codes = reference.encode_moments(first, reference.root(second).clamp(max=2.0**64))
-    for one, names, moments in (
-        (there, COMPACT_STATE, codes),
-        (back, STATE, reference.decode_moments(codes)),
-    ):
+    decoded = [moment.masked_fill(moment.isnan(), math.nan) for moment in reference.decode_moments(codes)]
+    for one, names, moments in ((there, COMPACT_STATE, codes), (back, STATE, decoded)):
         assert one.state[p].keys() == {"step", *names} and one.state[p]["step"] == 1
-        assert_all_equal([one.state[p][name].cpu() for name in names], moments, "moment")
+        found = [one.state[p][name].cpu() for name in names]
+        if one is back:  # a GPU's sums have NaN of other bits
+            found = [moment.masked_fill(moment.isnan(), math.nan) for moment in found]
+        assert_all_equal(found, moments, "moment")
 
 
 def test_large_state_is_converted_in_parts(device, monkeypatch):
