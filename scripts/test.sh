@@ -51,14 +51,18 @@ if [[ ${1-} == --sanitize ]]; then
     passed
     exit
 fi
-# test_in_parts N: all tests, in N processes. One alone keeps a core busy, and the GPU mostly idle.
+# test_in_parts N: all tests, in N processes. One alone keeps a core busy, and the GPU mostly idle. Of several GPUs
+# each process takes another one first.
 test_in_parts() {
-    local part pids=()
+    local part gpus pids=()
     mkdir -p build/tests
     say "in $1 parts, whose output is in build/tests/, and here once they end"
+    IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES-$(seq -s, 0 $(($(nvidia-smi -L | wc -l) - 1)))}"
     for ((part = 1; part <= $1; part++)); do
-        "$PYTHON" -m pytest --part "$part/$1" >"build/tests/$part.log" 2>&1 &
+        CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${gpus[*]}") \
+            "$PYTHON" -m pytest --part "$part/$1" >"build/tests/$part.log" 2>&1 &
         pids+=($!)
+        gpus=("${gpus[@]:1}" "${gpus[0]}")
     done
     for ((part = 1; part <= $1; part++)); do
         wait "${pids[part - 1]}" || failed+=("pytest --part $part/$1")

@@ -1,9 +1,13 @@
-"""Which cases of the tests run: with --quick one of each test, else those in which every two options meet."""
+"""Which cases of the tests run: with --quick one of each test, else those in which every two options meet.
+
+If several processes share the tests: which process runs them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import combinations_with_replacement, groupby
+from zlib import crc32
 
 import pytest
 from distributed.run import Setting
@@ -67,3 +71,25 @@ def _covering(cases: list[pytest.Item]) -> list[pytest.Item]:
         chosen.add(best)
         missing -= pairs[best]
     return [cases[i] for i in sorted(chosen)]
+
+
+# --part
+
+
+def shared(items: Iterable[pytest.Item], n: int) -> list[set[pytest.Item]]:
+    """The items of each of n processes: whole files in turn, and tests on ranks by their world size.
+
+    On a machine of four GPUs ranks take up to half a minute to start: so a process has few world sizes. Long
+    tests of one file go to different processes.
+    """
+    shares: list[set[pytest.Item]] = [set() for _ in range(n)]
+    worlds = {item: world for item in items if isinstance(world := _parameters(item).get("world"), Setting)}
+    others = [item for item in items if item not in worlds]
+    files = {path: i for i, path in enumerate(sorted({item.path for item in others}))}
+    for item in others:
+        shares[files[item.path] % n].add(item)
+    total, before = sum(world.world_size for world in worlds.values()), 0
+    for item in sorted(worlds, key=lambda item: (str(worlds[item]), crc32(item.nodeid.encode()))):
+        shares[before * n // total].add(item)
+        before += worlds[item].world_size
+    return shares

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from chosen_cases import representatives, thinned
+from chosen_cases import representatives, shared, thinned
 from early import Early, Work, asked_for
 from helpers import why_no_cuda
 from hypothesis import settings
@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="K/N",
         type=lambda text: tuple(map(int, text.split("/"))),
         default=(1, 1),
-        help="of N processes that share the tests the K-th, from 1: whole files, as they come in turn",
+        help="of N processes that share the tests the K-th, from 1",
     )
 
 
@@ -68,8 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         chosen = set(thinned([item for item in items if item.get_closest_marker("nightly") is None]))
     k, n = config.option.part
-    mine = set(sorted({item.path for item in items})[k - 1 :: n])
-    chosen = {item for item in chosen if item.path in mine}
+    chosen = shared(chosen, n)[k - 1]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
     # What waits for other processes comes last: meanwhile these do their work.

@@ -1,11 +1,13 @@
-"""Every test has a case that runs, and every two values of its parameters meet in one, but with --quick."""
+"""Every test has a case that runs, and every two values of its parameters meet in one, but with --quick.
+Of several processes one runs it.
+"""
 
 from __future__ import annotations
 
 from itertools import combinations, product
 from types import SimpleNamespace
 
-from chosen_cases import FEW, representatives, thinned
+from chosen_cases import FEW, representatives, shared, thinned
 from distributed.run import Setting
 
 
@@ -15,8 +17,8 @@ class Item(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def item(nodeid: str, *marks: str, **params) -> Item:
-    made = Item(nodeid=nodeid, iter_markers=lambda: [SimpleNamespace(name=mark) for mark in marks])
+def item(nodeid: str, *marks: str, path: str = "", **params) -> Item:
+    made = Item(nodeid=nodeid, path=path, iter_markers=lambda: [SimpleNamespace(name=mark) for mark in marks])
     if params:
         made.callspec = SimpleNamespace(params=params)
     return made
@@ -66,3 +68,15 @@ def test_what_takes_seconds_and_other_worlds_are_left_out():
 def test_a_heavy_case_leaves_the_others():
     cases = [item("a.py::t[0]", i=0), item("a.py::t[1]", "heavy", i=1), item("a.py::t[2]", "heavy", i=2)]
     assert chosen(*cases) == ["a.py::t[0]"]
+
+
+def test_processes_share_files_and_world_sizes():
+    files = [item(f"{name}.py::t[{i}]", path=name) for name in "abc" for i in range(3)]
+    ranks = [item(f"d.py::t[{i}-fork-{n}]", path="d", world=Setting(n)) for n in (1, 2, 3) for i in range(6)]
+    shares = shared([*ranks, *files], 4)
+    assert sum(map(len, shares)) == len(files + ranks) and set().union(*shares) == {*files, *ranks}
+    names = [sorted({item.path for item in share}) for share in shares]
+    assert names == [["a", "d"], ["b", "d"], ["c", "d"], ["d"]]
+    worlds = [{item.nodeid[-2] for item in share if item.path == "d"} for share in shares]
+    assert worlds == [{"1", "2"}, {"2"}, {"3"}, {"3"}]
+    assert shared(files, 1) == [set(files)]

@@ -206,16 +206,18 @@ def test_another_torch_is_in_an_environment_that_is_gone_afterwards(tmp_path, is
 
 @pytest.mark.parametrize("failing", ["none", "3/4"])
 def test_parts_share_the_tests_on_a_gpu(tmp_path, failing):
-    """Each says something, and the status is that of all."""
+    """Each says something and begins with another GPU, and the status is that of all."""
     python = f"""#!/bin/sh
 [ "$1" = -m ] || {{ echo "2 0"; exit; }}
-echo "runs $*"
+echo "runs $* on $CUDA_VISIBLE_DEVICES"
 [ "$4" != {failing} ]
 """
-    gpu = {"python": python, "nvidia-smi": "#!/bin/sh\n", "nproc": "#!/bin/sh\necho 16\n"}
-    made = StandIn(tmp_path, "test.sh", more=gpu)
+    three = "#!/bin/sh\nprintf '0\\n1\\n2\\n'"
+    gpus = {"python": python, "nvidia-smi": three, "nproc": "#!/bin/sh\necho 16\n"}
+    made = StandIn(tmp_path, "test.sh", more=gpus)
     assert made.has_failed() == (failing != "none")
-    assert all(f"runs -m pytest --part {part}/4\n" in made.output for part in range(1, 5))
+    for part, gpus in enumerate(("0,1,2", "1,2,0", "2,0,1", "0,1,2"), start=1):
+        assert f"runs -m pytest --part {part}/4 on {gpus}\n" in made.output
     assert ("failed: pytest --part 3/4" in made.output) == (failing != "none")
 
 
