@@ -33,6 +33,7 @@ def make_exchange(done, faults, b, halfway):
     """The mean of bucket 1 is made before its update, and bucket 2 is not NVFP4."""
     bucket = Log(done, faults, b)
     bucket.is_sharded_like, bucket.world_size, bucket.indices = lambda other: True, 2, [2 - b]
+    bucket.device = torch.device("cpu")
     bucket.parameters, bucket.plan = [torch.zeros(2)], Log(done, faults, b) if b < 2 else None
     receive = lambda: None if b == 1 else Arrived([], None)  # noqa: E731
     exchange = Log(done, faults, b, receive=receive, gather=lambda: Log(done, faults, b))

@@ -272,6 +272,7 @@ class UpdateSchedule(Schedule):
         if torch._C._current_autograd_node() is None:
             with self._breaking():
                 self._take(self._rest(3 * self._lag))
+                self._step.join()
 
     def _follow_stream(self) -> None:
         """Make the current stream wait for that of the last hook: each runs on its gradient's stream."""
@@ -338,6 +339,7 @@ class UpdateSchedule(Schedule):
         with self._error:
             error.raise_if_any()
         self._take(self._rest(3 * self._lag))
+        self._step.join()
         return self._step.failure or self._error
 
     def drop(self) -> None:

@@ -9,6 +9,9 @@ Four buckets are in flight. In turn t, in this order:
 
 Weights that are no codes have no amaxes and nothing to transpose.
 
+Updates are bound by the link between GPUs, casts and transposes by memory. So casts and transposes of several
+ranks run on a stream of their own, beside the next update.
+
 Collectives run on the network's own stream, after what the current stream holds when they begin. The current
 stream waits for them, never the host of a GPU. One thread queues everything, in an order that depends on the
 buckets alone, so that ranks cannot wait for each other's collectives crosswise.
@@ -66,6 +69,11 @@ class Step:
         pairs = enumerate(itertools.pairwise(exchanges), start=1)
         starts = [n for n, (a, b) in pairs if not b.bucket.is_sharded_like(a.bucket)]
         self._groups = [exchanges[a:b] for a, b in itertools.pairwise([0, *starts, len(exchanges)])]
+        device = exchanges[0].bucket.device
+        self._beside: torch.cuda.Stream | None = None
+        """The stream of casts and transposes; None if they follow updates on the current stream."""
+        if device.type == "cuda" and any(exchange.bucket.world_size > 1 for exchange in exchanges):
+            self._beside = torch.cuda.Stream(device, priority=-1)
         # Of one program:
         self.failure = OwnError()
         self._update: Update | None = None
@@ -74,6 +82,8 @@ class Step:
         """Of buckets between send and update."""
         self._flagged: set[BucketExchange] = set()
         """Buckets whose amax reduction this rank has joined with a flag, so that no rank casts them."""
+        self._updated: dict[BucketExchange, torch.cuda.Event] = {}
+        """By bucket between update and cast, the end of its update."""
         self._gathers: dict[BucketExchange, Waitable | None] = {}
         """Gathers that have begun and were not waited for."""
 
@@ -95,6 +105,7 @@ class Step:
             for exchanges in self._groups:
                 for t in range(len(exchanges) + 3):
                     self.turn(exchanges, t, lambda e: _of_bucket(gradients, e))
+            self.join()
             self._start_late_gathers()
         except CollectiveError as gone:
             self.failure.raise_if_any(cause=gone)  # it came first, and may be why the others have gone
@@ -106,9 +117,14 @@ class Step:
     def begin(self, update: Update | None, failure: OwnError, reduces: bool = True) -> None:
         """A new program begins. reduces: whether gradients are exchanged."""
         self._update, self.failure, self._reduces = update, failure, reduces
-        self._gradients, self._flagged, self._gathers = {}, set(), {}
+        self._gradients, self._flagged, self._updated, self._gathers = {}, set(), {}, {}
         if self._peers is not None:
             in_phase("weights", self._peers.open)()
+
+    def join(self) -> None:
+        """Make the current stream wait for all casts and transposes."""
+        if self._beside is not None:
+            torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
 
     def turn(
         self,
@@ -134,10 +150,15 @@ class Step:
             if vote is not None:
                 vote(updated)
             self._update_masters(updated)
-        if cast is not None:
-            self._cast(cast)
-        if completed is not None:
-            self._complete(completed)
+            if self._beside is not None:
+                self._updated[updated] = torch.cuda.current_stream(self._beside.device).record_event()
+        with torch.cuda.stream(self._beside):  # None: the current stream
+            if cast is not None:
+                if cast in self._updated:
+                    self._beside.wait_event(self._updated.pop(cast))
+                self._cast(cast)
+            if completed is not None:
+                self._complete(completed)
 
     def _update_masters(self, exchange: BucketExchange) -> None:
         """Update the masters, which leaves their amaxes; the all-reduce of amaxes starts."""
