@@ -207,6 +207,7 @@ class Agreement:
         self,
         word: torch.Tensor | None,
         *,
+        is_shared: bool = False,
         found_inf: torch.Tensor | None = None,
         looks: bool = True,
         bucket: int | None = None,
@@ -214,6 +215,7 @@ class Agreement:
         """Write what the update and the cast read, after the vote of several ranks.
 
         word: as of begin(), which counts in a world of one.
+        is_shared: whether it is the largest of all ranks instead, found after the vote.
         found_inf: of the optimizer, in a step; None in a clip.
         looks: whether gradients are averaged now; otherwise an earlier vote has looked for a NaN or Inf.
         bucket: how many parameters it has, if the vote is on one bucket of a step.
@@ -225,6 +227,8 @@ class Agreement:
         if self.world_size > 1:
             count = len(self.slots.labels) if bucket is None else bucket
             vote = self._vector[-count - 2 * _EQUAL - _FLAGS :]
+            if is_shared:
+                vote[-2] = word
         elif looks and word is None:
             made.own.zero_()
         elif looks and word is not made.own:

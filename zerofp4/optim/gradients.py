@@ -1,6 +1,5 @@
 """The gradients of this rank: collected from p.grad, looked at for a NaN or Inf, and their norm."""
 
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4 import ops
-from zerofp4.distributed import Stage, reduce_max
+from zerofp4.distributed import Stage, rank_and_size
 from zerofp4.engine import (
     BucketExchange,
     Gradients,
@@ -60,6 +59,7 @@ class OwnGradients:
         self._words = agreement.words
         self.launches: ops.MultiTensor | None = None
         """What reads all of them where they are, if they are sent as they are."""
+        self._in_means: ops.MultiTensor | None = None
         self._kinds: Any = None
         """TensorFacts.kinds of those that were checked last: gradients of equal kinds need no check."""
 
@@ -99,25 +99,37 @@ class OwnGradients:
         gradients: Gradients,
         indices: Sequence[int] | None = None,
         found_inf: torch.Tensor | None = None,
-        when: torch.Tensor | None = None,
+        in_means: bool = False,
     ) -> torch.Tensor | None:
         """int32 [] on the device, for the vote: the word of the first gradient with a NaN or Inf, 0 if there
         is none. None without gradients. Waits for nothing.
 
         indices: which parameters the gradients are of; None for all.
         found_inf: what a user gave the optimizer of the masters.
-        when: as of ops.find_nonfinite().
+        in_means: whether to look in the means of this rank instead. Their `squares` count NaNs and Infs, so
+            that they are read once more only if there is one.
         """
-        if self.launches is None or indices is not None:
+        when = self.squares[:, -2:].sum(0) if in_means else None
+        launches = self._means_launches() if in_means and not self.are_means else self.launches
+        if launches is None or indices is not None:
             words = self._words if indices is None else [self._words[i] for i in indices]
             word = first_nonfinite(gradients, words, self._wire, when)
         else:
             word = self._agreement.decision.own
-            self.launches.find_nonfinite(word.zero_(), when)
+            launches.find_nonfinite(word.zero_(), when)
         if found_inf is None:
             return word
         given = (found_inf.reshape(()).to(self.squares.device) != 0).int() * FOUND_INF
         return given if word is None else torch.maximum(word, given)
+
+    def _means_launches(self) -> ops.MultiTensor:
+        """What reads this rank's part of the means, whose memory stays."""
+        if self._in_means is None:
+            pairs = [zip(b.gradient_views, b.indices, strict=True) for b in self._shards.buckets]
+            owned = [(view, i) for pair in pairs for view, i in pair if view is not None]
+            self._in_means = ops.MultiTensor([view for view, _ in owned], [self._words[i] for _, i in owned])
+            self._in_means.addresses = ops.pointers([view for view, _ in owned])
+        return self._in_means
 
     def add_squares(self, means: Sequence[torch.Tensor]) -> None:
         """Add those of gradients that are their own means."""
@@ -135,33 +147,38 @@ _AT_ONCE = 1 << 22
 
 
 def global_norm(
-    means: Iterable[torch.Tensor], p: float, group: dist.ProcessGroup | None, squares: torch.Tensor
-) -> torch.Tensor:
-    """The p-norm of the reduced gradients of all ranks, float32 []. Collective: one all-reduce.
+    means: Iterable[torch.Tensor],
+    p: float,
+    group: dist.ProcessGroup | None,
+    squares: torch.Tensor,
+    word: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The p-norm of the averaged gradients of all ranks, float32 [], and the largest word. Collective: one
+    all-reduce.
 
     means: those that this rank counts, contiguous.
     squares: the sums that ops.average left of the means, for the 2-norm. It does not depend on the number of
         ranks. Other norms add up in float64, and differ between worlds where that rounds to another float32.
+    word: as of OwnGradients.find_word(); None counts as 0.
     """
+    rank, size = rank_and_size(group)
     if p == 2.0:
-        return ops.norm_of_squares(_add_up(squares.sum(0), group))
-    parts = [part for mean in means if mean.numel() for part in mean.view(-1).split(_AT_ONCE)]
-    norms = [torch.linalg.vector_norm(part, p, dtype=torch.float64) for part in parts]
-    norms = torch.stack([torch.zeros_like(squares[0, 0], dtype=torch.float64), *norms])
-    if p != math.inf:
-        return _add_up(norms.pow(p).sum(), group).pow(1 / p).float()
-    largest = norms.max()
-    # Not every backend's MAX keeps a NaN, so it travels as a flag.
-    pair = torch.stack([largest.where(~largest.isnan(), 0.0), largest.isnan().double()])
-    reduce_max(pair, group, NORM)
-    return pair[0].where(pair[1] == 0, math.nan).float()
-
-
-def _add_up(words: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        own = squares.sum(0)
+    else:
+        parts = [part for mean in means if mean.numel() for part in mean.view(-1).split(_AT_ONCE)]
+        norms = [torch.linalg.vector_norm(part, p, dtype=torch.float64) for part in parts]
+        own = torch.zeros(size, dtype=torch.float64, device=squares.device)
+        own[rank] = torch.linalg.vector_norm(torch.stack([own[rank], *norms]), p)
+    words = torch.zeros(size, dtype=own.dtype, device=own.device)
+    if word is not None:
+        words[rank] = word
+    shared = torch.cat([own, words])
     if group is not None:
         with Stage(NORM, group):
-            dist.all_reduce(words, group=group)
-    return words
+            dist.all_reduce(shared, group=group)
+    total, words = shared.split([len(own), size])
+    norm = ops.norm_of_squares(total) if p == 2.0 else torch.linalg.vector_norm(total, p).float()
+    return norm, words.max()
 
 
 # NaN and Inf

@@ -365,7 +365,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             )
         self._check_not_captured("clip_grad_norm_()")
         self._settle_earlier_calls()
-        gradients, word, sent, kind, error = (), None, ABSTAIN, 2.0, OwnError()
+        gradients, sent, kind, error = (), ABSTAIN, 2.0, OwnError()
         before, reduces = self._clipped, self._clipped is None
         try:
             max_norm, norm_type = float(max_norm), float(norm_type)
@@ -383,16 +383,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     "p.grad, so call zero_grad() before the next backward pass"
                 )
             reduces = before is None or before.gradients.changed(gradients)
-            # The sums of squares of gradients in p.grad say if there is a NaN or Inf.
-            scans = reduces and not (self._gradients.are_means and norm_type == 2.0)
-            word = self._find_word(gradients) if scans else None
             for bucket in () if self._gradients.are_means else self._shards.buckets:
                 _ = bucket.gradients  # makes their memory
             sent = self._gradients.to_average(gradients, reduces)
         except BaseException as failure:
             error = self._to_vote(failure)
-        self._vote(Call(True, reduces, max_norm, norm_type), gradients, word, error)
-        total, failure = self._reduce(sent, kind, reduces, gradients, word)
+        self._vote(Call(True, reduces, max_norm, norm_type), gradients, None, error)
+        total, failure = self._reduce(sent, kind, reduces, gradients)
         if not reduces:
             total = total * before.factor
         total.masked_fill_(self._agreement.decision.refused != 0, math.nan)
@@ -515,14 +512,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._shards.check_unchanged(self.param_groups)  # its error may be the reason
             raise
 
-    def _find_word(self, gradients: Gradients, when: torch.Tensor | None = None) -> torch.Tensor | None:
+    def _find_word(self, gradients: Gradients, in_means: bool = False) -> torch.Tensor | None:
         """As OwnGradients.find_word(), with what GradScalers and users have found."""
         if self.world_size == 1 and is_capturing(self.found_inf.device) and not self.inners.heed_found_inf():
             return None  # the optimizer of the masters cannot read it
         given = self.inners.found_inf(), self._gradients.scaler_found_inf
         flags = [flag.reshape(()) for flag in given if isinstance(flag, torch.Tensor)]
         find_word = in_phase("scan", self._gradients.find_word)
-        return find_word(gradients, found_inf=sum(flags) if flags else None, when=when)
+        return find_word(gradients, found_inf=sum(flags) if flags else None, in_means=in_means)
 
     def _vote(
         self, call: Call, gradients: Gradients, word: torch.Tensor | None, error: OwnError
@@ -566,26 +563,25 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         norm_type: float,
         reduces: bool,
         gradients: Gradients,
-        word: torch.Tensor | None,
     ) -> tuple[torch.Tensor, OwnError]:
-        """Average the gradients for a clip, unless they are averaged. Returns their norm, and the error of
-        this rank.
+        """Average the gradients for a clip, unless they are averaged, and look for a NaN or Inf in the means.
+        Returns their norm, and the error of this rank.
         """
-        error, own = OwnError(), self._gradients
+        error, own, word = OwnError(), self._gradients, None
         means = [] if sent is ABSTAIN else own.means(sent)  # views, which average() fills
         if sent is not None:
             own.squares.zero_()
+        if own.are_means and (reduces or norm_type == 2.0):
+            own.add_squares(means)
         if reduces:
             self._forget_clipped()
-        if own.are_means and norm_type == 2.0:
-            own.add_squares(means)
-            if reduces:
-                found = own.squares[:, -2:].sum(0)  # how many Infs and NaNs there were
-                word = self._find_word(gradients, found)
-        elif reduces and not own.are_means:
-            error = self._step.average(sent, own.squares)
-        self._agreement.decide(word, looks=reduces)
-        total = in_phase("norm", global_norm)(means, norm_type, self.process_group(), own.squares)
+            if not own.are_means:
+                error = self._step.average(sent, own.squares)
+            if not error and sent is not ABSTAIN:
+                with error:
+                    word = self._find_word(gradients, in_means=True)
+        total, word = in_phase("norm", global_norm)(means, norm_type, self.process_group(), own.squares, word)
+        self._agreement.decide(word, is_shared=True, looks=reduces)
         if reduces and self._schedule is not None:
             self._schedule.is_reduced = True
         return total, error

@@ -85,15 +85,17 @@ def zero_step(
     """
     sent = [_as_sent(p, gradient) for p, gradient in zip(parameters, gradients, strict=True)]
 
-    # The vote: a NaN or Inf on one rank skips the step on all; one rank's gradient is enough for an update.
-    found_inf = not all(rows.isfinite().all() for rows in sent)
+    means = [_mean(rows, ordered, group) for rows in sent]
+
+    # The vote: a NaN or Inf on one rank, or for a clip in the means, skips the step on all ranks. One rank's
+    # gradient is enough for an update.
+    found_inf = not all(each.isfinite().all() for each in (means if clips else sent))
     present = [gradient is not None for gradient in gradients]
     vote = torch.tensor([found_inf, *present], dtype=torch.float32)
     dist.all_reduce(vote, dist.ReduceOp.MAX, group)
     found_inf, *present = vote.bool().tolist()
 
-    # Means, norms, and the factor of all clips.
-    means = [_mean(rows, ordered, group) for rows in sent]
+    # Norms, and the factor of all clips.
     norms, factor = [], torch.ones((), dtype=torch.float32)
     for max_norm, norm_type in clips:
         norms.append(_norm(means, norm_type, group) * factor)

@@ -50,6 +50,24 @@ def test_a_nonfinite_gradient_of_one_rank_skips_the_step_of_all(world, cls, clip
         check_weights(parameters, optimizer)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, FusedAdamW])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_finite_gradients_with_an_infinite_mean_skip_a_clipped_step(world, cls, norm_type):
+    """A clip looks for a NaN or Inf in the means alone; squares that overflow are none."""
+    parameters, optimizer = built(world, cls, lr=0.1)
+    for value in (1e30, 2e38, 1.0):
+        is_bad = value == 2e38
+        set_gradients(parameters, make_gradients(parameters, world.rank))
+        parameters[3].grad.fill_(value)
+        with unchanged(parameters, optimizer) if is_bad else contextlib.nullcontext():
+            optimizer.clip_grad_norm_(1.0, norm_type)
+            optimizer.step()
+        assert optimizer.skipped_steps == (value != 1e30) and optimizer.found_inf.item() == is_bad
+        assert optimizer.first_nonfinite() == ("param_groups[0]['params'][3]" if is_bad else None)
+        optimizer.zero_grad()
+
+
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16, torch.float32, None])
 def test_a_gradient_that_the_wire_makes_infinite(world, wire):
