@@ -50,8 +50,9 @@ class CollectiveExchange(BucketExchange):
     ):
         self.bucket, self.memory, self.received = bucket, memory, received
         self._of_replicas, self._ordered, self._before = of_replicas, ordered, before
-        can_average = ordered and bucket.world_size > 1 and bucket.replica_count == 1
-        self.averages_in_update = can_average and bucket.sent_as in UPDATE_DTYPES
+        fits_update = ordered and bucket.world_size > 1 and bucket.replica_count == 1
+        fits_update &= bucket.sent_as in UPDATE_DTYPES
+        self.arrives_as = bucket.sent_as if fits_update else None
         # Memory that later buckets send from does not keep this rank's own row until the update.
         keeps_own = ordered and bucket.world_size > 1 and not memory.aliased
         self._own = received[bucket.rank] if keeps_own else memory.flat[bucket.rank]
@@ -87,7 +88,7 @@ class CollectiveExchange(BucketExchange):
             pending.wait()
 
     def receive(self) -> Arrived | None:
-        if not self.averages_in_update:
+        if self.arrives_as is None:
             self.average()
             return None
         self.finish()

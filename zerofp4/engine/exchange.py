@@ -29,11 +29,11 @@ BucketGradients = Sequence[torch.Tensor | None]
 
 
 class Arrived(NamedTuple):
-    """Gradients that are not averaged yet, for an update that averages as it reads.
+    """The gradients of a bucket, for an update.
 
     own: by parameter of the bucket, this rank's gradient of its shard, contiguous; None without a gradient,
         or if it owns nothing.
-    rows: the same of all ranks; None in a bucket of one rank, whose own gradient is the mean.
+    rows: the same of all ranks, which the update averages as it reads; None if `own` is the mean.
     """
 
     own: BucketGradients
@@ -52,7 +52,7 @@ class BucketExchange(Protocol):
     average() raises is of this rank alone, which has joined their collectives by then.
 
     memory: this rank's gradients are sent from it; None if kernels read them in place.
-    averages_in_update: whether receive() leaves the mean to the update.
+    arrives_as: the dtype of the gradients that receive() returns; None if it returns none.
     received: where gradients of other ranks wait for it; None if they are read on those ranks, or there are
         none. Buckets may share the memory.
     present: by parameter of the bucket, whether the last send() had a gradient of it; None if the device
@@ -64,7 +64,7 @@ class BucketExchange(Protocol):
 
     bucket: Bucket
     memory: GradientMemory | None
-    averages_in_update: bool
+    arrives_as: torch.dtype | None
     received: torch.Tensor | None
     present: Sequence[bool] | None
     halfway: tuple[int, int, Callable[[], None]] | None
@@ -98,8 +98,8 @@ class LocalExchange(BucketExchange):
 
     def __init__(self, bucket: Bucket, memory: GradientMemory | None):
         self.bucket, self.memory = bucket, memory
-        is_in_place = memory is None and bucket.keeps_gradients
-        self.averages_in_update = is_in_place and bucket.sent_as in UPDATE_DTYPES
+        is_in_place = memory is None and bucket.keeps_gradients and bucket.sent_as in UPDATE_DTYPES
+        self.arrives_as = bucket.sent_as if is_in_place else None
         self.error = OwnError()
         self.present: Sequence[bool] = ()
         self._gradients: BucketGradients = ()
@@ -107,8 +107,7 @@ class LocalExchange(BucketExchange):
 
     def in_place(self, gradients: BucketGradients) -> BucketGradients:
         """Gradients as kernels read them: themselves, or contiguous copies."""
-        dtype = self.bucket.sent_as if self.averages_in_update else None
-        return [g if g is None else in_order(g, dtype or _own_dtype(g)) for g in gradients]
+        return [g if g is None else in_order(g, self.arrives_as or _own_dtype(g)) for g in gradients]
 
     def send(self, gradients: BucketGradients | Abstain) -> None:
         """Without memory, take the gradients that in_place() returned."""
@@ -122,7 +121,7 @@ class LocalExchange(BucketExchange):
             self.memory.take(gradients)
 
     def receive(self) -> Arrived | None:
-        if not self.averages_in_update:
+        if self.arrives_as is None:
             self.average()
             return None
         gradients, self._gradients = self._gradients, ()  # to be freed after the update

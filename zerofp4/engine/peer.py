@@ -31,13 +31,21 @@ class PeerExchange(BucketExchange):
       t + 3. So three buckets may use one memory in turns.
     - Behind the last bucket come the gathers of weights, which end in a barrier, or the all-reduce of
       clip_grad_norm_: then the next backward pass may write.
+
+    means: float32, as long as a slice at least, where receive() averages; None leaves that to the update. All
+        buckets may share it.
     """
 
     present = None
 
-    def __init__(self, bucket: Bucket, memory: GradientMemory, peers: Peers):
+    def __init__(
+        self, bucket: Bucket, memory: GradientMemory, peers: Peers, means: torch.Tensor | None = None
+    ):
         self.bucket, self.memory, self._peers = bucket, memory, peers
-        self.averages_in_update = bucket.sent_as in UPDATE_DTYPES
+        self.arrives_as = bucket.sent_as if bucket.sent_as in UPDATE_DTYPES else None
+        self._means = None if means is None else means[: bucket.slice_numel]
+        if self._means is not None:
+            self.arrives_as, self._mean_views = torch.float32, bucket.own_views(self._means)
         self.error = OwnError()
         self.received: torch.Tensor | None = None
         self._sent_halfway = 0
@@ -63,11 +71,14 @@ class PeerExchange(BucketExchange):
         self._peers.arrive()
 
     def receive(self) -> Arrived | None:
-        if not self.averages_in_update:
+        if self.arrives_as is None:
             self.average()
             return None
         self.finish()
         self.error.raise_if_any()
+        if self._means is not None:
+            ops.average(self._rows, self._means)
+            return Arrived(self._mean_views, None)
         rows = RankGradients(self._rows, self.bucket.masters, self._peers.rank)
         return Arrived(self._own_views, rows)
 
@@ -159,7 +170,13 @@ def peer_exchanges(
         left: dict[int, torch.cuda.Event] = {}
         return [PushExchange(bucket, own, peers, left) for bucket, own in zip(buckets, memory, strict=True)]
     memory = gradient_memory(buckets, peers.zeros, 3 if in_turns else None, aliased=not in_turns)
-    return [PeerExchange(bucket, own, peers) for bucket, own in zip(buckets, memory, strict=True)]
+    # Updates of compact state have few loads on their way at a time: on four GPUs they would wait for rows of
+    # other ranks one after the other.
+    are_first = [peers.size > 2 and b.state != "full" for b in buckets]
+    slices = [b.slice_numel for b, is_first in zip(buckets, are_first, strict=True) if is_first]
+    means = peers.zeros((max(slices),), torch.float32) if slices else None
+    known = zip(buckets, memory, are_first, strict=True)
+    return [PeerExchange(b, own, peers, means if is_first else None) for b, own, is_first in known]
 
 
 def find_halfway(bucket: Bucket) -> tuple[int, int, int] | None:

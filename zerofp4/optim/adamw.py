@@ -234,8 +234,8 @@ class FusedAdamW(torch.optim.Optimizer):
         self._part_of = dict(zip(exchanges, self._parts, strict=True))
         dtypes: list[torch.dtype] = []
         for exchange, part in self._part_of.items():
-            dtype = exchange.bucket.sent_as
-            if in_slices or not exchange.averages_in_update:
+            dtype = exchange.arrives_as
+            if in_slices or dtype is None:
                 _, dtype = exchange.bucket.gradients, torch.float32  # which makes their memory
             dtypes += [dtype] * len(part.members)
         if not self._is_laid_out(dtypes):

@@ -234,7 +234,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             ways["turns"] = None if early and self.found_inf.device.type == "cpu" else 2
             zeros = zeros_on(self.found_inf.device)
             exchanges = collective_exchanges(shards.buckets, zeros, ordered=ordered, **ways)
-        if options.updates_early and not all(exchange.averages_in_update for exchange in exchanges):
+        if options.updates_early and any(exchange.arrives_as is None for exchange in exchanges):
             shards.share_gradients()
         return exchanges, BackwardSchedule(shards.trained, shards.holder, exchanges) if early else None
 
