@@ -42,7 +42,7 @@ ROOMS = (
 NOT_IN_THE_FACE = ("__main__", "integrations", "blackwell_check", "testing")
 EXTENSIONS, THEIR_ROOM = ("_C", "_autograd"), "ops"
 # Their faces have nothing for users: they show the names that they import, without an __all__.
-INNER_ROOMS = (THEIR_ROOM, "storage", "distributed", "tensors", "cast", "gemm")
+INNER_ROOMS = (THEIR_ROOM, "storage", "distributed", "tensors", "cast", "gemm", "engine")
 # The oracle shares nothing with what it judges but constants; all names of its files are its face.
 ORACLE, WHAT_IT_KNOWS, WHO_ASKS_IT = "reference", {"format"}, {"testing", "blackwell_check"}
 

@@ -55,8 +55,10 @@ def test_a_world_of_one_exchanges_no_objects_and_blames_no_rank(world_of_one, mo
     with pytest.raises(ValueError, match=r"^amax_groups"):
         ZeroFP4Optimizer(net.parameters(), amax_groups=[[net.first.bias]])
     monkeypatch.setattr(dist, "broadcast", fail)
+    ZeroFP4Optimizer([nn.Parameter(torch.zeros(3), requires_grad=needed) for needed in (True, False)])
+    monkeypatch.setattr(dist, "all_reduce", fail)
     with pytest.raises(RuntimeError, match=r"^Numpy is not available$"):
-        ZeroFP4Optimizer([nn.Parameter(torch.zeros(3), requires_grad=needed) for needed in (True, False)])
+        optimizer.clip_grad_norm_(1.0)
 
 
 class Operations(TorchDispatchMode):

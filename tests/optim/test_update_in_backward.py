@@ -243,7 +243,7 @@ def test_a_node_that_reads_an_updated_weight_fails(world, quantized):
 def test_a_found_inf_of_ones_own(world):
     net, optimizer = make(world, bucket_mb=TINY)
     optimizer.inner.found_inf = torch.zeros((), device=world.device)
-    with nothing_changes(net, optimizer), pytest.raises(RuntimeError, match="heeds no found_inf"):
+    with nothing_changes(net, optimizer), pytest.raises(RuntimeError, match=r"found_inf .* is not supported"):
         loss_of(net, world, 0).backward()
         optimizer.step()
     optimizer.inner.found_inf = None

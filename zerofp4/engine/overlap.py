@@ -200,8 +200,9 @@ class Weights(Protocol):
 
     trained: Sequence[Trained]
     holder: Holder
+    versions: ops.Versions  # of the weights as the optimizer left them
     check_written: Callable[[Sequence[int]], None]  # raises RuntimeError
-    accept_values: Callable[[Sequence[int]], None]  # after the optimizer has written
+    breaking: Callable[..., AbstractContextManager]  # an error inside breaks the optimizer
 
 
 class UpdateSchedule(Schedule):
@@ -218,7 +219,6 @@ class UpdateSchedule(Schedule):
     begin: starts a step. Returns the error of this rank, and whether it is a refusal by all ranks.
     scan: looks for a NaN or Inf in gradients of these indices.
     vote: on a bucket: whether each parameter has a gradient, what scan() returned, the error of this rank.
-    breaking: a context in which an error breaks the optimizer, if a bucket was updated.
     """
 
     def __init__(
@@ -228,10 +228,9 @@ class UpdateSchedule(Schedule):
         begin: Callable[[], tuple[OwnError, bool]],
         scan: Callable[[BucketGradients, Sequence[int]], torch.Tensor | None],
         vote: Callable[[list[bool], torch.Tensor | None, OwnError], None],
-        breaking: Callable[[], AbstractContextManager],
     ):
         self._step, self._weights = step, weights
-        self._begin, self._scan, self._vote, self._breaking = begin, scan, vote, breaking
+        self._begin, self._scan, self._vote = begin, scan, vote
         self._stream: torch.cuda.Stream | None = None  # on which something was queued last
         self._in_order = step.exchanges[0].bucket.world_size > 1
         self._lag = int(self._in_order)  # how many buckets lie between two stages: transfers need time
@@ -247,7 +246,7 @@ class UpdateSchedule(Schedule):
     def _accept(self, i: int, _: torch.Tensor) -> None:
         if self._holder.is_taken_over:
             return
-        with self._breaking():
+        with self._weights.breaking("backward()", in_buckets=True):
             self._follow_stream()
             n = self._position[i]
             is_second = i not in self._missing[n]
@@ -270,7 +269,7 @@ class UpdateSchedule(Schedule):
         the outer one may still make gradients.
         """
         if torch._C._current_autograd_node() is None:
-            with self._breaking():
+            with self._weights.breaking("backward()", in_buckets=True):
                 self._take(self._rest(3 * self._lag))
                 self._step.join()
 
@@ -294,7 +293,7 @@ class UpdateSchedule(Schedule):
             with self._error:
                 self._weights.check_written(indices)
             self._step.turn(self._exchanges, t, self._take_gradients, self._lag, self._vote_on)
-            self._weights.accept_values(indices)
+            self._weights.versions.take(indices)
 
     def begin(self) -> None:
         """Begin a step, unless one has begun."""

@@ -22,24 +22,14 @@ def host_name() -> str:
     return os.environ.get("NCCL_HOSTID") or name
 
 
-class Hosts(NamedTuple):
-    """The hosts of a process group, with consecutive ranks on each.
-
-    count, size: how many hosts, and how many ranks on each.
-    """
-
-    count: int
-    size: int
-
-
-def find_hosts(names: Sequence[str]) -> Hosts | None:
-    """None unless each host has the same number of ranks, consecutive ones.
+def find_hosts(names: Sequence[str]) -> tuple[int, int] | None:
+    """The numbers of hosts and of ranks on each; None unless each has as many, consecutive ones.
 
     names: host_name() of each rank.
     """
     runs = [len(list(run)) for _, run in itertools.groupby(names)]
     is_regular = len(set(runs)) == 1 and len(set(names)) == len(runs)
-    return Hosts(len(runs), runs[0]) if is_regular else None
+    return (len(runs), runs[0]) if is_regular else None
 
 
 def find_peers(

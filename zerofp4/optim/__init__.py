@@ -1,9 +1,9 @@
 """Optimizers for models with NVFP4 weights."""
 
 from zerofp4.optim.adamw import FusedAdamW
-from zerofp4.optim.averages import AveragedMasters
-from zerofp4.optim.communication import Communication
+from zerofp4.optim.build import Communication
 from zerofp4.optim.export import (
+    AveragedMasters,
     check_one_rank_has_all,  # noqa: F401 (for serving)
     gather_masters,  # noqa: F401 (for inspect and serving)
     master_state_dict,

@@ -1,8 +1,8 @@
-"""The vote of all ranks on a step or a clip, before anything changes: one small MAX all-reduce."""
+"""The gradients of this rank, and the vote of all ranks on a step or a clip, before anything changes."""
 
 import contextlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,19 +11,30 @@ from zerofp4 import ops
 from zerofp4.distributed import (
     GroupReference,
     OwnError,
+    Stage,
     exchange,
     raised_by_all,
     rank_and_size,
     reduce_max,
 )
-from zerofp4.engine import Sent
+from zerofp4.engine import (
+    BucketExchange,
+    Gradients,
+    Sent,
+    are_as_sent,
+    check_gradients,
+    in_place,
+    is_sendable,
+)
+from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import is_capturing
 from zerofp4.optim.build import Slots
-from zerofp4.optim.inner import OptionsHash, show_options
+from zerofp4.optim.inner import InnerOptimizers, OptionsHash, show_options
+from zerofp4.optim.sharded import ShardedParameters
 
 
 class Call(NamedTuple):
-    """What a rank is about to do, which must be the same on every rank."""
+    """The call that a rank is in, which must be the same on every rank."""
 
     is_clip: bool  # clip_grad_norm_(), not step()
     reduces: bool  # gradients are to be averaged; False if clip_grad_norm_ has averaged them
@@ -35,46 +46,46 @@ class Call(NamedTuple):
 
 
 _EQUAL = len(Call._fields) + 1
-"""So many words must be equal on all ranks: a Call, and the hash of tensor options."""
+"""The number of values that must be equal on all ranks: a Call, and the hash of tensor options."""
 
 _FLAGS = ops.VOTE_FLAGS
-"""So many flags follow: Sent, the word of a NaN or Inf, and 1 + the number of a rank with an error."""
+"""The number of flags: Sent, the word of a NaN or Inf, and 1 + the number of a rank with an error."""
 
 FOUND_INF = 1
-"""The word of a found_inf that a user gave the inner optimizer. Those of parameters are even, and larger."""
+"""The word of a found_inf that a user gave the inner optimizer. Words of parameters are even, and larger."""
 
 
 class Vote(NamedTuple):
     """A vote that the host has not read."""
 
-    words: torch.Tensor  # on the host, once the event has happened
+    vector: torch.Tensor  # on the host, once the event has happened
     event: torch.cuda.Event | None
     is_clip: bool
     error: OwnError  # of this rank, which it raises itself
 
 
 class Read(NamedTuple):
-    """What the host found when it last read votes."""
+    """The outcome of the votes that the host read last."""
 
-    taken: int  # how many steps, or buckets of a step, the ranks took before one that they refused
+    taken: int  # the number of steps, or buckets of a step, that the ranks took before they refused one
     # Of the last vote:
     sent: Sent
     present: torch.Tensor | None  # the presence flags
 
 
 class Agreement:
-    """The ranks that step together, and their last vote: the maximum over all ranks of float64 words.
+    """The ranks that step together, and their last vote: one MAX all-reduce of a small float64 vector.
 
-        presence flags, by slot | _EQUAL words | their negatives, which show differences | _FLAGS flags
+        presence flags, by slot | _EQUAL values | their negatives, which show differences | _FLAGS flags
 
     slots: one position in the vector for each trainable parameter of any rank.
     group: all ranks that step together.
     failed: float32 [], 1 once a rank did not come to a barrier of the GPUs; None if ranks share no memory.
 
-    [Note: who reads a vote] begin() waits for nothing, and decide() has one kernel write what the update and
-    the cast read on the device (`decision`): a step that a rank refuses changes nothing. The host reads the
+    [Note: who reads a vote] begin() waits for nothing. decide() has one kernel write the decision that the
+    update and the cast read on the device, so a step that a rank refuses changes nothing. The host reads the
     vote at once, or, if it `defers`, in the first collective call of the next step, before that joins a
-    collective: so calls stay paired. read() raises what the ranks found, on every rank.
+    collective: so calls stay paired. read() raises the ranks' error on every rank.
 
     [Note: a barrier in the middle of a step] may set `failed` after decide(). So if ranks share memory,
     FusedAdamW reads `failed` itself; a refusal or a NaN or Inf reaches it by the presence flags.
@@ -83,18 +94,18 @@ class Agreement:
     def __init__(
         self,
         slots: Slots,
-        device: torch.device,
+        shards: ShardedParameters,
         group: dist.ProcessGroup | None,
         on_nonfinite: str,
         failed: torch.Tensor | None,
     ):
-        count = len(slots.labels)
+        count, device, self._shards = len(slots.labels), shards.found_inf.device, shards
         self.slots, self._group, self.world_size = slots, GroupReference(group), rank_and_size(group)[1]
         self._raises = on_nonfinite == "raise"
         self.defers = False
         """Whether the host leaves votes to the device."""
         self.steps = 0
-        """How many steps the ranks have taken, skipped ones too, but for one whose vote is unread."""
+        """How many steps the ranks have taken, skipped ones too, except one whose vote is unread."""
         self.decision = ops.Decision(count if self.world_size > 1 else 0, device, failed)
         self._vector = torch.zeros(count + 2 * _EQUAL + _FLAGS, dtype=torch.float64, device=device)
         self._unread: list[Vote] = []
@@ -113,10 +124,8 @@ class Agreement:
         """Vote. Collective, of several ranks.
 
         present: by slot, or by parameter of a bucket, whether this rank has a gradient.
-        call: what this rank is about to do; it counts without an error.
-        error: of this rank.
-        word: of OwnGradients.find_word(); None if nothing was looked at.
-        sent: what backward passes have sent for it.
+        call: of this rank; it does not count with an error.
+        word: of OwnGradients.find_word(); None if no gradients were looked at.
         """
         options, tensors = (0, None) if error else self._options_hash.of(param_groups)
         flags, equal = [float(sent.all), float(sent.again), 0.0, 0.0], [0.0] * _EQUAL
@@ -133,21 +142,19 @@ class Agreement:
         if word is not None and not error:
             vector[-2].copy_(word)
         reduce_max(vector, self._group(), f"agreeing on {'clip_grad_norm_()' if call.is_clip else 'step()'}")
-        words = torch.empty_like(vector, device="cpu", pin_memory=on_gpu)
-        words.copy_(vector, non_blocking=True)
-        event = torch.cuda.Event() if on_gpu else None
-        if event is not None:
-            event.record()
-        self._unread.append(Vote(words, event, call.is_clip, error))
+        on_host = torch.empty_like(vector, device="cpu", pin_memory=on_gpu).copy_(vector, non_blocking=True)
+        event = torch.cuda.current_stream(vector.device).record_event() if on_gpu else None
+        self._unread.append(Vote(on_host, event, call.is_clip, error))
 
     def read(self, param_groups: Sequence[dict] | None = None, at_once: bool = False) -> None:
         """Wait for the votes that the host has not read. Local, unless options differ.
 
-        param_groups: the votes count as read, and ranks list options that differ; None is to look.
-        at_once: the votes are of the present call, not of an earlier one, as messages say then.
+        param_groups: the votes count as read, and ranks list options that differ; None only looks.
+        at_once: whether the votes are of the present call, not of an earlier one, as messages say.
 
-        Raises RuntimeError if no rank takes the step, the same on every rank. But once the vote counts as
-        read, a rank whose error is the reason raises that.
+        Raises RuntimeError, the same on every rank, if no rank takes the step, or one of its buckets, which
+        breaks the optimizer if others were taken. But a rank whose error is the reason raises that, if the
+        votes count as read.
         """
         votes, taken, self.last = self._unread, 0, Read(0, Sent(), None)
         if param_groups is not None:
@@ -155,13 +162,16 @@ class Agreement:
         for vote in votes:
             if vote.event is not None:
                 vote.event.synchronize()
-            words = vote.words[-_FLAGS - 2 * _EQUAL :].tolist()
+            words = vote.vector[-_FLAGS - 2 * _EQUAL :].tolist()
             sent = Sent(*map(bool, words[-_FLAGS : -_FLAGS + 2]))
-            self.last = Read(taken, sent, vote.words[: -len(words)])
+            self.last = Read(taken, sent, vote.vector[: -len(words)])
             problem = self._find_problem(words, param_groups)
             if problem is not None:
                 which = "all ranks have taken in part" if taken else "no rank has taken"
                 prefix = "" if at_once else f"of the last step, which {which}: "
+                self._shards.is_between = False
+                if taken:
+                    self._shards.mark_broken("step()", RuntimeError(prefix + problem))
                 # Marked: a closure that calls clip_grad_norm_ must not bring it to another vote. A variable
                 # would be in a reference cycle with its traceback.
                 raise raised_by_all(
@@ -178,30 +188,46 @@ class Agreement:
             vote.error.raise_if_any()
 
     def forget(self, steps: int) -> None:
-        """A load comes: forget the votes that the host has not read. steps: how many there were by now."""
+        """Before a load: forget the votes that the host has not read. steps: how many were taken by now."""
         self._unread, self.steps = [], steps
         self.decision.refused.zero_()
 
     def _find_problem(self, words: list[float], param_groups: Sequence[dict] | None) -> str | None:
-        """Why no rank takes the step, the same words on every rank; None if all do."""
+        """Why no rank takes the step, the same text on every rank; None if all do."""
         equal, minus, failed = words[:_EQUAL], words[_EQUAL : 2 * _EQUAL], words[-1]
         if failed:
             return f"rank {int(failed) - 1} found an error, and no rank takes this step"
-        highest, lowest = Call(*equal[:-1]), Call(*(-word for word in minus[:-1]))
-        difference = _find_difference(lowest, highest)
-        if difference is None and (lowest.options != highest.options or equal[-1] != -minus[-1]):
+        high, low = Call(*equal[:-1]), Call(*(-word for word in minus[:-1]))
+        if low.is_clip != high.is_clip:
+            return "some ranks called clip_grad_norm_ and others step(): no rank does either"
+        if low.reduces != high.reduces:
+            return (
+                "some ranks have gradients to reduce and others have reduced theirs in clip_grad_norm_: call "
+                "clip_grad_norm_ and zero_grad() on every rank or on none, and zero_grad() on all to start "
+                "anew"
+            )
+        if low.step != high.step:
+            return (
+                f"the ranks are out of step: some have taken {int(low.step)} steps and others "
+                f"{int(high.step)}; load the same state on all of them"
+            )
+        for name in ("max_norm", "norm_type"):
+            values = getattr(low, name), getattr(high, name)
+            if values[0] != values[1]:
+                return f"{name} must be the same on every rank, got from {values[0]} to {values[1]}"
+        if low.options != high.options or equal[-1] != -minus[-1]:
             listed = None if param_groups is None else self._list_options(param_groups)
-            difference = listed or "options of param_groups differed between ranks"  # and may be equal again
-        return difference
+            return listed or "options of param_groups differed between ranks"  # and may be equal again
+        return None
 
     def _list_options(self, param_groups: Sequence[dict]) -> str | None:
-        """The options of rank 0 and of the first rank that has others; None without one. Collective."""
+        """The options of rank 0 and of the first rank with other ones; None without one. Collective."""
         shown = exchange(show_options(param_groups), None, self._group(), "comparing options")
         rank = next((rank for rank, other in enumerate(shown) if other != shown[0]), None)
         rule = "options of param_groups must be the same on every rank"
         return None if rank is None else f"{rule}: rank 0 has {shown[0]}; rank {rank} has {shown[rank]}"
 
-    # What the device decides
+    # The decision on the device
 
     def decide(
         self,
@@ -212,15 +238,15 @@ class Agreement:
         looks: bool = True,
         bucket: int | None = None,
     ) -> None:
-        """Write what the update and the cast read, after the vote of several ranks.
+        """Write the decision that the update and the cast read, after the vote of several ranks.
 
-        word: as of begin(), which counts in a world of one.
+        word: as of begin(); it counts in a world of one.
         is_shared: whether it is the largest of all ranks instead, found after the vote.
         found_inf: of the optimizer, in a step; None in a clip.
         looks: whether gradients are averaged now; otherwise an earlier vote has looked for a NaN or Inf.
-        bucket: how many parameters it has, if the vote is on one bucket of a step.
+        bucket: the number of its parameters, if the vote is on one bucket of a step.
 
-        Raises FloatingPointError for a NaN or Inf with on_nonfinite="raise", which waits for the device. Not
+        With on_nonfinite="raise" waits for the device, and raises FloatingPointError for a NaN or Inf; not
         while a CUDA graph is captured, whose update reads the decision.
         """
         made, vote, count = self.decision, None, 0
@@ -253,10 +279,8 @@ class Agreement:
             )
 
     def presence(self, buckets: Sequence[Sequence[int]] | None) -> list[torch.Tensor]:
-        """By trainable parameter, float64 [1] on the device: 0 if no rank has a gradient, or a step changes
-        nothing.
-
-        buckets: the parameters of each, if each has a vote of its own; then buckets share these flags.
+        """By trainable parameter, float64 [1] on the device: 0 if no rank has a gradient, or the step changes
+        nothing. buckets: the parameters of each, if each has a vote of its own; then they share these flags.
         """
         count = len(self.slots.labels)
         positions = dict(enumerate(self.slots.own))
@@ -268,10 +292,6 @@ class Agreement:
     def skip_in_kernels(self) -> torch.Tensor:
         """float32 [], which FusedAdamW reads. [Note: a barrier in the middle of a step]"""
         return self.decision.skip if self.decision.failed is None else self.decision.failed
-
-    def begin_buckets(self) -> None:
-        """Each bucket of a step has a vote of its own, up to count_step()."""
-        self.decision.first.zero_()
 
     def count_step(self) -> None:
         """A step ends, skipped or not. If its vote is unread, it counts once the host knows."""
@@ -291,15 +311,15 @@ class Agreement:
         return [2 * (len(self.slots.labels) - slot) for slot in self.slots.own]
 
     def first_nonfinite(self) -> str | None:
-        """What messages call the first parameter with a NaN or Inf; None if there is none."""
+        """The name, in messages, of the first parameter with a NaN or Inf; None if there is none."""
         word = self.decision.first.item()
         if word == FOUND_INF:
             return "the optimizer of the masters, which was given a found_inf"
         return self.slots.labels[len(self.slots.labels) - word // 2] if word else None
 
     def check_one_rank_has_all(self, call: str) -> None:
-        """Raise ValueError, on every rank, if ranks train different parameters. call: what cannot be done
-        then.
+        """Raise ValueError, on every rank, if ranks train different parameters. call: the call that needs
+        one rank with all of them.
         """
         if len(self.slots.labels) > len(self.slots.own):
             raise ValueError(
@@ -309,22 +329,191 @@ class Agreement:
             )
 
 
-def _find_difference(lowest: Call, highest: Call) -> str | None:
-    """What the calls of the ranks differ in, options aside; the same words on every rank."""
-    if lowest.is_clip != highest.is_clip:
-        return "some ranks called clip_grad_norm_ and others step(): no rank does either"
-    if lowest.reduces != highest.reduces:
-        return (
-            "some ranks have gradients to reduce and others have reduced theirs in clip_grad_norm_: call "
-            "clip_grad_norm_ and zero_grad() on every rank or on none, and zero_grad() on all to start anew"
-        )
-    if lowest.step != highest.step:
-        return (
-            f"the ranks are out of step: some have taken {int(lowest.step)} steps and others "
-            f"{int(highest.step)}; load the same state on all of them"
-        )
-    for name in ("max_norm", "norm_type"):
-        low, high = getattr(lowest, name), getattr(highest, name)
-        if low != high:
-            return f"{name} must be the same on every rank, got from {low} to {high}"
-    return None
+# The gradients of this rank
+
+
+class Clipped(NamedTuple):
+    """The gradients that clip_grad_norm_ has averaged for the next step."""
+
+    gradients: ops.Versions
+    factor: torch.Tensor  # float32 [], by which they are still to be multiplied
+
+
+class OwnGradients:
+    """The gradients of this rank's trainable parameters, where backward passes leave them.
+
+    wire: the dtype that gradients are rounded to when they are sent, None for their own. A gradient that
+        becomes infinite by it counts as infinite, in a world of any size.
+    """
+
+    def __init__(
+        self,
+        shards: ShardedParameters,
+        exchanges: Sequence[BucketExchange],
+        agreement: Agreement,
+        inners: InnerOptimizers,
+        wire: torch.dtype | None,
+    ):
+        self._shards, self._exchanges, self._inners, self._wire = shards, exchanges, inners, wire
+        self._world_size = agreement.world_size
+        self.are_means = self._world_size == 1 and all(one.memory is None for one in exchanges)
+        """Whether gradients are their own means, in p.grad: in a world of one if nothing rounds them."""
+        self.squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=shards.found_inf.device)
+        """The sums of the squares of the means, for their norm."""
+        self.scaler_found_inf: torch.Tensor | None = None
+        """The found_inf of a GradScaler."""
+        self._words, self._word = agreement.words, agreement.decision.own
+        self.launches: ops.MultiTensor | None = None
+        """Reads all gradients where they are; None unless they are sent as they are."""
+        self._in_means: ops.MultiTensor | None = None
+        self._kinds: Any = None
+        """TensorFacts.kinds of the gradients that were checked last: others of equal kinds need no check."""
+
+    def collect(self) -> Gradients:
+        """p.grad of all trainable parameters. Raises for one that cannot be sent."""
+        gradients = ops.gradients_of(self._shards.parameters)
+        facts = ops.plain_facts(gradients)
+        is_known = facts is not None and facts.kinds == self._kinds
+        if not is_known:
+            self._kinds = self.launches = None
+        for one in self._exchanges:
+            own = [gradients[i] for i in one.bucket.indices]
+            names = [self._shards.names[i] for i in one.bucket.indices]
+            check_gradients(one, own, names, is_known)
+        if not is_known and facts is not None:
+            self._kinds = facts.kinds
+            if are_as_sent(self._exchanges, gradients):
+                self.launches = ops.MultiTensor(gradients, self._words)
+        if self.launches is not None:
+            self.launches.addresses = facts.addresses
+        return gradients
+
+    def to_average(self, gradients: Gradients, reduces: bool) -> Gradients | None:
+        """Gradients as a step or clip sends or reads them; None if they are averaged already."""
+        if not (reduces or self.are_means):
+            return None
+        return gradients if self.launches is not None else in_place(self._exchanges, gradients)
+
+    def means(self, gradients: Gradients) -> list[torch.Tensor]:
+        """This rank's part of the averaged gradients. Of several ranks with the same part, one counts."""
+        if self.are_means:
+            return [gradient for gradient in gradients if gradient is not None]
+        return [bucket.gradients[bucket.part] for bucket in self._shards.buckets if bucket.is_counted]
+
+    def find_word(
+        self,
+        gradients: Gradients,
+        indices: Sequence[int] | None = None,
+        in_means: bool = False,
+    ) -> torch.Tensor | None:
+        """int32 [] on the device, for the vote: the word of the first gradient with a NaN or Inf, once it is
+        rounded to `wire`, or FOUND_INF of users and GradScalers; 0 if there is none. None if the optimizer of
+        the masters could not read it in a CUDA graph. Waits for nothing.
+
+        indices: of the gradients' parameters; None for all.
+        in_means: whether to look in the means of this rank instead. Their `squares` count NaNs and Infs, so
+            that they are read once more only if there is one.
+        """
+        device = self.squares.device
+        if indices is not None:
+            return self._find_by_kind(gradients, [self._words[i] for i in indices])
+        if self._world_size == 1 and ops.is_capturing(device) and not self._inners.heed_found_inf():
+            return None
+        when = self.squares[:, -2:].sum(0) if in_means else None
+        launches = self._means_launches() if in_means and not self.are_means else self.launches
+        if launches is None:
+            word = self._find_by_kind(gradients, self._words, when)
+        else:
+            word = self._word
+            launches.find_nonfinite(word.zero_(), when)
+        for flag in (self._inners.found_inf(), self.scaler_found_inf):
+            if isinstance(flag, torch.Tensor):
+                word = torch.maximum(word, (flag.reshape(()).to(device) != 0).int() * FOUND_INF)
+        return word
+
+    def _means_launches(self) -> ops.MultiTensor:
+        """Reads this rank's part of the means, whose memory stays."""
+        if self._in_means is None:
+            pairs = [zip(b.gradient_views, b.indices, strict=True) for b in self._shards.buckets]
+            owned = [(view, i) for pair in pairs for view, i in pair if view is not None]
+            self._in_means = ops.MultiTensor([view for view, _ in owned], [self._words[i] for _, i in owned])
+            self._in_means.addresses = ops.pointers([view for view, _ in owned])
+        return self._in_means
+
+    def _find_by_kind(
+        self, gradients: Gradients, words: Sequence[int], when: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """find_word() of gradients of any layouts and dtypes. words: the larger the earlier."""
+        plain: list[tuple[int, torch.Tensor]] = []
+        others: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
+        for word, g in zip(words, gradients, strict=True):
+            if g is not None and g.numel():
+                is_plain = _keeps_values(g.dtype, self._wire) and is_sendable(g, g.dtype)
+                (plain if is_plain else others.setdefault(g.dtype, [])).append((word, g))
+        found = torch.zeros((), dtype=torch.int32, device=self.squares.device)
+        ops.find_nonfinite([g for _, g in plain], [word for word, _ in plain], found, when)
+        for own, rest in others.items():
+            dtype = self._wire or (own if own in WEIGHT_DTYPES else torch.float32)
+            # The largest element is finite in that dtype if all are.
+            largest = torch.stack(torch._foreach_norm([g for _, g in rest], float("inf")))
+            # In the arguments of a kernel: a replayed CUDA graph may find memory of the host changed.
+            bad = torch.zeros(len(rest), dtype=torch.int32, device=largest.device)
+            torch._foreach_add_(bad.unbind(), [word for word, _ in rest])
+            found = torch.maximum(found, bad.masked_fill_(largest.to(dtype).isfinite(), 0).max())
+        return found
+
+    def add_squares(self, means: Sequence[torch.Tensor]) -> None:
+        """Add to `squares` the squares of gradients that are their own means."""
+        if self.launches is None:
+            ops.add_squares(means, self.squares)
+        else:
+            self.launches.add_squares(self.squares)
+
+
+# The norm
+
+NORM = "finding the norm of the gradients"
+_AT_ONCE = 1 << 22
+"""The number of elements that are copied to float64 at a time."""
+
+
+def global_norm(
+    means: Iterable[torch.Tensor],
+    p: float,
+    group: dist.ProcessGroup | None,
+    squares: torch.Tensor,
+    word: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The p-norm of the averaged gradients of all ranks, float32 [], and the largest word. Collective: one
+    all-reduce.
+
+    means: as of OwnGradients.means(), contiguous.
+    squares: the sums that ops.average left of the means, for the 2-norm, which does not depend on the number
+        of ranks. Other norms add up in float64, and may round to another float32 in another world.
+    word: as of OwnGradients.find_word(); None counts as 0.
+    """
+    rank, size = rank_and_size(group)
+    if p == 2.0:
+        own = squares.sum(0)
+    else:
+        parts = [part for mean in means if mean.numel() for part in mean.view(-1).split(_AT_ONCE)]
+        norms = [torch.linalg.vector_norm(part, p, dtype=torch.float64) for part in parts]
+        own = torch.zeros(size, dtype=torch.float64, device=squares.device)
+        own[rank] = torch.linalg.vector_norm(torch.stack([own[rank], *norms]), p)
+    words = torch.zeros(size, dtype=own.dtype, device=own.device)
+    if word is not None:
+        words[rank] = word
+    shared = torch.cat([own, words])
+    if group is not None:
+        with Stage(NORM, group):
+            dist.all_reduce(shared, group=group)
+    total, words = shared.split([len(own), size])
+    norm = ops.norm_of_squares(total) if p == 2.0 else torch.linalg.vector_norm(total, p).float()
+    return norm, words.max()
+
+
+def _keeps_values(dtype: torch.dtype, rounded_to: torch.dtype | None) -> bool:
+    """Whether find_nonfinite can look at a dtype, and rounding makes nothing infinite."""
+    if dtype not in WEIGHT_DTYPES:
+        return False
+    return rounded_to is None or torch.finfo(rounded_to).max >= torch.finfo(dtype).max

@@ -1,22 +1,22 @@
 """Checks before a ZeroFP4Optimizer is built: of one rank's arguments, then between all ranks."""
 
+import dataclasses
 import itertools
+import math
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zerofp4.cast import check_castable, number_groups
-from zerofp4.distributed import first_difference, rank_and_size
-from zerofp4.engine import Hosts, Trained, find_bucket_mb, find_hosts, gradient_dtype, host_name, kind_key
+from zerofp4.distributed import attempt, first_difference, rank_and_size
+from zerofp4.engine import Trained, find_bucket_mb, gradient_dtype, host_name, kind_key
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.optim.adamw import FusedAdamW
-from zerofp4.optim.communication import Communication
 from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_names, find_places, parameter_name
-from zerofp4.optim.initial import take_over
 from zerofp4.optim.inner import (
     OF_MATRICES,
     InnerClass,
@@ -35,18 +35,65 @@ HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 KNOWN = {FusedAdamW, *(getattr(torch.optim, name) for name in [*ELEMENTWISE, *OF_MATRICES])}
-"""Classes that need no trial on parts of parameters. Their subclasses may override step(), and are tried."""
+"""Classes that need no trial. Their subclasses are tried, as they may override step()."""
+
+_CHOICES = {
+    "transport": ("auto", "collective", "peer"),
+    "reduction": (None, "ordered", "reduce_scatter"),
+    "overlap": (None, "backward", "forward", "both", "update"),
+    "gradient_dtype": (None, torch.float32),
+    "gradient_wire": (None, *WEIGHT_DTYPES),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Communication:
+    """How gradients and weights travel. The same on every rank.
+
+    transport: "peer" shares memory between the GPUs of one host, "collective" uses NCCL or gloo. "auto" is
+        peer if every rank can, and the reduction is ordered.
+    reduction: "ordered" adds up gradients in FP32 and in rank order. "reduce_scatter" is the backend's, which
+        adds in the dtype that is sent; its result may differ between world sizes. None is "ordered" if each
+        parameter is sharded over ranks of one host, else "reduce_scatter".
+    overlap: "backward" sends gradients during backward passes, "forward" lets weights arrive during the next
+        forward pass, "both", or None. "update" has backward passes update each weight as soon as its gradient
+        is there, and free the gradient (page on the optimizer).
+    bucket_mb: megabytes of gradients that are sent at once; None is a 14th of all, from 256 to 1024.
+    gradient_dtype: torch.float32 to add up micro-batches in FP32; None is the parameter's dtype.
+    gradient_wire: the dtype that gradients are rounded to before they are sent; None keeps their own.
+
+    Raises ValueError or TypeError for options that are not among these, or exclude each other.
+    """
+
+    transport: str = "auto"
+    reduction: str | None = None
+    overlap: str | None = None
+    bucket_mb: float | None = None
+    gradient_dtype: torch.dtype | None = None
+    gradient_wire: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        mb = self.bucket_mb
+        if mb is not None:
+            if isinstance(mb, bool) or not isinstance(mb, int | float) or not 0 < mb < math.inf:
+                raise ValueError(f"bucket_mb must be a positive number of megabytes, got {mb!r}")
+            object.__setattr__(self, "bucket_mb", float(mb))  # 1 and 1.0 are the same
+        if self.reduction == "reduce_scatter" and self.transport == "peer":
+            raise ValueError("reduction='reduce_scatter' is not supported with transport='peer'")
+
 
 # One rank
 
 
 class Checked:
-    """The arguments of ZeroFP4Optimizer, checked, and this rank's announcement to the others.
+    """The checked arguments of ZeroFP4Optimizer, and this rank's announcement to the others. Raises TypeError
+    or ValueError for errors that one rank can see; changes nothing.
 
-    param_groups: as torch.optim has completed them.
-    group: all ranks that step together.
-
-    Raises TypeError or ValueError for errors that one rank can see; changes nothing.
+    param_groups: as torch.optim has completed them. group: all ranks that step together.
     """
 
     def __init__(
@@ -86,7 +133,7 @@ class Checked:
         """By parameter, its group and its position there."""
         self.parameters = [self.param_groups[g]["params"][i] for g, i in self._positions]
         self.names = [parameter_name(g, i, self.param_groups[g]) for g, i in self._positions]
-        """What messages call the parameters."""
+        """Their names in messages."""
         _check_parameters(self.parameters, self.names)
         _check_saved_names(self.param_groups)
         tried = try_options(self.classes, self.param_groups, self.parameters[0].device)
@@ -95,13 +142,15 @@ class Checked:
         self.defaults = (of_class or [tried[0].defaults])[0]
         """Options of the optimizer's own class."""
         self.trained = self._find_trained(tried)
-        if communication.updates_early:
+        if communication.overlap == "update":
             _check_updates_early(self.classes, on_nonfinite)
         _check_gradients(communication, self.trained, self.classes)
         self.why_collective = self._find_why_collective(group)
         """Why parameters keep the ranks from sharing memory, or None."""
-        self.held = take_over(masters_from, self.trained, group)
-        """The masters of an earlier optimizer."""
+        if masters_from is not None and not hasattr(masters_from, "_hand_over"):
+            raise TypeError(f"masters_from must be a ZeroFP4Optimizer, got {type(masters_from).__name__}")
+        self.held: Mapping = {} if masters_from is None else masters_from._hand_over(self.trained, group)
+        """The masters of an earlier optimizer, by parameter."""
         trainable = [one.parameter for one in self.trained]
         made_as = communication.gradient_wire or communication.gradient_dtype
         float16 = (o.name for o in self.trained if (made_as or gradient_dtype(o.parameter)) == torch.float16)
@@ -110,7 +159,7 @@ class Checked:
             common=[
                 ("optimizer_class of param_groups", [inner.name for inner in self.classes]),
                 ("on_nonfinite", on_nonfinite),
-                *communication.compared(),
+                *vars(communication).items(),
             ],
             bucket_mb=communication.bucket_mb or find_bucket_mb(trainable, made_as),
             host=host_name(),
@@ -118,7 +167,7 @@ class Checked:
         )
 
     def doubts(self, rank: int, coarse: Sequence[int]) -> list[str]:
-        """The warnings of a built optimizer. rank: in its process group. coarse: of initialize_masters()."""
+        """The warnings of a built optimizer. rank: in its process group. coarse: of ShardedParameters."""
         found, count = [], len(self.parameters)
         if rank == 0 and not any(isinstance(parameter, NVFP4Tensor) for parameter in self.parameters):
             found.append(
@@ -142,9 +191,8 @@ class Checked:
         return found
 
     def _find_trained(self, tried: Sequence[torch.optim.Optimizer]) -> list[Trained]:
-        """The trainable parameters. tried: by parameter group.
-
-        Raises ValueError for weights that share an amax and cannot share a bucket.
+        """The trainable parameters. tried: by parameter group. Raises ValueError for weights that share an
+        amax and cannot share a bucket.
         """
         found = []
         for (g, _), p, name in zip(self._positions, self.parameters, self.names, strict=True):
@@ -172,15 +220,13 @@ class Checked:
 
     def _find_why_collective(self, group: dist.ProcessGroup | None) -> str | None:
         """Raises ValueError for options that parameters of some ranks do not support."""
-        options, why = self.communication, "parameter groups name a process_group of some ranks"
         if all(place.sharding.group is group for place in self.places):
             return None
-        for what, is_given in (
-            (f"overlap={options.overlap!r}", options.overlaps_backward or options.updates_early),
-            ("transport='peer'", options.transport == "peer"),  # all ranks that step share memory
-        ):
-            if is_given:
-                raise ValueError(f"{what} is not supported because {why}")
+        why = "parameter groups name a process_group of some ranks"
+        for name, refused in (("overlap", ("backward", "both", "update")), ("transport", ("peer",))):
+            value = getattr(self.communication, name)
+            if value in refused:
+                raise ValueError(f"{name}={value!r} is not supported because {why}")
         return why
 
     def _announce(self) -> list["Member"]:
@@ -192,8 +238,7 @@ class Checked:
             parts = rank_and_size(place.sharding.group)[1]
             number = numbers.get(id(p))
             one = Trained(p, label) if number is None else self.trained[number]
-            # Random bytes of compact state are those of the number: it must be that of all who have the
-            # parameter.
+            # The number decides the random bytes of compact state, so it must be equal on all ranks.
             facts = {
                 "frozen": number is None,
                 f"gradients {gradient_dtype(p)}": gradient_dtype(p) != p.dtype,
@@ -216,9 +261,8 @@ def _bucket_key(one: Trained) -> tuple:
 
 
 def _choose_state(param_groups: Sequence[dict], classes: Sequence[InnerClass], state: str) -> None:
-    """Write the option `state` into the groups of FusedAdamW. state: of groups that do not choose.
-
-    Raises ValueError for compact state of classes that do not have it. Muon's keeps its own.
+    """Write the option `state` into the groups of FusedAdamW. state: of groups that do not choose. Raises
+    ValueError for compact state of classes that do not have it. Muon keeps its own.
     """
     for g, (group, inner) in enumerate(zip(param_groups, classes, strict=True)):
         chosen, is_fused = group.get("state", state), issubclass(inner.optimizer_class, FusedAdamW)
@@ -286,21 +330,18 @@ def _check_saved_names(param_groups: Sequence[dict]) -> None:
         given[own] = name
 
 
-Layout = Callable[[torch.Tensor], list[list[torch.Tensor]]]
-
-LAYOUTS: dict[str, Layout] = {
+LAYOUTS: dict[str, Callable[[torch.Tensor], list[list[torch.Tensor]]]] = {
     "whole": lambda pair: [[*pair]],
     "matrices": lambda pair: [[matrix] for matrix in pair],
     "flat": lambda pair: [[*pair.flatten(1)]],
     "pieces": lambda pair: [[pair[0].flatten()[:10]], [pair[0].flatten()[10:], pair[1].flatten()]],
 }
-"""Ways to divide a pair of matrices, [2, 4, 6], in order: by optimizer, the tensors that it gets."""
+"""Ways to divide two matrices, [2, 4, 6], in order: by optimizer, its tensors."""
 
 
 def _check_parts(classes: Sequence[InnerClass], param_groups: Sequence[dict], world_size: int) -> None:
-    """Try with a few elements if classes compute the same from parts of parameters as from whole ones.
-
-    Raises ValueError for a class that does not, and warns about one that cannot be tried on a CPU.
+    """Raise ValueError for a class that computes other values from parts of parameters than from whole ones,
+    as a trial with a few elements shows. Warns about one that cannot be tried on a CPU.
     """
     for g, (inner, group) in enumerate(zip(classes, param_groups, strict=True)):
         if inner.optimizer_class in KNOWN or (inner.whole and world_size == 1):
@@ -318,7 +359,10 @@ def _check_parts(classes: Sequence[InnerClass], param_groups: Sequence[dict], wo
         # Random numbers, of stochastic rounding, fall on other elements in parts.
         noise = 1e-8 + 1e-6 * expected.abs().max() + 10 * (again - expected).abs().max()
         names = "pieces" if world_size > 1 else "flat", "matrices"
-        are_right = [_gives(expected, float(noise), inner, group, LAYOUTS[name]) for name in names]
+        # An error: the class takes no tensors of such a shape. A NaN says nothing.
+        found = [attempt(_take_steps, inner, group, LAYOUTS[name]) for name in names]
+        most = noise + 0.01 * expected.abs()
+        are_right = [not error and not ((own - expected).abs() > most).any() for own, error in found]
         if not are_right[inner.whole]:
             remedy = "whole_matrices=True gives it whole matrices"
             raise ValueError(
@@ -327,18 +371,9 @@ def _check_parts(classes: Sequence[InnerClass], param_groups: Sequence[dict], wo
             )
 
 
-def _gives(expected: torch.Tensor, noise: float, inner: InnerClass, group: dict, layout: Layout) -> bool:
-    try:
-        changes = _take_steps(inner, group, layout)
-    except Exception:  # it takes no tensors of such a shape
-        return False
-    return not ((changes - expected).abs() > noise + 0.01 * expected.abs()).any()  # a NaN says nothing
-
-
-def _take_steps(inner: InnerClass, group: dict, layout: Layout, seed: int = 0) -> torch.Tensor:
-    """By element, how three steps change two matrices. seed: of the random numbers that steps draw.
-
-    Norms of the gradients differ much between parts and steps, and one matrix has a steady gradient.
+def _take_steps(inner: InnerClass, group: dict, layout: Callable, seed: int = 0) -> torch.Tensor:
+    """The changes of two matrices, 1D, by three steps. Norms of the gradients differ much between parts and
+    steps, and one matrix has a steady gradient. seed: of the random numbers that steps draw.
     """
     own = options(group)
     if "lr" in inner.defaults | own:
@@ -385,9 +420,9 @@ def _check_gradients(
         own = gradient_dtype(one.parameter)
         is_changed = dtype not in (None, own)
         if not HAS_GRAD_DTYPE and (is_changed or (others and one.state == "compact24")):
-            what = f"gradient_dtype={dtype}" if is_changed else f'state="compact" beside {others[0]}'
+            option = f"gradient_dtype={dtype}" if is_changed else f'state="compact" beside {others[0]}'
             raise ValueError(
-                f"{what} gives {one.name} or its master gradients of another dtype, which torch "
+                f"{option} gives {one.name} or its master gradients of another dtype, which torch "
                 f"{torch.__version__} does not make: torch 2.11 has grad_dtype"
             )
         if is_changed and one.parameter.grad is not None:
@@ -397,96 +432,60 @@ def _check_gradients(
             )
 
 
-def set_gradient_dtype(dtype: torch.dtype | None, parameters: Sequence[torch.Tensor]) -> None:
-    """Have autograd make and add up gradients of these parameters in `dtype`; None changes nothing."""
-    for parameter in parameters:
-        if dtype not in (None, gradient_dtype(parameter)):
-            with torch._C.DisableTorchFunctionSubclass():
-                parameter.grad_dtype = dtype
-
-
 # All ranks
 
 
 class Member(NamedTuple):
-    """A parameter that a rank announces.
+    """A parameter that a rank announces."""
 
-    group, position: the number of its parameter group, and its position there.
-    label: its name in error messages. name: in checkpoints; None without one.
-    kind: must be equal on ranks that share the parameter.
-    ranks, copies: as in the Place of its group.
-    parts: how many ranks it is sharded over, consecutive ones of `ranks`.
-    """
-
-    group: int
-    position: int
-    label: str
-    name: str | None
-    kind: str
+    group: int  # the number of its parameter group
+    position: int  # in that group
+    label: str  # its name in error messages
+    name: str | None  # its name in checkpoints
+    kind: str  # equal on all ranks that share the parameter
     is_trainable: bool
-    ranks: Ranks
+    ranks: Ranks  # as in the Place of its group
     copies: Ranks
-    parts: int
+    parts: int  # the number of ranks that it is sharded over, consecutive ones of `ranks`
 
 
 class Announcement(NamedTuple):
-    """The facts that one rank tells all others.
-
-    common: names and values that must be equal on all ranks.
-    bucket_mb: the size of buckets that suits this rank.
-    host: the name of its host.
-    sends_float16: the first parameter whose gradients are sent in float16, or None.
-    """
+    """The facts that one rank tells all others."""
 
     members: list[Member]
-    common: list[tuple[str, Any]]
-    bucket_mb: float
+    common: list[tuple[str, Any]]  # names and values that must be equal on all ranks
+    bucket_mb: float  # the size of buckets that suits this rank
     host: str
-    sends_float16: str | None
+    sends_float16: str | None  # the first parameter whose gradients are sent in float16
 
 
 def check_announcements(by_rank: Sequence[Announcement]) -> None:
     """Raise ValueError, the same on every rank, for options or parameters that differ between ranks."""
     _check_equal("options", range(len(by_rank)), [rank.common for rank in by_rank])
-    for how, ranks_of in (
-        ("sharded", operator.attrgetter("ranks")),
-        ("replicated", operator.attrgetter("copies")),
-    ):
-        for ranks in dict.fromkeys(ranks_of(member) for rank in by_rank for member in rank.members):
-            kinds = [[(m.label, m.kind) for m in by_rank[r].members if ranks_of(m) == ranks] for r in ranks]
+    for field, how in (("ranks", "sharded"), ("copies", "replicated")):
+        members = [[(getattr(m, field), m.label, m.kind) for m in rank.members] for rank in by_rank]
+        for ranks in dict.fromkeys(ranks for own in members for ranks, *_ in own):
+            kinds = [[rest for own, *rest in members[r] if own == ranks] for r in ranks]
             _check_equal(f"parameters {how} over ranks {list(ranks)}", ranks, kinds)
 
 
-def _check_equal(what: str, ranks: Sequence[int], pairs: Sequence[Sequence[tuple[str, Any]]]) -> None:
+def _check_equal(kind: str, ranks: Sequence[int], pairs: Sequence[Sequence[tuple[str, Any]]]) -> None:
     """Raise ValueError unless ranks have equal values. pairs: by rank, a list of names and values."""
     difference = first_difference([[value for _, value in own] for own in pairs])
     if difference is None:
         return
     other, i = difference
     if i is None:
-        name, values = f"the number of {what}", [len(own) for own in pairs]
+        name, values = f"the number of {kind}", [len(own) for own in pairs]
     else:
         name, values = pairs[0][i][0], [own[i][1] for own in pairs]
     raise ValueError(f"{name} is {values[0]} on rank {ranks[0]} and {values[other]} on rank {ranks[other]}")
 
 
-class Way(NamedTuple):
-    """How gradients travel, the same on every rank.
-
-    hosts: the hosts of the ranks; None if they have different numbers of ranks.
-    reduction: "ordered" or "reduce_scatter".
-    transport: the one to try.
-    why_collective: why "auto" does not try to share memory; None if it does, or was not given.
-    """
-
-    hosts: Hosts | None
-    reduction: str
-    transport: str
-    why_collective: str | None
-
-
-def choose_way(checked: Checked, by_rank: Sequence[Announcement]) -> Way:
-    """Complete the options: reduce-scatters are the default if a parameter is sharded over several hosts.
+def choose_way(checked: Checked, by_rank: Sequence[Announcement]) -> tuple[str, str, str | None]:
+    """Returns, the same on every rank, the transport to try, the reduction, and why "auto" does not try to
+    share memory; None if it does, was not given, or there is one rank. Reduce-scatters are the default if a
+    parameter is sharded over several hosts.
 
     Raises TypeError, the same on every rank, for gradients whose sums may overflow.
     """
@@ -507,20 +506,17 @@ def choose_way(checked: Checked, by_rank: Sequence[Announcement]) -> Way:
                 f'reduction="reduce_scatter"{origin} needs gradient_wire=torch.float32 or torch.bfloat16; '
                 'reduction="ordered" takes them'
             )
-    why = why if options.transport == "auto" else None
-    return Way(find_hosts(names), reduction, "collective" if why else options.transport, why)
+    why = why if options.transport == "auto" and len(by_rank) > 1 else None
+    return "collective" if why else options.transport, reduction, why
 
 
 class Slots(NamedTuple):
-    """Positions in a vector with one entry for each trainable parameter of any rank. Ranks that share a
-    parameter share its entry.
-
-    own: of this rank's parameters.
-    labels: by position, the parameter's name in error messages.
+    """Positions in a vector with one entry for each trainable parameter of any rank, shared by the ranks that
+    share the parameter.
     """
 
-    own: list[int]
-    labels: list[str]
+    own: list[int]  # of this rank's parameters
+    labels: list[str]  # by position, the parameter's name in error messages
 
 
 def find_slots(by_rank: Sequence[Announcement], rank: int) -> Slots:

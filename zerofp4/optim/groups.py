@@ -1,9 +1,9 @@
 """Process groups of parameter groups, and names of their parameters.
 
-The optimizer's process_group holds all ranks that step together: votes, errors and norms are over it. A
-parameter group may name some of these ranks, `process_group`, to shard its parameters over. The other ranks
-name a group of their own at the same position of param_groups, for other parameters: other experts, other
-parts of a matrix that tensor parallelism has cut, layers of another pipeline stage.
+All ranks that step together are in the optimizer's process_group: votes, errors and norms are over it. A
+parameter group may name some of these ranks as its `process_group`, to shard its parameters over. The other
+ranks name a group of their own at the same position of param_groups, for other parameters: other experts,
+other parts of a matrix that tensor parallelism has cut, layers of another pipeline stage.
 """
 
 import itertools
@@ -20,14 +20,14 @@ from zerofp4.optim.state_dict import own_name
 from zerofp4.storage import called
 
 FOR_BUILDING = ("optimizer_class", "process_group", "replicated_over")
-"""Entries of a parameter group that are taken out at build: they are no options, which ranks compare and
-checkpoints have, and would keep process groups alive.
+"""Entries that are taken out of parameter groups: unlike options, ranks do not compare them, checkpoints do
+not have them, and they would keep process groups alive.
 """
 
 
 def find_names(param_groups: Sequence[dict]) -> bool:
-    """Give parameters without names those of convert_model's model. Returns whether they have names: not if
-    no one model has them all, or two would have one name in checkpoints.
+    """Give parameters without names their names in convert_model's model. Returns whether they have names:
+    not if no one model has them all, or two would have one name in checkpoints.
     """
     if "param_names" in param_groups[0]:
         return True
@@ -53,25 +53,18 @@ Ranks = tuple[int, ...]
 
 
 class Place(NamedTuple):
-    """The ranks that hold the parameters of a parameter group.
+    """The ranks that hold the parameters of a parameter group."""
 
-    sharding: as process groups.
-    ranks: all ranks that have these parameters, the replicas included.
-    copies: the ranks that `replicated_over` names, or this rank alone.
-    """
-
-    sharding: Sharding
-    ranks: Ranks
-    copies: Ranks
+    sharding: Sharding  # as process groups
+    ranks: Ranks  # all of them, replicas too
+    copies: Ranks  # the ranks that `replicated_over` names, or this rank alone
 
 
 def find_places(param_groups: Sequence[dict], group: dist.ProcessGroup | None) -> list[Place]:
-    """The ranks that hold the parameters of each group. group: the optimizer's process group.
+    """The ranks that hold the parameters of each group. Process groups of the same ranks count as one, the
+    first that was named. A DeviceMesh replicates over its first dimension and shards over the second.
 
-    Process groups of the same ranks count as one, the first that was named. A DeviceMesh replicates over its
-    first dimension and shards over the second.
-
-    Raises TypeError or ValueError for errors that one rank can see.
+    group: the optimizer's process group. Raises TypeError or ValueError for errors that one rank can see.
     """
     rank, size = rank_and_size(group)
     everyone = tuple(range(size))
@@ -114,8 +107,7 @@ def _ranks(g: int, param_group: dict, key: str, group: dist.ProcessGroup | None)
     if named is None:
         return None
     is_mesh = isinstance(named, DeviceMesh)
-    is_outside = named.get_coordinate() is None if is_mesh else named == dist.GroupMember.NON_GROUP_MEMBER
-    if is_outside:
+    if named.get_coordinate() is None if is_mesh else named == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{what} does not contain the calling process")
     if key == "process_group" and is_mesh:
         if named.ndim != 2:

@@ -4,34 +4,39 @@ Notices parameters that were exchanged, moved, written to or unfrozen between tw
 follow their masters.
 """
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerofp4.cast import CastPlan
-from zerofp4.distributed import OwnError, exchange
-from zerofp4.engine import Bucket, LateGathers, Peers, build_buckets, joined, write_master, zeros_on
+from zerofp4.distributed import OwnError, Stage, error_text, exchange, rank_and_size
+from zerofp4.engine import (
+    Bucket,
+    LateGathers,
+    Peers,
+    Sharding,
+    build_buckets,
+    gradient_dtype,
+    joined,
+    write_master,
+    zeros_on,
+)
 from zerofp4.ops import Addresses, Versions
 from zerofp4.optim.build import Checked, kind_of
-from zerofp4.optim.initial import initial_values
 from zerofp4.optim.moments import Slice
-from zerofp4.shard import Shard
+from zerofp4.shard import Shard, intersect
 from zerofp4.storage import record_of
-from zerofp4.tensors import Holder, NVFP4Tensor, had_master, note_master
-
-_TAKEN_OVER = (
-    "another ZeroFP4Optimizer was built over these parameters, which follow its masters now: go on with that "
-    "one and delete this one. A new optimizer takes over the masters of the one that it gets as masters_from"
-)
+from zerofp4.tensors import INIT_VAL, Holder, NVFP4Tensor, QuantizedTensor, had_master, note_master
 
 
 class ShardedParameters:
-    """The trainable parameters of an optimizer. Building it is collective, and moves them into flat buffers;
-    the masters have no values until initialize_masters().
+    """The trainable parameters of an optimizer, and whether their masters are of one step. Building it is
+    collective, and moves the parameters into flat buffers.
 
     group: all ranks that step together.
     peers: the ranks that share the memory of weights; None if weights travel by collectives.
@@ -48,7 +53,7 @@ class ShardedParameters:
         peers: Peers | None,
         late: LateGathers | None,
     ):
-        self._members = [list(group["params"]) for group in checked.param_groups]
+        self._members = [list(map(id, group["params"])) for group in checked.param_groups]
         self.trained, self._late = checked.trained, late
         self.parameters = [one.parameter for one in self.trained]
         self.names = [one.name for one in self.trained]
@@ -56,6 +61,10 @@ class ShardedParameters:
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
         options = checked.communication
+        for parameter in self.parameters:
+            if options.gradient_dtype not in (None, gradient_dtype(parameter)):
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.grad_dtype = options.gradient_dtype  # in which autograd adds up, too
         self.buckets = build_buckets(self.trained, bucket_mb, options.gradient_wire, options.overlap)
         error = OwnError()
         for bucket in self.buckets:
@@ -75,7 +84,9 @@ class ShardedParameters:
                 master.zerofp4_slice = Slice(one.parameter.shape, self.shards[i], low, i)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
         """1 if the last step was skipped, or left NVFP4 weights alone because of a NaN or Inf in masters."""
-        packed = [bucket for bucket in self.buckets if bucket.is_packed]
+        chunk, packed = self.found_inf, [bucket for bucket in self.buckets if bucket.is_packed]
+        with error:
+            chunk = torch.empty(CHUNK, dtype=torch.float32, device=self.found_inf.device)
         for bucket in packed:
             with error:  # the other ranks build the next plan
                 bucket.plan = self._build_plan(bucket, checked.amax_groups or ())
@@ -85,11 +96,60 @@ class ShardedParameters:
             bucket.scales = bucket.plan.stage_scales(zeros)
         self.plans = [bucket.plan for bucket in packed]
         self.holder = Holder(self.parameters)
+        self.coarse = self._fill_masters(checked.held, group, chunk)
+        """On rank 0, the positions of parameters whose masters begin with 4-bit values."""
+        for param_group, place in zip(checked.param_groups, checked.places, strict=True):
+            for parameter in param_group["params"]:
+                if not parameter.requires_grad:
+                    _broadcast_frozen(parameter, place.sharding)
         self._watch()
-        self._versions = Versions(self.parameters)
+        self.versions = Versions(self.parameters)
         """Of the weights as the optimizer left them."""
         self.weights_follow = True
         """False from load_state_dict() to the cast of the next step, which overwrites later writes."""
+        self.broken: RuntimeError | None = None
+        """As `broken` of ZeroFP4Optimizer. Only the text of the error is kept: a traceback holds frames."""
+        self.is_between = False
+        """Whether a backward pass has updated masters since the last step()."""
+
+    def _fill_masters(
+        self, held: Mapping[torch.Tensor, Any], group: dist.ProcessGroup | None, chunk: torch.Tensor
+    ) -> list[int]:
+        """Fill the masters, chunk by chunk, with `held`, the masters of an earlier optimizer, else with rank
+        0's parameters, as in DDP. Collective. Returns `coarse`.
+        """
+        coarse, error = [], OwnError()
+        for bucket in self.buckets:
+            for i, parameter, shard in zip(bucket.indices, bucket.parameters, bucket.shards, strict=True):
+                earlier = held.master(parameter) if parameter in held else None
+                source = None
+                if earlier is None and bucket.rank == bucket.replica == 0:
+                    with error:  # the other ranks wait for values
+                        source = initial_values(parameter)
+                    if isinstance(parameter, QuantizedTensor):
+                        coarse += [i] * (INIT_VAL not in parameter.record.attachments)
+                for first in range(0, parameter.numel(), CHUNK):
+                    values = chunk[: parameter.numel() - first]
+                    if source is not None:
+                        values.copy_(source[first : first + values.numel()])
+                    if earlier is not None:
+                        values = earlier.gather(first, values.numel())
+                    else:
+                        for ranks in (bucket.replicas() if bucket.rank == 0 else None, bucket.group()):
+                            _broadcast(values, ranks, "sending rank 0's initial values")
+                    part = intersect(first, values.numel(), shard.start, shard.end)
+                    if part.numel:
+                        start = first + part.start - shard.start
+                        planes = [plane for plane in (self.masters[i], self.lows[i]) if plane is not None]
+                        with error:
+                            here = [plane[start : start + part.numel] for plane in planes]
+                            write_master(values[part.start : part.end], *here)
+        exchange(None, error, group, "sending initial values")
+        for parameter in self.parameters:
+            if hasattr(parameter, "clear_high_precision_init_val"):
+                parameter.clear_high_precision_init_val()
+            note_master(parameter)
+        return sorted(coarse)
 
     def by_parameter(self, of_bucket: Callable[[Bucket], list]) -> list:
         """Join a function's values for the parameters of each bucket, in the order of all parameters."""
@@ -115,10 +175,11 @@ class ShardedParameters:
         return self.written_planes(i) if self.is_overwritten(i) else (self.masters[i], self.lows[i])
 
     def is_overwritten(self, i: int) -> bool:
-        """Whether somebody wrote to a weight since the last step, and its master is to follow. After a load,
-        and once another optimizer has taken the weights over, the masters decide.
+        """Whether a weight was written to since the last step, and its master is to follow. After a load, and
+        once another optimizer has taken the weights over, masters do not follow.
         """
-        return self.weights_follow and not self.holder.is_taken_over and bool(self.written([i]))
+        follows = self.weights_follow and not self.holder.is_taken_over
+        return follows and bool(self.versions.written([i]))
 
     def written_planes(self, i: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Entries of `masters` and `lows` from the weight's values. A value that the master rounds to keeps
@@ -140,10 +201,6 @@ class ShardedParameters:
         self.weights_follow = True
         for parameter in self.parameters:
             note_master(parameter)
-
-    def updated_by(self, bucket: Bucket) -> int:
-        """Return the number of the optimizer that updates a bucket's masters."""
-        return self.trained[bucket.indices[0]].by
 
     @functools.cached_property
     def optimized_pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -191,9 +248,12 @@ class ShardedParameters:
     # Changes to the parameters from outside
 
     def check_unchanged(self, param_groups: Sequence[dict]) -> None:
-        """Raise RuntimeError for parameters that were exchanged, moved, written to or unfrozen."""
+        """Raise RuntimeError for parameters that were exchanged, moved, written to or unfrozen, and if the
+        optimizer is broken.
+        """
+        self.raise_if_broken()
         self.check_groups(param_groups)
-        OwnError(self.find_moved()).raise_if_any()
+        self.check_moved()
         replaced = self.holder.find_replaced()
         if replaced is not None:
             name = dict(zip(self.parameters, self.names, strict=True))[replaced]
@@ -214,7 +274,7 @@ class ShardedParameters:
         """Raise RuntimeError if one of these parameters was written to since the last step. After a load,
         they follow their masters instead.
         """
-        written = self.written(indices)
+        written = self.versions.written(indices)
         if written and self.weights_follow:
             raise RuntimeError(
                 f"{self.names[written[0]]} was written to since the last step, but weights follow masters: "
@@ -225,33 +285,20 @@ class ShardedParameters:
 
     def check_groups(self, param_groups: Sequence[dict]) -> None:
         """Raise RuntimeError unless these are the parameters that the optimizer was built with."""
-        members = [group["params"] for group in param_groups]
-        are_same = list(map(len, members)) == list(map(len, self._members)) and all(
-            all(map(operator.is_, *pair)) for pair in zip(members, self._members, strict=True)
-        )
-        if not are_same:
+        if [list(map(id, group["params"])) for group in param_groups] != self._members:
             raise RuntimeError(
                 "param_groups is not the list that the optimizer was built with: masters and weights lie in "
                 "flat buffers, so build a new optimizer to change it"
             )
 
-    def accept_values(self, indices: Sequence[int] | None = None) -> None:
-        """Take the present values of these weights, or of all, as the optimizer's own."""
-        self._versions.take(indices)
-
-    def written(self, indices: Sequence[int] | None = None) -> list[int]:
-        """Which of these weights, or of all, were written to since the optimizer last did."""
-        return self._versions.written(indices)
-
-    def find_moved(self) -> RuntimeError | None:
-        """Return an error for the first parameter, master or buffer that has moved. Compares every address,
-        since an assignment to .data leaves no mark.
+    def check_moved(self) -> None:
+        """Raise RuntimeError for the first parameter, master or buffer that has moved. Compares every
+        address, since an assignment to .data leaves no mark.
         """
-        if self.holder.is_taken_over:
-            return RuntimeError(_TAKEN_OVER)
+        self.check_not_taken_over()
         error = self._addresses.find_moved()
-        changed = None if error is None else self._find_changed()
-        return error if changed is None else RuntimeError(changed)
+        if error is not None:
+            raise RuntimeError(self._find_changed() or error)
 
     def _find_changed(self) -> str | None:
         """Describe the first parameter whose kind or device has changed."""
@@ -268,7 +315,10 @@ class ShardedParameters:
 
     def check_not_taken_over(self) -> None:
         if self.holder.is_taken_over:
-            raise RuntimeError(_TAKEN_OVER)
+            raise RuntimeError(
+                "another ZeroFP4Optimizer was built over these parameters, which follow its masters now: go "
+                "on with that one and delete this one. A new optimizer takes over the masters of masters_from"
+            )
 
     def check_can_refresh(self) -> None:
         """Raise the errors of refresh()."""
@@ -287,6 +337,44 @@ class ShardedParameters:
             plan.refresh()
         self._watch()
 
+    # Whether the masters are of one step
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why a save of the masters must not be loaded."""
+        if self.broken is not None:
+            return f"{self.broken}: it must not be saved"
+        between = "a backward pass has updated masters: call step() before they are saved"
+        return between if self.is_between else None
+
+    @contextlib.contextmanager
+    def breaking(self, call: str, in_buckets: bool = False) -> Iterator[None]:
+        """An error inside leaves the optimizer broken; in_buckets: only after a bucket's update."""
+        try:
+            yield
+        except BaseException as error:
+            if not in_buckets or (self.is_between and self.broken is None):
+                self.mark_broken(call, error)
+            raise
+
+    def mark_broken(self, call: str, error: BaseException) -> None:
+        self.broken = RuntimeError(
+            f"{call} was left in the middle ({error_text(error)}), and masters may be of two steps"
+        )
+
+    def raise_if_broken(self) -> None:
+        if self.broken is not None:
+            raise RuntimeError(
+                f"the optimizer is of no more use: {self.broken}. Load a checkpoint (load_state_dict()), or "
+                "build a new optimizer"
+            ) from self.broken
+
+    def check_sound(self) -> None:
+        """Raise RuntimeError if masters may be of two steps."""
+        self.raise_if_broken()
+        if self.obstacle is not None:
+            raise RuntimeError(self.obstacle)
+
     # Late gathers
 
     def settle(self) -> None:
@@ -298,6 +386,40 @@ class ShardedParameters:
         """Wait for the casts. Raises RuntimeError for an error in them, and for moved storage."""
         if self._late is not None:
             self._late.synchronize()
-        OwnError(self.find_moved()).raise_if_any()
+        self.check_moved()
         for plan in self.plans:
             plan.check()
+
+
+# Initial values
+
+CHUNK = 1 << 22
+"""The number of elements of an initial value that are sent at a time."""
+
+
+def initial_values(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's values, 1D, on any device: from before it was quantized, if convert_model kept them."""
+    getter = getattr(parameter, "get_high_precision_init_val", None)
+    value = None if getter is None else getter()
+    if value is None:
+        value = parameter.dequantize(torch.float32) if isinstance(parameter, QuantizedTensor) else parameter
+    return value.detach().reshape(-1)
+
+
+def _broadcast(values: torch.Tensor, group: dist.ProcessGroup | None, stage: str) -> None:
+    if rank_and_size(group)[1] > 1:
+        with Stage(stage, group):
+            dist.broadcast(values, group=group, group_src=0)
+
+
+def _broadcast_frozen(parameter: torch.Tensor, sharding: Sharding) -> None:
+    """Collective: give a parameter that has no master the bytes of rank 0."""
+    quantized = isinstance(parameter, NVFP4Tensor)
+    tensors = [buffer for _, buffer in parameter.record.buffers()] if quantized else [parameter]
+    # First within each replica, from its first rank, then from the first replica to the others.
+    for group in (sharding.group, sharding.replicas):
+        for tensor in filter(torch.Tensor.numel, tensors):
+            values = tensor.detach().contiguous()
+            _broadcast(values.view(-1).view(torch.uint8), group, "sending rank 0's frozen parameters")
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(values)

@@ -25,7 +25,6 @@ from zerofp4.optim.inner import InnerClass, InnerOptimizers, are_unchanged, opti
 from zerofp4.optim.moments import decode_shard, encode_shard, scales_shape
 from zerofp4.optim.piece import ONE_PART, About, Home, Piece
 from zerofp4.optim.seal import SavedOptions
-from zerofp4.optim.soundness import Soundness
 from zerofp4.shard import Shard, state_groups
 
 # Names and numbers
@@ -265,11 +264,10 @@ class SavedState(Mapping):
         announced: Sequence[Any],
         rank: int,
         token: str,
-        sound: Soundness,
         steps: Callable[[], int],
     ):
         self.param_groups, self.shards, self.inners, self._classes = param_groups, shards, inners, classes
-        self.sound, self._count_steps = sound, steps
+        self._count_steps = steps
         self.token = token
         """Another one after each load."""
         self.consolidated: dict[int, dict[str, torch.Tensor]] | None = None
@@ -330,7 +328,7 @@ class SavedState(Mapping):
             zero = torch.zeros(min(1, shard.numel), dtype=entry.dtype, device=entry.device or self.device)
             values = zero.expand(shard.numel)
         is_overwritten = self.shards.is_overwritten(i)
-        about = About(saved.home, saved.refusal, self.sound.obstacle, is_overwritten)
+        about = About(saved.home, saved.refusal, self.shards.obstacle, is_overwritten)
         return Piece(values, shape, shard.start, about, {self.save_id})
 
     def master(self, parameter: torch.Tensor) -> Piece | None:

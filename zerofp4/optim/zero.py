@@ -14,15 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zerofp4 import ops
-from zerofp4.distributed import (
-    CollectiveError,
-    GroupReference,
-    OwnError,
-    exchange,
-    in_phase,
-    rank_and_size,
-    resolve_group,
-)
+from zerofp4.distributed import GroupReference, OwnError, exchange, in_phase, rank_and_size, resolve_group
 from zerofp4.engine import (
     ABSTAIN,
     Abstain,
@@ -32,9 +24,11 @@ from zerofp4.engine import (
     LateGathers,
     Sent,
     Step,
+    Trained,
     Update,
     UpdateSchedule,
     collective_exchanges,
+    find_hosts,
     find_peers,
     peer_exchanges,
     write_master,
@@ -44,21 +38,11 @@ from zerofp4.launch import backend_for
 from zerofp4.nn import free_frozen
 from zerofp4.ops import is_capturing
 from zerofp4.optim.adamw import FusedAdamW
-from zerofp4.optim.agreement import Agreement, Call
-from zerofp4.optim.build import (
-    Checked,
-    check_announcements,
-    choose_way,
-    find_slots,
-    set_gradient_dtype,
-)
-from zerofp4.optim.communication import Communication
-from zerofp4.optim.gradients import Clipped, OwnGradients, global_norm
-from zerofp4.optim.initial import broadcast_frozen, initialize_masters
+from zerofp4.optim.agreement import Agreement, Call, Clipped, OwnGradients, global_norm
+from zerofp4.optim.build import Checked, Communication, check_announcements, choose_way, find_slots
 from zerofp4.optim.inner import InnerOptimizers
 from zerofp4.optim.seal import agree_on_save
 from zerofp4.optim.sharded import ShardedParameters
-from zerofp4.optim.soundness import Soundness
 from zerofp4.optim.state_dict import SavedState, load_error, read_state_dict
 
 
@@ -68,33 +52,33 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     step() averages the gradients of all ranks, updates the masters that this rank owns, casts them, and
     gathers the weights in place: 4-bit codes for NVFP4 weights. Building, step() and clip_grad_norm_() are
-    collective. What one rank finds wrong before an update changes nothing, and raises on every rank: with
-    NCCL and FusedAdamW on the others in their next step. The masters are the truth: they begin as rank 0's
-    values, and from then on the weights follow them, so load a model first.
+    collective. An error that a rank finds before an update changes nothing, and raises on every rank: with
+    NCCL and FusedAdamW on the others in their next step. Masters begin as rank 0's values, and from then on
+    the weights follow them, so load a model first.
 
     params: parameters or groups of them, as for any torch optimizer, the same on every rank that they are
         sharded over; named_parameters() for checkpoints by name. A group may carry `optimizer_class`,
         `process_group` and `replicated_over` (page on groups).
-    optimizer_class, defaults: what updates the masters. It sees 1D pieces of parameters, so that it must be
-        elementwise, which is tried with a few elements; FusedAdamW is the fastest.
+    optimizer_class, defaults: the class that updates the masters, and its options. It sees 1D pieces of
+        parameters, so it must be elementwise, which is tried with a few elements; FusedAdamW is the fastest.
     process_group: all ranks that step together; None is the default group, or a world of one.
     amax_groups: lists of NVFP4 weights that share one amax.
     state: "compact" has FusedAdamW keep masters in 24 bits and moments in 8; a group may choose.
     communication: how gradients and weights travel (Communication).
-    whole_matrices: True gives optimizer_class whole matrices; None is what the class needs (page on Muon).
+    whole_matrices: whether optimizer_class gets whole matrices; None decides by the class (page on Muon).
     masters_from: an earlier optimizer whose masters this one takes over.
-    on_nonfinite: what becomes of a step with a NaN or Inf in any rank's gradients: "skip" or "raise".
+    on_nonfinite: "skip" or "raise", for a step with a NaN or Inf in any rank's gradients.
 
-    The page on the optimizer has the whole of each option, the page on failures what raises where.
+    The page on the optimizer describes each option, the page on failures which error is raised where.
     """
 
     _step_supports_amp_scaling = True
-    """So torch's GradScaler calls step() on every rank, also on one where it has found an Inf, and meanwhile
-    sets the attributes `found_inf` and, unless its unscale_() was called, `grad_scale`.
+    """So torch's GradScaler calls step() on every rank, also where it has found an Inf, and sets `found_inf`
+    and, unless its unscale_() was called, `grad_scale` meanwhile.
     """
 
     _described: dict[str, Any] | None = None
-    """What describe() returns of what never changes; None while the optimizer is being built."""
+    """The entries of describe() that never change; None while the optimizer is being built."""
 
     @torch.no_grad()
     def __init__(
@@ -111,12 +95,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         on_nonfinite: str = "skip",
         **defaults: Any,
     ):
-        self._sound = Soundness()
         group = resolve_group(process_group)
         self.process_group = GroupReference(group)
         rank, self.world_size = rank_and_size(group)
         announcement, error = None, OwnError()
-        with error:  # what this rank can check alone; the parameters stay as they are
+        with error:  # checks that need no other rank and change no parameter
             super().__init__(params, {})
             checked = Checked(
                 self.param_groups,
@@ -132,41 +115,33 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             )
             self.param_groups, self.defaults = checked.param_groups, checked.defaults
             announcement = checked.announcement
-        told = exchange((announcement, secrets.token_hex(8)), error, group, "building ZeroFP4Optimizer")
-        announced, (token, *_) = zip(*told, strict=True)
+        pairs = exchange((announcement, secrets.token_hex(8)), error, group, "building ZeroFP4Optimizer")
+        announced, (token, *_) = zip(*pairs, strict=True)
         check_announcements(announced)  # from here on the same on every rank
-        way = choose_way(checked, announced)
+        transport, reduction, why_collective = choose_way(checked, announced)
         if masters_from is not None and masters_from._schedule is not None:
             masters_from._schedule.stop()
         # Memory: weights, masters, state
         self.communication = communication
         device = checked.parameters[0].device
-        self._peers, why_no_peers = find_peers(way.transport, group, device)
-        trainable = [one.parameter for one in checked.trained]
-        set_gradient_dtype(communication.gradient_dtype, trainable)
+        self._peers, why_no_peers = find_peers(transport, group, device)
         bucket_mb = max(other.bucket_mb for other in announced)
-        late = LateGathers(device) if communication.overlaps_forward else None
+        late = LateGathers(device) if communication.overlap in ("forward", "both") else None
         self._shards = ShardedParameters(checked, group, bucket_mb, self._peers, late)
-        with error:
-            exchanges, self._schedule = self._make_exchanges(way.reduction == "ordered")
-        coarse = initialize_masters(self._shards.buckets, checked.held, group, error)
-        for param_group, place in zip(self.param_groups, checked.places, strict=True):
-            for parameter in param_group["params"]:
-                if not parameter.requires_grad:
-                    broadcast_frozen(parameter, place.sharding)
         free_frozen(checked.parameters)
+        with error:
+            exchanges, self._schedule = self._make_exchanges(reduction == "ordered")
+            masters = dict(zip(map(id, self._shards.parameters), self._shards.optimized, strict=True))
+            self.inners = InnerOptimizers(checked.classes, self.param_groups, masters)
+            """The optimizers of the masters, in the order in which their classes come first in the groups."""
+        exchange(None, error, group, "building the optimizers of masters")
         if self._schedule is not None and self._peers is None:
             # NCCL connects on the first message, and the host waits until the peer connects, too. In a
             # backward pass the peer may never come.
             exchanges[0].send(ABSTAIN)
             exchanges[0].finish()
-        masters = zip(map(id, trainable), self._shards.optimized, strict=True)
-        with error:
-            self.inners = InnerOptimizers(checked.classes, self.param_groups, dict(masters))
-            """The optimizers of the masters, in the order in which their classes come first in the groups."""
-        exchange(None, error, group, "building the optimizers of masters")
         slots, failed = find_slots(announced, rank), None if self._peers is None else self._peers.failed
-        self._agreement = Agreement(slots, device, group, on_nonfinite, failed)
+        self._agreement = Agreement(slots, self._shards, group, on_nonfinite, failed)
         me = weakref.ref(self)
         self._saved = SavedState(
             param_groups=lambda: me().param_groups,  # checkpoints do not keep an optimizer alive
@@ -176,44 +151,42 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             announced=announced,
             rank=rank,
             token=token,
-            sound=self._sound,
             steps=self._agreement.steps_taken,
         )
         self.state = self._saved
-        # What a step runs
+        # The parts of a step
         self._offer_parts()
         self._step = Step(exchanges, self._peers, sends=self._schedule is None, late=late)
         wire = communication.gradient_wire
-        self._gradients = OwnGradients(self._shards, exchanges, self._agreement, wire)
+        self._gradients = OwnGradients(self._shards, exchanges, self._agreement, self.inners, wire)
         why_at_once = self._find_why_at_once()
         self._fused: FusedAdamW | None = self.inners.all[0] if why_at_once is None else None
-        """What updates the masters bucket by bucket; None if all are updated at once."""
-        why_host_waits = self._find_why_host_waits(group, device, on_nonfinite) or why_at_once
+        """Updates the masters bucket by bucket; None if all are updated at once."""
+        why_host_waits = self._find_why_host_waits(group, on_nonfinite) or why_at_once
         self._agreement.defers = why_host_waits is None
         self._early: UpdateSchedule | None = None
-        if communication.updates_early:
+        if communication.overlap == "update":
             self._early = UpdateSchedule(
                 self._shards,
                 self._step,
                 begin=lambda: me()._begin_early(),
                 scan=self._gradients.find_word,
                 vote=lambda *bucket: me()._vote_early(*bucket),
-                breaking=lambda: me()._sound.breaking("backward()", in_buckets=True),
             )
         self._clipped: Clipped | None = None
-        """By clip_grad_norm_ for the next step."""
+        """The gradients of the next step, if clip_grad_norm_ has averaged them."""
         self._run_program()
         self._shards.settle()
         if self.world_size > 1:
             self._shards.holder.watch_clipping(checked.parameters)
-        for doubt in checked.doubts(rank, coarse):
+        for doubt in checked.doubts(rank, self._shards.coarse):
             warnings.warn(doubt, stacklevel=3)
         shared_by = "collective" if self._peers is None else "peer"
         self._described = {
             "transport": "none" if self.world_size == 1 else shared_by,
-            "why_collective": why_no_peers if self.world_size == 1 else way.why_collective or why_no_peers,
-            "hosts": way.hosts and tuple(way.hosts),
-            "reduction": way.reduction,
+            "why_collective": why_collective or why_no_peers,
+            "hosts": find_hosts([one.host for one in announced]),
+            "reduction": reduction,
             "in_buckets": why_at_once is None,
             "obstacle": why_at_once,
             "overlap": communication.overlap,
@@ -223,18 +196,16 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         }
 
     def _make_exchanges(self, ordered: bool) -> tuple[list[BucketExchange], BackwardSchedule | None]:
-        """By bucket, how it travels, and what has backward passes send gradients; None where none does."""
-        shards, options = self._shards, self.communication
-        early = options.overlaps_backward and self.world_size > 1
+        """The exchange of each bucket, and the schedule that sends gradients in backward passes, if any."""
+        shards, overlap = self._shards, self.communication.overlap
+        early, in_turns = overlap in ("backward", "both") and self.world_size > 1, overlap == "update"
         if self._peers is not None:
-            in_turns = options.updates_early
             exchanges = peer_exchanges(shards.buckets, self._peers, early=early, in_turns=in_turns)
         else:
-            ways = {"early": early, "aliased": not options.updates_early}
+            ways = {"ordered": ordered, "early": early, "aliased": not in_turns}
             ways["turns"] = None if early and self.found_inf.device.type == "cpu" else 2
-            zeros = zeros_on(self.found_inf.device)
-            exchanges = collective_exchanges(shards.buckets, zeros, ordered=ordered, **ways)
-        if options.updates_early and any(exchange.arrives_as is None for exchange in exchanges):
+            exchanges = collective_exchanges(shards.buckets, zeros_on(self.found_inf.device), **ways)
+        if in_turns and any(exchange.arrives_as is None for exchange in exchanges):
             shards.share_gradients()
         return exchanges, BackwardSchedule(shards.trained, shards.holder, exchanges) if early else None
 
@@ -242,12 +213,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """Let FusedAdamW update its masters bucket by bucket, and leave the amaxes that casts need."""
         optimized, present = self._shards.optimized, {}
         if self.world_size > 1:
-            in_turns = self._shards.buckets if self.communication.updates_early else ()
-            flags = self._agreement.presence([bucket.indices for bucket in in_turns])
+            voted_on = self._shards.buckets if self.communication.overlap == "update" else ()
+            flags = self._agreement.presence([bucket.indices for bucket in voted_on])
             present = {m: flag for masters, flag in zip(optimized, flags, strict=True) for m in masters}
         for number, inner in enumerate(self.inners.all):
             if isinstance(inner, FusedAdamW):
-                mine = [b for b in self._shards.buckets if self._shards.updated_by(b) == number]
+                mine = [b for b in self._shards.buckets if self._shards.trained[b.indices[0]].by == number]
                 parts = [([m for i in b.indices for m in optimized[i]], b.plan) for b in mine]
                 inner.offer_parts(parts, present)
 
@@ -258,24 +229,20 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         has_matrices = any(bucket.is_of_whole_matrices for bucket in self._shards.buckets)
         return "whole matrices are updated all at once" if has_matrices else None
 
-    def _find_why_host_waits(
-        self, group: dist.ProcessGroup | None, device: torch.device, on_nonfinite: str
-    ) -> str | None:
-        """Why the host waits for the vote of each step, if not for the sake of the update; the same on every
-        rank.
-        """
+    def _find_why_host_waits(self, group: dist.ProcessGroup | None, on_nonfinite: str) -> str | None:
+        """Why the host waits for the vote of each step, besides the update; the same on every rank."""
         if self.world_size == 1:
             return "a world of one has no vote"
+        device = self.found_inf.device
         backend = backend_for(group, device)
-        if backend != "nccl":
-            return f"the group's backend for {device.type} is {backend}, whose collectives the host waits for"
-        if on_nonfinite != "skip":
-            return f"on_nonfinite is {on_nonfinite!r}"
-        if self._schedule is not None:
-            return "backward passes send gradients"
-        if any(bucket.replica_count > 1 for bucket in self._shards.buckets):
-            return "parameters have replicas"
-        return None
+        waits = f"the group's backend for {device.type} is {backend}, whose collectives the host waits for"
+        reasons = {
+            waits: backend != "nccl",
+            f"on_nonfinite is {on_nonfinite!r}": on_nonfinite != "skip",
+            "backward passes send gradients": self._schedule is not None,
+            "parameters have replicas": any(b.replica_count > 1 for b in self._shards.buckets),
+        }
+        return next((why for why, holds in reasons.items() if holds), None)
 
     # A step
 
@@ -286,7 +253,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         closure: evaluated once, with gradients enabled; its result is returned.
 
         Raises RuntimeError for gradients that changed since clip_grad_norm_, sparse gradients, another list
-        of parameters, a parameter that was moved, written to or unfrozen, or where the optimizer is `broken`;
+        of parameters, a parameter that was moved, written to or unfrozen, or if the optimizer is `broken`;
         TypeError for a gradient that would lose precision on its way (gradient_wire); ValueError for an lr,
         betas, eps, weight_decay or momentum that is not finite (of tensors only new ones on a CPU are read);
         FloatingPointError, with on_nonfinite="raise", for gradients with a NaN or Inf.
@@ -298,21 +265,18 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._shards.holder.end_watch()
         if self._early is not None:
             return self._end_early_step(closure)
-        self._check_not_captured("step()")
-        self._settle_earlier_calls()
+        self._begin_call("step()")
         gradients, word, sent, loss, error = (), None, None, None, OwnError()
         try:
-            self._agreement.raise_own()
-            self._check_usable()
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-                self._agreement.raise_own()
-            reduces = self._clipped is None
-            gradients = self._collect_gradients()
+            self._agreement.raise_own()
+            self._check_ready()
+            reduces, own = self._clipped is None, self._gradients
+            gradients = own.collect()
             self._unscale(gradients)
-            word = self._find_word(gradients) if reduces else None  # a GPU is at work while the host goes on
-            self._shards.check_unchanged(self.param_groups)
+            word = in_phase("scan", own.find_word)(gradients) if reduces else None
             self.inners.sync_options(self.param_groups)
             self.inners.check_options()
             if not reduces and self._clipped.gradients.changed(gradients):
@@ -320,20 +284,25 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
                     "step: call it after the last backward pass, or zero_grad() before the next one"
                 )
-            self._prepare_update(reduces)
-            sent = self._gradients.to_average(gradients, reduces)
+            if self._fused is None:
+                _ = self._shards.optimized_pairs  # makes the memory of gradients
+            else:
+                skip, in_slices = self._agreement.skip_in_kernels, not (reduces or own.are_means)
+                factor = self._clipped and self._clipped.factor
+                self._fused.begin_buckets(self._step.exchanges, skip, factor, in_slices)
+            sent = own.to_average(gradients, reduces)
         except BaseException as failure:
             error = self._to_vote(failure)
-        reduces, is_taken = self._clipped is None, False
+        reduces = self._clipped is None
         present = self._vote(Call(is_clip=False, reduces=reduces), gradients, word, error)
         try:
             self._agreement.decide(word, found_inf=self.found_inf, looks=reduces)
-            is_taken = True
-            if error:  # the vote told the other ranks, whose kernels change nothing
-                with error:  # the first one is raised
+            self._agreement.count_step()
+            if error:  # the other ranks' kernels change nothing, by the vote
+                with error:
                     self._run_program(None, ABSTAIN if reduces else None)
                 error.raise_if_any()
-            with self._sound.breaking("step()"):
+            with self._shards.breaking("step()"):
                 if self._fused is None:
                     self._update_at_once(sent, present)
                 else:
@@ -342,8 +311,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._forget_clipped()
             if self._schedule is not None:
                 self._schedule.end_step()
-            if is_taken:
-                self._agreement.count_step()
         return loss
 
     @torch.no_grad()
@@ -352,21 +319,20 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         Collective.
 
         Returns the norm before that, float32 []; a 2-norm of the same gradients has the same bits in a world
-        of any size. step() uses the scaled gradients, or skips them where they hold a NaN or Inf. In a world
-        of one they stay in p.grad, where nobody may write before step(), which scales them as it reads them.
+        of any size. step() uses the scaled gradients, or skips them if they hold a NaN or Inf. In a world of
+        one they stay in p.grad until step() scales them as it reads them, so do not write there in between.
 
         Raises ValueError unless max_norm is 0 or more and norm_type positive, RuntimeError with
         overlap="update", else as step().
         """
         if self._early is not None:
             raise RuntimeError(
-                "clip_grad_norm_ needs all gradients, and overlap='update' has used them by now: build the "
-                "optimizer without it, or leave out the clipping"
+                "clip_grad_norm_ needs all gradients, and overlap='update' has used them by now: leave out "
+                "either"
             )
-        self._check_not_captured("clip_grad_norm_()")
-        self._settle_earlier_calls()
+        self._begin_call("clip_grad_norm_()")
         gradients, sent, kind, error = (), ABSTAIN, 2.0, OwnError()
-        before, reduces = self._clipped, self._clipped is None
+        before, reduces, own = self._clipped, self._clipped is None, self._gradients
         try:
             max_norm, norm_type = float(max_norm), float(norm_type)
             if not max_norm >= 0:
@@ -374,24 +340,38 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             if not norm_type > 0:
                 raise ValueError(f"norm_type must be positive, got {norm_type}")
             kind = norm_type
-            self._check_usable()
-            gradients = self._collect_gradients()
-            self._shards.check_unchanged(self.param_groups)
+            self._check_ready()
+            gradients = own.collect()
             if before is not None and before.gradients.written():
                 raise RuntimeError(
                     "gradients were added to clipped ones: clip_grad_norm_ scales what step() uses, not "
                     "p.grad, so call zero_grad() before the next backward pass"
                 )
             reduces = before is None or before.gradients.changed(gradients)
-            for bucket in () if self._gradients.are_means else self._shards.buckets:
+            for bucket in () if own.are_means else self._shards.buckets:
                 _ = bucket.gradients  # makes their memory
-            sent = self._gradients.to_average(gradients, reduces)
+            sent = own.to_average(gradients, reduces)
         except BaseException as failure:
             error = self._to_vote(failure)
         self._vote(Call(True, reduces, max_norm, norm_type), gradients, None, error)
-        total, failure = self._reduce(sent, kind, reduces, gradients)
+        means, word, failure = [] if sent is ABSTAIN else own.means(sent), None, OwnError()
+        if sent is not None:
+            own.squares.zero_()
+        if own.are_means and (reduces or kind == 2.0):
+            own.add_squares(means)
+        if reduces:
+            self._forget_clipped()
+            if not own.are_means:
+                failure = self._step.average(sent, own.squares)  # into `means`
+            if sent is not ABSTAIN and not failure:
+                with failure:
+                    word = in_phase("scan", own.find_word)(gradients, in_means=True)
+        total, word = in_phase("norm", global_norm)(means, kind, self.process_group(), own.squares, word)
+        self._agreement.decide(word, is_shared=True, looks=reduces)
         if not reduces:
             total = total * before.factor
+        elif self._schedule is not None:
+            self._schedule.is_reduced = True
         total.masked_fill_(self._agreement.decision.refused != 0, math.nan)
         factor = ((0.0 if error else max_norm) / (total + 1e-6)).clamp(max=1.0)
         factor.masked_fill_(self._agreement.decision.nonfinite != 0, 1.0)
@@ -399,12 +379,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._clipped = Clipped(ops.Versions(gradients), factor)
         else:
             self._clipped = before._replace(factor=before.factor * factor)
-        with self._sound.breaking("clip_grad_norm_()"):  # the others have a norm that is of no use
+        with self._shards.breaking("clip_grad_norm_()"):  # the others have a norm that is of no use
             failure.raise_if_any()
         return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch.optim.Optimizer's; also forgets what clip_grad_norm_ averaged. Not collective."""
+        """As torch.optim.Optimizer's; also forgets the averages of clip_grad_norm_. Not collective."""
         self._forget_clipped()
         self._gradients.scaler_found_inf = None  # GradScaler leaves it after an error
         if self._schedule is not None:
@@ -431,9 +411,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As that of DistributedDataParallel: backward passes under it only accumulate, in p.grad, and the
-        next one outside of it sends everything. Does nothing where gradients are sent in step(). Raises
-        RuntimeError with overlap="update".
+        """As no_sync() of DistributedDataParallel: backward passes under it only accumulate in p.grad, and
+        the next one outside of it sends everything. Raises RuntimeError with overlap="update".
         """
         if self._early is not None:
             raise RuntimeError("no_sync() accumulates gradients, and overlap='update' uses each at once")
@@ -442,53 +421,41 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     # Before the vote
 
-    def _settle_earlier_calls(self) -> None:
-        """Raise what the ranks found in the step before, on every rank and before it joins a collective.
+    def _begin_call(self, call: str) -> None:
+        """Raise the ranks' errors of the step before, on every rank and before it joins a collective.
         [Note: who reads a vote]
         """
-        if self._clipped is None:  # else the vote of this step's clip_grad_norm_ is not due
-            self._agreement.read(self.param_groups)
-
-    def _to_vote(self, failure: BaseException) -> OwnError:
-        """An error of this rank before a vote, which tells the others of it. Raises it at once if all ranks
-        raise one, as in a clip_grad_norm_ of a closure, and if it is of a collective, which leaves no rank to
-        tell.
-        """
-        if getattr(failure, "all_ranks_raise", False) or isinstance(failure, CollectiveError):
-            raise failure
-        return OwnError(failure)
-
-    def _check_not_captured(self, call: str) -> None:
         if self.world_size > 1 and is_capturing(self.found_inf.device):
             raise RuntimeError(
                 f"{call} of {self.world_size} ranks cannot be captured in a CUDA graph: each step waits for "
                 "a vote of the ranks"
             )
+        if self._clipped is None:  # else the vote of this step's clip_grad_norm_ is not due
+            self._agreement.read(self.param_groups)
 
-    def _check_usable(self) -> None:
+    def _to_vote(self, failure: BaseException) -> OwnError:
+        """An error of this rank, for the vote. Raises one that all ranks raise, as in a clip_grad_norm_ of a
+        closure, and a CollectiveError, which leaves no rank to tell.
+        """
+        if getattr(failure, "all_ranks_raise", False):
+            raise failure
+        return OwnError(failure)
+
+    def _check_ready(self) -> None:
+        """Raise RuntimeError if this rank cannot step."""
         if self._peers is not None:
             self._peers.check()
-        self._sound.raise_if_broken()
-
-    def _prepare_update(self, reduces: bool) -> None:
-        """Allocate what the update needs, and check what FusedAdamW is given."""
-        if self._fused is None:
-            _ = self._shards.optimized_pairs  # makes the memory of gradients
-            return
-        skip, in_slices = self._agreement.skip_in_kernels, not (reduces or self._gradients.are_means)
-        self._fused.begin_buckets(self._step.exchanges, skip, self._factor, in_slices)
+        self._shards.check_unchanged(self.param_groups)
 
     def _unscale(self, gradients: Gradients) -> None:
         """Divide the gradients by the scale of a GradScaler, unless its unscale_() has."""
-        scale, obstacle = self._take_scale(), None
-        schedule, is_scaled = self._schedule, scale is not None
-        if schedule is not None and schedule.has_sent and self._gradients.scaler_found_inf is not None:
-            is_scaled = True  # when they were sent, before unscale_()
-        if not is_scaled:
+        scale, schedule, obstacle = self._take_scale(), self._schedule, None
+        was_sent = schedule is not None and schedule.has_sent  # before unscale_()
+        if scale is None and not (was_sent and self._gradients.scaler_found_inf is not None):
             return
         present = [gradient for gradient in gradients if gradient is not None]
         if schedule is not None:
-            self._gradients.scaler_found_inf = None  # GradScaler leaves it behind an error
+            self._gradients.scaler_found_inf = None  # GradScaler leaves it after an error
             obstacle = "overlap='backward' sends them while they are scaled, and unscale_() comes too late"
         elif self._clipped is not None:
             obstacle = "clip_grad_norm_ has clipped scaled ones: call scaler.unscale_(optimizer) before it"
@@ -500,52 +467,30 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _take_scale(self) -> torch.Tensor | None:
         """The scale that a GradScaler has set for this step."""
-        scale = vars(self).get("grad_scale", 1)
+        scale = vars(self).get("grad_scale")
         if "grad_scale" in vars(self):
-            self.grad_scale = 1  # GradScaler leaves it behind an error, and multiplies its next scale by it
+            self.grad_scale = 1  # GradScaler leaves it after an error, and multiplies its next scale by it
         return scale if isinstance(scale, torch.Tensor) else None
-
-    def _collect_gradients(self) -> Gradients:
-        try:
-            return self._gradients.collect()
-        except Exception:
-            self._shards.check_unchanged(self.param_groups)  # its error may be the reason
-            raise
-
-    def _find_word(self, gradients: Gradients, in_means: bool = False) -> torch.Tensor | None:
-        """As OwnGradients.find_word(), with what GradScalers and users have found."""
-        if self.world_size == 1 and is_capturing(self.found_inf.device) and not self.inners.heed_found_inf():
-            return None  # the optimizer of the masters cannot read it
-        given = self.inners.found_inf(), self._gradients.scaler_found_inf
-        flags = [flag.reshape(()) for flag in given if isinstance(flag, torch.Tensor)]
-        find_word = in_phase("scan", self._gradients.find_word)
-        return find_word(gradients, found_inf=sum(flags) if flags else None, in_means=in_means)
 
     def _vote(
         self, call: Call, gradients: Gradients, word: torch.Tensor | None, error: OwnError
     ) -> list[bool] | None:
         """By trainable parameter, whether any rank has a gradient; None if the host does not wait for the
-        vote. If it does, raises what the ranks refuse.
-
-        gradients: as far as they were collected. word: None if nothing was looked at.
+        vote. If it waits, raises the reason why no rank takes the step.
         """
-        present, sent, schedule = [g is not None for g in gradients], Sent(), self._schedule
-        if schedule is not None:
-            sent = schedule.close(error, call.reduces)
-        agreement, slots = self._agreement, self._agreement.slots
+        if self.world_size == 1:
+            error.raise_if_any()
+            return [gradient is not None for gradient in gradients]
+        agreement, schedule = self._agreement, self._schedule
+        sent = Sent() if schedule is None else schedule.close(error, call.reduces)
+        flags = [False] * len(agreement.slots.labels)
+        for slot, gradient in zip(agreement.slots.own, gradients, strict=False):  # an error may leave none
+            flags[slot] = gradient is not None
         try:
-            if self.world_size == 1:
-                error.raise_if_any()
-            else:
-                flags = [False] * len(slots.labels)
-                for slot, is_there in zip(slots.own, present, strict=False):  # an error may leave none
-                    flags[slot] = is_there
-                in_phase("vote", agreement.begin)(flags, call, error, word, self.param_groups, sent)
-                if agreement.defers:
-                    return None
-                agreement.read(self.param_groups, at_once=True)
-                found = agreement.last.present.tolist()
-                present = [bool(found[slot]) for slot in slots.own]
+            in_phase("vote", agreement.begin)(flags, call, error, word, self.param_groups, sent)
+            if agreement.defers:
+                return None
+            agreement.read(self.param_groups, at_once=True)
         except Exception:
             error.take()  # it was raised, and would be in a reference cycle
             if schedule is not None:
@@ -553,50 +498,17 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise
         if schedule is not None:
             schedule.accept(agreement.last.sent.again)
-        return present
+        found = agreement.last.present.tolist()
+        return [bool(found[slot]) for slot in agreement.slots.own]
 
     # After it
 
-    def _reduce(
-        self,
-        sent: Gradients | Abstain | None,
-        norm_type: float,
-        reduces: bool,
-        gradients: Gradients,
-    ) -> tuple[torch.Tensor, OwnError]:
-        """Average the gradients for a clip, unless they are averaged, and look for a NaN or Inf in the means.
-        Returns their norm, and the error of this rank.
-        """
-        error, own, word = OwnError(), self._gradients, None
-        means = [] if sent is ABSTAIN else own.means(sent)  # views, which average() fills
-        if sent is not None:
-            own.squares.zero_()
-        if own.are_means and (reduces or norm_type == 2.0):
-            own.add_squares(means)
-        if reduces:
-            self._forget_clipped()
-            if not own.are_means:
-                error = self._step.average(sent, own.squares)
-            if not error and sent is not ABSTAIN:
-                with error:
-                    word = self._find_word(gradients, in_means=True)
-        total, word = in_phase("norm", global_norm)(means, norm_type, self.process_group(), own.squares, word)
-        self._agreement.decide(word, is_shared=True, looks=reduces)
-        if reduces and self._schedule is not None:
-            self._schedule.is_reduced = True
-        return total, error
-
-    def _must_skip(self) -> bool:
-        """Whether the host leaves out an update that cannot read on the device that it is to be skipped."""
-        if self.inners.heed_found_inf() or is_capturing(self.found_inf.device):
-            return False
-        return bool(self._agreement.decision.nonfinite.item())
-
     def _update_at_once(self, gradients: Gradients | None, present: Sequence[bool]) -> None:
-        """Average all gradients that are not yet, update all masters, and publish them."""
+        """Average all gradients that are not averaged yet, update all masters, cast and gather."""
         error, own = OwnError(), self._gradients
-        if self._must_skip():
-            return
+        reads = self.inners.heed_found_inf() or is_capturing(self.found_inf.device)
+        if not reads and self._agreement.decision.nonfinite.item():
+            return  # the update cannot read on the device that it is to be skipped
         if own.are_means and own.launches is not None:
             in_phase("gradients", own.launches.widen)(self._shards.gradients)
         elif gradients is not None:
@@ -607,7 +519,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._run_program(error=error)
 
     def _step_inners(self, present: Sequence[bool]) -> None:
-        factor = self._factor
+        factor = self._clipped and self._clipped.factor
         if factor is not None and not self.inners.read_clip_factor():
             torch._foreach_mul_([bucket.gradients for bucket in self._shards.buckets], factor)
             factor = None
@@ -638,63 +550,49 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             fused = [inner for inner in self.inners.all if isinstance(inner, FusedAdamW)]
             if update is None and any(inner.amaxes_outdated() for inner in fused):
                 for plan in self._shards.plans:
-                    plan.begin_update()  # the amaxes of the last update are not those of the masters now
+                    plan.begin_update()  # the masters have changed since their amaxes were computed
             self._step.run(update, gradients, error)
             if not self._shards.weights_follow:
                 self._shards.follow_masters()
         finally:
-            self._shards.accept_values()
+            self._shards.versions.take()
 
     # Updates in backward passes
 
     def _begin_early(self) -> tuple[OwnError, bool]:
-        """Do what comes before a step's first bucket. Returns the error of this rank, and whether it is the
+        """Begin a step, before its first bucket. Returns the error of this rank, and whether it is the
         refusal of the last step, which every rank raises.
         """
         error = OwnError()
         with error:
-            self._read_early(self.inners.param_groups)
+            self._agreement.read(self.inners.param_groups)
         if error:
             return error, True
         if not self._shards.weights_follow:
-            self._shards.accept_values()  # the weights follow the masters in this step, bucket by bucket
+            self._shards.versions.take()  # the weights follow the masters in this step, bucket by bucket
             self._shards.follow_masters()
         with error:
-            self._check_usable()
+            self._check_ready()
             if is_capturing(self.found_inf.device):
                 raise RuntimeError("overlap='update': a CUDA graph cannot capture a backward pass or step()")
             if self.inners.found_inf() is not None:
-                raise RuntimeError("overlap='update' heeds no found_inf of yours: it would come too late")
+                raise RuntimeError("found_inf on optimizer.inner is not supported with overlap='update'")
             self.inners.sync_options(self.param_groups)
             self._fused.begin_buckets(self._step.exchanges, self._agreement.skip_in_kernels)
-            self._shards.check_unchanged(self.param_groups)
         self.found_inf.zero_()
-        self._agreement.begin_buckets()
+        self._agreement.decision.first.zero_()  # it grows from bucket to bucket
         self._step.begin(self._fused.update_bucket, OwnError())
         return error, False
 
-    def _read_early(self, *how: Any) -> None:
-        """Agreement.read() of buckets, which breaks the optimizer if ranks took some of them and not all."""
-        try:
-            self._agreement.read(*how)
-        except Exception as error:
-            self._sound.is_between = False
-            if self._agreement.last.taken:
-                self._sound.mark_broken("step()", error)
-            raise
-
     def _vote_early(self, present: list[bool], word: torch.Tensor | None, error: OwnError) -> None:
-        """Vote on a bucket; the update reads the outcome on the device.
-
-        present, word: of its gradients, in their order. error: of this rank.
-        """
+        """Vote on a bucket; the update reads the outcome on the device. present, word: of its gradients."""
         agreement = self._agreement
         if self.world_size > 1:
             call = Call(is_clip=False, reduces=True)
-            groups = self.inners.param_groups  # as of the first bucket, whatever a scheduler has done since
+            groups = self.inners.param_groups  # as of the first bucket: a scheduler may have run since
             in_phase("vote", agreement.begin)(present, call, error, word, groups, Sent())
         agreement.decide(word, found_inf=self.found_inf, bucket=len(present))
-        self._sound.is_between |= not error
+        self._shards.is_between |= not error
 
     def _end_early_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the buckets that no backward pass has completed, and end the step."""
@@ -702,33 +600,30 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         early, loss, error = self._early, None, OwnError()
         is_scaled = self._take_scale() is not None or self._gradients.scaler_found_inf is not None
         try:
-            with self._sound.breaking("step()", in_buckets=True):
+            with self._shards.breaking("step()", in_buckets=True):
                 with error:
                     if closure is not None:
                         with torch.enable_grad():
                             loss = closure()
-                    self._sound.raise_if_broken()
+                    if early.has_begun:  # else begin() checks
+                        self._shards.check_unchanged(self.param_groups)
                     if is_scaled:
                         why = "overlap='update' has used gradients as they were"
                         raise RuntimeError(f"a GradScaler has scaled the loss, and {why}")
-                    if early.has_begun:
-                        self._shards.check_unchanged(self.param_groups)
                 error = early.finish(error)
                 if not self._agreement.defers:
                     with error:  # its own comes first
-                        self._read_early(self.inners.param_groups, True)
+                        self._agreement.read(self.inners.param_groups, at_once=True)
                 error.raise_if_any()
         finally:
-            if self._sound.is_between or (self._agreement.defers and not early.is_refused):
+            if self._shards.is_between:
                 self._agreement.count_step()
-            self._sound.is_between = False
+            self._shards.is_between = False
             early.start_over()
         return loss
 
     def _give_up_early_step(self) -> None:
-        """Before a load: join the other ranks in the rest of a step, and change nothing. The load may look at
-        the values of weights.
-        """
+        """Before a load: join the other ranks in the rest of a step, and change nothing."""
         if self.world_size > 1 or self._early.has_begun:  # of several ranks, another may have begun
             self._early.begin()
             self._step.failure = OwnError(RuntimeError("load_state_dict() came before step()"))
@@ -738,25 +633,20 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._early.drop()
 
     def _forget_clipped(self) -> None:
-        """What clip_grad_norm_ has averaged is used up, or not to be used."""
+        """The gradients that clip_grad_norm_ has averaged are used, or must not be."""
         self._clipped = None
         if self._schedule is not None:
             self._schedule.is_reduced = False
-
-    @property
-    def _factor(self) -> torch.Tensor | None:
-        """float32 []: what averaged gradients are still to be multiplied by; None if nothing was clipped."""
-        return None if self._clipped is None else self._clipped.factor
 
     # State
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """In the form of torch.optim: `state` by number and `param_groups`. Not collective, no copies, except
-        of weights that somebody has written to since the last step: their masters are what was written.
+        """In the form of torch.optim: `state` by number and `param_groups`. Not collective. Makes no copies,
+        except for weights that were written to since the last step, whose values are their masters.
 
-        Every rank has the same keys. A tensor has the parameter's shape and knows which elements of it are on
-        this rank: torch.distributed.checkpoint saves and loads it in a world of any size, full_tensor()
+        Every rank has the same keys. A tensor has the parameter's shape and knows which of its elements are
+        on this rank: torch.distributed.checkpoint saves and loads it in a world of any size, full_tensor()
         gathers it (collective), torch.save writes this rank's part.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
@@ -770,30 +660,27 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             state_dict = hook(self, state_dict) or state_dict
         return state_dict
 
-    def _check_sound(self, waits: bool = True) -> None:
-        """Raise RuntimeError where masters may be of two steps. waits: whether the host may, to find out."""
-        if waits:
-            self._find_if_sound()
-        self._sound.raise_if_broken()
-        if self._sound.obstacle is not None:
-            raise RuntimeError(self._sound.obstacle)
+    def _check_sound(self) -> None:
+        """Raise RuntimeError if masters may be of two steps."""
+        self._find_if_sound()
+        self._shards.check_sound()
 
     def _find_if_sound(self) -> None:
         """Find out if ranks took some buckets of the last step and not all. Waits for the device."""
         if self._early is not None and not self._early.has_begun:
             with contextlib.suppress(RuntimeError):  # the next step raises it
-                self._read_early()
+                self._agreement.read()
 
     @torch.no_grad()
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on one rank, for frameworks that save the optimizer there alone: Trainer,
-        accelerate, Lightning, which calls this itself. Collective, as ZeroRedundancyOptimizer's.
+        accelerate, Lightning. Collective, as ZeroRedundancyOptimizer's.
 
         The next state_dict() on that rank has whole tensors on the CPU, unless a step or a load comes before;
         a rank of any world loads them.
 
-        to: the rank in process_group. Raises ValueError for a rank that is not there, and where ranks train
-        different parameters; RuntimeError where the optimizer is `broken` on a rank.
+        to: the rank in process_group. Raises ValueError for a rank that is not there, and if ranks train
+        different parameters; RuntimeError if the optimizer is `broken` on a rank.
         """
         rank, error = rank_and_size(self.process_group())[0], OwnError()
         with error:
@@ -814,30 +701,31 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict; the weights follow its masters, also those that a model has loaded before
-        or loads until the next step. Collective.
+        """Go on from a state dict. The weights follow its masters, also weights that a model has loaded
+        before or loads until the next step. Collective.
 
-        state_dict: of this class, read by torch.distributed.checkpoint in a world of any size, by torch.load
-            of one that was whole (consolidate_state_dict(), a world of one) on every rank, or by torch.load
-            on the rank that saved its part; state_dict() of another optimizer of the same ranks, as it
-            is; or one of torch.optim with whole tensors, which has no masters: they stay, but for those of
-            weights that were written to. Parameters are matched by name where both sides have names. In a
-            state_dict() that was not saved, what is its own master has the value that it has now, and other
-            masters stay, also of weights that were written to.
+        state_dict: of this class, as torch.distributed.checkpoint read it, in a world of any size; as
+            torch.load read it, on every rank if it was whole (consolidate_state_dict(), a world of one), else
+            on the rank that saved its part; or as state_dict() of another optimizer of the same ranks. Or of
+            torch.optim, with whole tensors and no masters, which stay except those of weights that were
+            written to. Parameters are matched by name if both sides have names. In a state_dict() of this
+            optimizer that was not saved, masters have their present values.
 
         Parameters that have moved get the memory of the optimizer again, as by refresh().
 
-        Raises ValueError (TypeError for what is no dict), on every rank and before anything has changed, for
-        what does not fit, states of different steps, what two saves wrote, and where a master would stay and
-        a parameter has moved or the optimizer is `broken`.
+        Raises ValueError (TypeError unless it is a dict), on every rank and before anything has changed, for
+        a state dict that does not fit, mixes steps or saves, or lacks a master although a parameter has moved
+        or the optimizer is `broken`.
         """
-        written = self._shards.written()  # a pass that ends accepts the values of weights
+        written = self._shards.versions.written()  # a pass that ends accepts the values of weights
         if self._early is not None:
             self._give_up_early_step()
-        before, loaded, steps, saves, error = self.inners.present(), None, 0, set(), OwnError()
-        moved = self._shards.find_moved()
-        moved = None if moved is None else str(moved)  # an error would keep this frame, which would keep it
-        obstacle = self._sound.obstacle or moved
+        error = OwnError()
+        with error:
+            self._shards.check_moved()
+        moved = str(error.take()) if error else None  # an error would keep frames
+        obstacle = self._shards.obstacle or moved
+        before, loaded, steps, saves = self.inners.present(), None, 0, set()
         try:
             try:
                 self._shards.check_groups(self.param_groups)
@@ -853,7 +741,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         except BaseException:
             self.inners.restore(before)
             raise
-        with self._sound.breaking("load_state_dict()"):
+        with self._shards.breaking("load_state_dict()"):
             if moved is not None:
                 self.refresh()
             self.inners.sync_options(self.param_groups)
@@ -866,14 +754,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self.found_inf.zero_()
             self._run_program()
             self._shards.settle()
-        self._shards.weights_follow, self._sound.broken = False, None
+        self._shards.weights_follow, self._shards.broken = False, None
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
     @torch.no_grad()
     def gathered_masters(self) -> list[torch.Tensor | None]:
         """The whole FP32 masters in the order and shape of the parameters; None for frozen ones. Collective.
-
         For checks: it takes the memory that sharding saves.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -881,10 +768,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return [None if master is None else master.full_tensor() for master in masters]
 
     def gathered_bytes_per_step(self) -> dict[str, int]:
-        """Bytes of the buffers that the ranks of the group gather together in each step; 0 in a world of one.
-
-        nvfp4: codes, and scales that travel; high_precision: all other weights; bf16_equivalent: all
-        weights if they were bfloat16.
+        """Bytes of the buffers that the ranks gather in each step; 0 in a world of one. nvfp4: codes, and
+        scales that travel; high_precision: other weights; bf16_equivalent: all, if they were bfloat16.
         """
         sharded = [bucket for bucket in self._shards.buckets if bucket.world_size > 1]
         return {
@@ -893,28 +778,45 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             "bf16_equivalent": 2 * sum(p.numel() for bucket in sharded for p in bucket.parameters),
         }
 
-    def _hand_over(self) -> tuple[SavedState, list[int]]:
-        """The masters for a later optimizer, and which parameters were written to since the last step."""
+    def _hand_over(self, trained: Sequence[Trained], group: dist.ProcessGroup | None) -> SavedState:
+        """The masters for a later optimizer of these parameters. Raises ValueError if it cannot go on with
+        them.
+        """
+        if not self.process_group.refers_to(group):
+            raise ValueError("masters_from must shard its masters over the same process group")
         if self.broken is not None:
             raise ValueError(f"masters_from is of no more use: {self.broken}")
         if self._early is not None and self._early.has_begun:
             raise ValueError("masters_from is in the middle of a step: call its step() first")
-        return self._saved, self._shards.written()
+        saved, written = self._saved, self._shards.versions.written()
+        taken = [one for one in trained if one.parameter in saved]
+        if not taken:
+            raise ValueError("masters_from has the master of none of the trainable parameters of params")
+        for one in taken:
+            i = saved.indices[id(one.parameter)]
+            if not saved.parameters[i].home.group.refers_to(one.sharding.group):
+                raise ValueError(f"{one.name} is sharded over another process group than in masters_from")
+            if i in written:
+                raise ValueError(
+                    f"{one.name} was written to since the last step of masters_from, whose master would undo "
+                    "that"
+                )
+        return saved
 
-    # What users ask
+    # For users
 
     @property
     def broken(self) -> RuntimeError | None:
-        """Why the masters of this rank may be of two steps: an error or an interrupt came behind the
-        agreement of a step, a clip or a load. step(), clip_grad_norm_() and saving raise until
-        load_state_dict() has brought all masters.
+        """Why the masters of this rank may be of two steps: an error or an interrupt came after the vote on a
+        step or clip, or in a load. Steps, clips and saves raise until load_state_dict() has brought all
+        masters.
         """
-        return self._sound.broken
+        return self._shards.broken
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """The optimizer of the masters. Where groups have several classes there is one for each, in
-        `inners.all`, and this raises AttributeError.
+        """The optimizer of the masters. Raises AttributeError if groups have several classes, which each have
+        an optimizer in `inners.all`.
         """
         if len(self.inners.all) > 1:
             names = " and ".join(type(optimizer).__name__ for optimizer in self.inners.all)
@@ -922,7 +824,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return self.inners.all[0]
 
     def __repr__(self) -> str:
-        """What it holds, and its parameter groups as torch shows them, without the names of parameters."""
+        """Its contents, and its parameter groups as torch shows them, without the names of parameters."""
         if self._described is None:
             return f"{type(self).__name__}(not built)"
         trained, buckets = len(self._shards.parameters), self._shards.buckets
@@ -947,32 +849,31 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """How steps are taken; plain values, not collective.
 
         transport: "peer", "collective", or "none" in a world of one; why_collective. hosts: the number of
-        hosts and of the ranks of each; None if these differ. reduction: "ordered" or "reduce_scatter".
-        in_buckets: whether each bucket is updated as soon as its gradients are here; obstacle: why not.
-        overlap: as given. world_size, bucket_mb. buckets: in their order, each with its kind, parameters,
-        elements, optimizer, gathered_in ("step", "forward" or None), state, of which "compact24" has masters
-        of 24 bits, and the bytes of gradients, amaxes and weights that this rank sends for it in a step.
-        bytes_sent: by this rank in a step, by phase. shared_bytes: memory that other ranks can access.
-        waiting_bytes: memory where gradients of other ranks wait for the update.
-        host_waits: why the host waits for the ranks' vote in each step, or None.
+        hosts and of ranks on each; None if these differ. reduction: "ordered" or "reduce_scatter".
+        in_buckets: whether each bucket is updated when its gradients are here; obstacle: why not. overlap,
+        world_size, bucket_mb. host_waits: why the host waits for the vote of each step, or None. buckets: in
+        their order, each with its kind, parameters, elements, optimizer, gathered_in ("step", "forward" or
+        None), state ("compact24" has masters of 24 bits), and the bytes of gradients, amaxes and weights that
+        this rank sends for it in a step. bytes_sent: the same of all buckets. shared_bytes: memory that other
+        ranks can access. waiting_bytes: memory where gradients of other ranks wait for the update.
         """
         described = self._step.describe()
         for entry, bucket in zip(described["buckets"], self._shards.buckets, strict=True):
-            entry["optimizer"] = type(self.inners.all[self._shards.updated_by(bucket)]).__name__
+            entry["optimizer"] = type(self.inners.all[self._shards.trained[bucket.indices[0]].by]).__name__
             entry["state"] = bucket.state
         shared = {"shared_bytes": 0 if self._peers is None else self._peers.nbytes}
         return self._described | shared | described
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raise RuntimeError where no rank took the last step(), a rank kept the others from writing or did
-        not come to a barrier of the GPUs, a parameter, a master or a buffer has moved, or the optimizer is
-        `broken`. Waits until the device has agreed and cast. Not collective.
+        """Raise RuntimeError if no rank took the last step(), a rank kept the others from writing or did not
+        come to a barrier of the GPUs, a parameter, master or buffer has moved, or the optimizer is `broken`.
+        Waits for the device. Not collective.
 
-        With overlap="forward", call it before a CUDA graph is captured that reads weights, and before each of
-        its replays behind a step.
+        With overlap="forward", call it before a CUDA graph that reads weights is captured, and after a step
+        before it is replayed.
         """
-        self._sound.raise_if_broken()
+        self._shards.raise_if_broken()
         self._agreement.read()
         self._shards.check()
         if self._peers is not None:
@@ -984,16 +885,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         parameters get the memory of the optimizer's buffers again, with its values. Not collective.
 
         Raises, before anything has changed, ValueError for a parameter that has another shape, dtype, device
-        or kind than it was built with, and RuntimeError where another ZeroFP4Optimizer was built over these
-        parameters since.
+        or kind by now, and RuntimeError if a later ZeroFP4Optimizer was built over these parameters.
         """
         self._shards.refresh()
         self._offer_parts()
 
     @property
     def found_inf(self) -> torch.Tensor:
-        """float32 [1]: 1 when the last step was skipped, or left NVFP4 weights alone because of masters with
-        a NaN or Inf.
+        """float32 [1]: 1 if the last step was skipped, or a NaN or Inf in masters kept NVFP4 weights as they
+        were.
         """
         return self._shards.found_inf
 
@@ -1011,8 +911,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return int(self._agreement.decision.skipped.item())
 
     def first_nonfinite(self) -> str | None:
-        """What messages call the first parameter whose gradient held a NaN or Inf, on any rank, when step()
-        or clip_grad_norm_ last looked; None if there was none. Waits for the device.
+        """The name, in messages, of the first parameter whose gradient held a NaN or Inf on any rank when
+        step() or clip_grad_norm_ last looked; None if there was none. Waits for the device.
         """
         return self._agreement.first_nonfinite()
 
@@ -1027,7 +927,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Of copy.copy, copy.deepcopy and pickle: raises TypeError."""
+        """For copy.copy, copy.deepcopy and pickle: raises TypeError."""
         raise TypeError(
             "a ZeroFP4Optimizer can be neither copied nor pickled, since its masters belong to these "
             "parameters and ranks: save its state_dict(); or copy the model, build a new optimizer and have "

@@ -25,7 +25,7 @@ from zerofp4.cast import plan as cast_plan
 from zerofp4.cast.status import StepStatus
 from zerofp4.distributed import collectives
 from zerofp4.engine import Bucket, GradientMemory
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, initial, zero
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, sharded, zero
 from zerofp4.optim.inner import InnerOptimizers
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
@@ -89,7 +89,7 @@ LACKS = {
     "weights and masters": (Bucket, "allocate", 2),
     "casts": (cast_plan, "ReducedVector", 1),
     "gradients": (GradientMemory, "__init__", 2),
-    "initial values": (initial, "write_master", 3),
+    "initial values": (sharded, "write_master", 3),
     "state": (InnerOptimizers, "sync_options", 1),  # some classes allocate it at once
 }
 """By what is allocated, which call of which function fails."""

@@ -302,7 +302,7 @@ def test_one_that_is_broken_on_a_rank_is_refused_on_all_until_a_load(world):
     step_of(world, [(net, optimizer)], 0)
     saved = copy.deepcopy(optimizer.state_dict())
     if world.rank == 1:
-        optimizer._sound.broken = RuntimeError("on this rank alone")
+        optimizer._shards.broken = RuntimeError("on this rank alone")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="on this rank alone"):
             optimizer.consolidate_state_dict()
