@@ -16,8 +16,7 @@ from helpers import assert_bytes_equal
 
 import zerofp4
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.piece import Piece
-from zerofp4.optim.seal import SavedOptions
+from zerofp4.optim.piece import Piece, SavedOptions
 
 
 def make_piece(first=3, last=17):

@@ -1,10 +1,10 @@
 """FusedAdamW: AdamW in one pass over memory, which also computes the tile amaxes that the next cast needs."""
 
-import dataclasses
 import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,25 +13,22 @@ from zerofp4 import ops
 from zerofp4.cast import CastPlan
 from zerofp4.engine import UPDATE_DTYPES, Arrived, BucketExchange
 from zerofp4.optim.groups import parameter_name
-from zerofp4.optim.inner import has_hooks
 from zerofp4.optim.moments import (
-    COMPACT,
-    FULL,
+    KEPT,
+    Slice,
     check_rows,
     converted,
+    entry_shape,
     first_state,
     locals_of,
-    scales_shape,
     slice_of,
     suits_compact,
 )
+from zerofp4.shard import Shard
 from zerofp4.storage import check_buffer, check_plain, dispatches
 
 _TORCH_OPTIONS = {"foreach": None, "differentiable": False, "fused": True, "decoupled_weight_decay": True}
 """Other options in groups of torch.optim.AdamW. By `fused` torch's loader puts steps on the device."""
-
-_KEPT = {False: FULL, True: COMPACT}
-"""The entries of state, by whether it is compact."""
 
 _Tensors = Sequence[torch.Tensor | None]
 _Device = torch.device | None
@@ -46,23 +43,22 @@ class FusedAdamW(torch.optim.Optimizer):
         dimensions with rows of at least 64 elements. A group may choose with its own "state".
 
     Parameters are contiguous float32 on one device, CPU or CUDA; gradients are contiguous float32 or
-    bfloat16. Of a DTensor, as fully_shard makes it, every rank updates its own shard, and the state is made
-    of DTensors too. An update is reference.adamw_step, or with compact state reference.compact_adamw_step of
-    masters in float32, bit for bit on every device. param_groups (but for "state"), full state and state_dict
-    are those of torch.optim.AdamW(fused=True), and each class loads what the other saved (but not amsgrad).
-    Compact state is exp_avg_codes, int8, and exp_avg_sq_codes, uint8, in the shape of the parameter, and
-    float32 scales (docs/numerics.md). load_state_dict() converts state of the other kind.
+    bfloat16. Each rank updates its own shard of a DTensor, as fully_shard makes it. An update is
+    reference.adamw_step or reference.compact_adamw_step, bit for bit on every device. Groups and full state
+    are as in torch.optim.AdamW(fused=True), and each class loads what the other saved. Compact state is
+    exp_avg_codes, int8, and exp_avg_sq_codes, uint8, in the shape of the parameter, and float32 scales
+    (docs/numerics.md). load_state_dict() converts state of the other kind.
 
     step() neither synchronizes nor copies anything back. With capturable=True it can be captured in a CUDA
-    graph, after a step with the same parameters and gradient dtypes; gradients may lie elsewhere by then.
+    graph, after a step with the same parameters and gradient dtypes; gradients may have moved since.
 
-    Before anything has changed, ValueError or TypeError is raised for options out of range and for other
-    parameters and gradients than these.
+    Raises ValueError or TypeError for options, parameters and gradients that it does not take, before
+    anything has changed.
     """
 
     found_inf: torch.Tensor | None = None
-    """float32 of one element on the parameters' device. Where it is not 0, a step leaves parameters and state
-    as they are, and counts nothing. The kernels read it, as those of torch's fused optimizers read theirs.
+    """float32 of one element on the parameters' device. If it is not 0, a step changes and counts nothing.
+    The kernels read it, as in torch's fused optimizers.
     """
 
     clip_factor: torch.Tensor | None = None
@@ -94,7 +90,7 @@ class FusedAdamW(torch.optim.Optimizer):
         FusedAdamW.offer_parts(self, [((), None)])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim.Optimizer's. Raises where the constructor does, and leaves the group out then."""
+        """As torch.optim.Optimizer's. Raises the constructor's errors, and then leaves the group out."""
         super().add_param_group(param_group)
         group, g = self.param_groups[-1], len(self.param_groups) - 1
         try:
@@ -123,17 +119,21 @@ class FusedAdamW(torch.optim.Optimizer):
     # State dicts
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch.optim.Optimizer's. Each group keeps its choice of `state`: loaded state of the other kind
-        is encoded or decoded.
-        """
-        hide = self.register_load_state_dict_pre_hook(_hide_compact)  # after all others, which see dicts
+        """As torch.optim.Optimizer's. Loaded state is converted to each group's own choice of `state`."""
+
+        def hide(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            """torch would cast compact state to the parameter's dtype."""
+            pairs = given["state"].items()
+            return given | {"state": {k: SimpleNamespace(**v) if "scales" in v else v for k, v in pairs}}
+
+        hook = self.register_load_state_dict_pre_hook(hide)  # after all others, which see dicts
         try:
             super().load_state_dict(state_dict)
         finally:
-            hide.remove()
+            hook.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take state and groups of load_state_dict(), or of a copy, which is offered no plan."""
+        """Take state and groups from load_state_dict(), or for a copy, which has no plan."""
         if not hasattr(self, "_parts"):
             self._start()
         groups, states = state["param_groups"], state["state"]
@@ -142,12 +142,10 @@ class FusedAdamW(torch.optim.Optimizer):
             _check_options(group)
             for p in filter(states.get, group["params"]):
                 entries = states[p]
-                if isinstance(entries, _AsIs):
-                    entries = {
-                        name: value.to(p.device) if torch.is_tensor(value) else value
-                        for name, value in entries.entries.items()
-                    }
-                if slice_of(p) is None:  # ZeroFP4Optimizer has converted theirs
+                if isinstance(entries, SimpleNamespace):
+                    pairs = vars(entries).items()
+                    entries = {name: v.to(p.device) if torch.is_tensor(v) else v for name, v in pairs}
+                if slice_of(p) is None:  # else ZeroFP4Optimizer has converted it
                     entries = converted(p, entries, _is_compact(p, group))
                 step = torch.as_tensor(entries["step"], dtype=torch.float32, device=p.device)
                 states[p] = entries | {"step": step}
@@ -156,11 +154,11 @@ class FusedAdamW(torch.optim.Optimizer):
     # Amaxes for casts
 
     def offer_amaxes(self, plan: CastPlan) -> None:
-        """From now on every step() computes the amaxes of the plan's masters, also of those without a
-        gradient, so that the next plan.step() need not. Replaces a plan offered before.
+        """From now on every step() computes the amaxes of the plan's masters, even without a gradient, so
+        that the next plan.step() need not. Replaces a plan offered before.
 
-        If amaxes_outdated(), since you have written a master after step(), call plan.refresh() before
-        plan.step(). Call offer_amaxes() anew after masters have moved and the plan was refreshed.
+        If you write a master after step(), which amaxes_outdated() tells, call plan.refresh() before
+        plan.step(). If masters have moved, call plan.refresh(), then offer_amaxes() again.
 
         Raises ValueError if a master of the plan is not one of the parameters, or shards cut blocks of 1x16.
         """
@@ -171,20 +169,17 @@ class FusedAdamW(torch.optim.Optimizer):
         parts: Sequence[tuple[Sequence[torch.Tensor], CastPlan | None]],
         present: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """offer_amaxes() of several plans. Each part is updated in launches of its own, in this order.
+        """offer_amaxes() for several plans. Each part is updated in its own launches, in this order.
 
         parts: parameters, and the plan whose masters are among them, or None. Others join the first part.
-        present: by parameter, a presence flag, float64 of one element on its device, which the kernels read:
-            0 counts as no gradient.
+        present: by parameter, a presence flag for the kernels, float64 of one element: 0 is no gradient.
         """
         self._parts = [Part(params, plan, present or {}) for params, plan in parts]
         self._divided: list[list[Any]] | None = None
-        """By group, its kind of state and the ids of its parameters, when the parts last got theirs."""
+        """By group, its kind of state and the ids of its parameters, at the last _divide()."""
 
     def amaxes_outdated(self) -> bool:
-        """Whether a master of an offered plan was written after the last step(), so that the plan's amaxes
-        are outdated. A write through .data is not noticed.
-        """
+        """Whether a master of an offered plan was written after the last step(), but not through .data."""
         return any(part.masters.written() for part in self._parts)
 
     # A step
@@ -199,7 +194,11 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        options = self._read_options(self.found_inf, self.clip_factor)
+        scalars, device = {"found_inf": self.found_inf, "clip_factor": self.clip_factor}, self._device()
+        for name, scalar in scalars.items():
+            if scalar is not None and device is not None:  # without parameters nothing reads it
+                _check_scalar(name, scalar, device)
+        options = self._read_options(*scalars.values())
         gradients = locals_of(ops.gradients_of(self._listed))
         facts = ops.plain_facts(gradients)
         kinds = None if facts is None else facts.kinds
@@ -218,14 +217,13 @@ class FusedAdamW(torch.optim.Optimizer):
         factor: torch.Tensor | None = None,
         in_slices: bool = False,
     ) -> None:
-        """Instead of step(): begin a step in which update_bucket() updates one part after another. Does all
-        that needs memory, or can fail on this rank alone.
+        """Begin a step in which update_bucket() updates one part after another. Allocates all memory, and
+        raises all errors that this rank alone may have.
 
-        exchanges: by part, of the bucket that has its masters.
-        skip, factor: float32 [] on the device, as found_inf and clip_factor.
+        exchanges: of the buckets that have the masters, by part. skip, factor: as found_inf and clip_factor.
         in_slices: whether the means are in the buckets' `gradients`.
         """
-        if has_hooks(self):
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             raise RuntimeError(
                 "step() of optimizer.inner has hooks and is not called, since FusedAdamW updates bucket by "
                 "bucket: register them on the ZeroFP4Optimizer"
@@ -249,13 +247,9 @@ class FusedAdamW(torch.optim.Optimizer):
         gradients = [g if is_there else None for g, is_there, shard in known if shard.numel]
         self._part_of[exchange].run(gradients, self._options, rows)
 
-    def _read_options(self, found_inf: torch.Tensor | None, clip_factor: torch.Tensor | None) -> list[Any]:
-        """ops.adamw_options() of each group. Divides the parameters anew if the groups have changed."""
+    def _read_options(self, skip: torch.Tensor | None, factor: torch.Tensor | None) -> list[Any]:
+        """ops.adamw_options() of each group. Gives parts their members again if the groups have changed."""
         device = self._device()
-        scalars = {"skip": found_inf, "factor": clip_factor}
-        for name, scalar in (("found_inf", found_inf), ("clip_factor", clip_factor)):
-            if scalar is not None and device is not None:  # without parameters nothing reads it
-                _check_scalar(name, scalar, device)
         for g, group in enumerate(self.param_groups):
             _check_options(group, f"param_groups[{g}]", device)
         divided = [[group["state"], *map(id, group["params"])] for group in self.param_groups]
@@ -264,29 +258,29 @@ class FusedAdamW(torch.optim.Optimizer):
             self._divided = divided
         if device is not None and ops.is_capturing(device):
             self._captured.update(stage for part in self._parts for stage in part.stages.values())
+        scalars = {"skip": skip, "factor": factor}
         return [ops.adamw_options(**group | scalars) for group in self.param_groups]
 
     def _divide(self) -> None:
         """Give each part its members."""
-        every = [self._members_of(g) for g in range(len(self.param_groups))]
-        members = {member.parameter: member for member in itertools.chain.from_iterable(every)}
+        members = {m.parameter: m for g in range(len(self.param_groups)) for m in self._members_of(g)}
         shares = [[members.pop(p) for p in part.offered if p in members] for part in self._parts]
         shares[0] += members.values()
         for part, share in zip(self._parts, shares, strict=True):
             part.hold(share)
         self._members = list(itertools.chain.from_iterable(shares))
         self._listed = [member.parameter for member in self._members]
-        self._keys = [tuple(_KEPT[member.compact]) for member in self._members]
+        self._keys = [tuple(KEPT[member.compact]) for member in self._members]
         """The entries of their state."""
         self._layout: tuple[Any, list[torch.dtype], Any] = None, [torch.float32] * len(self._members), None
         """The gradients' kinds and dtypes, and the facts of parameters and state, that the stages are for."""
 
     def _facts(self) -> tuple[bytes, bytes]:
-        """Addresses and kinds of parameters and state. A stage holds these addresses, and an assignment to
-        .data leaves no other mark, so every step compares them. Gradients may lie anywhere.
+        """Addresses and kinds of parameters and state. Every step compares them, since stages hold addresses,
+        and an assignment to .data leaves no other mark. Gradients may lie anywhere.
         """
         facts = ops.state_facts(self._listed, self.state, self._keys)
-        if facts is None:  # there are DTensors, whose local tensors count
+        if facts is None:  # there are DTensors: compare their local tensors
             states = [self.state.get(p) or {} for p in self._listed]
             entries = [s.get(key) for s, keys in zip(states, self._keys, strict=True) for key in keys]
             facts = ops.tensor_facts([*locals_of(self._listed), *locals_of(entries)])
@@ -296,18 +290,17 @@ class FusedAdamW(torch.optim.Optimizer):
         return kinds is not None and kinds == self._layout[0] and self._facts() == self._layout[2]
 
     def _lay_out(self, kinds: Any, dtypes: Sequence[torch.dtype | None]) -> None:
-        """Make state of first updates, and stages unless the last ones will do. Changes all or nothing.
+        """Make state for first updates, and new stages if the last ones do not fit. Changes all or nothing.
 
-        kinds: as of _is_laid_out(). dtypes: of the gradients of all members; None needs no state.
+        kinds: of the gradients. dtypes: likewise, by member; None needs no state.
         """
         made, states = {}, []
-        for member, dtype in zip(self._members, dtypes, strict=True):
-            p, compact, state = member.parameter, member.compact, self.state.get(member.parameter)
-            if state and not state.keys() >= _KEPT[compact].keys():
-                group = f"param_groups[{member.group}]['state']"
+        for (p, g, name, compact), dtype in zip(self._members, dtypes, strict=True):
+            state = self.state.get(p)
+            if state and not state.keys() >= KEPT[compact].keys():
                 raise ValueError(
-                    f"{group} is {self.param_groups[member.group]['state']!r} now, and that of {member.name} "
-                    "is not: load_state_dict() this optimizer's state_dict(), which converts it"
+                    f"param_groups[{g}]['state'] is {self.param_groups[g]['state']!r} now, and that of "
+                    f"{name} is not: load_state_dict() this optimizer's state_dict(), which converts it"
                 )
             if not state and dtype is not None:
                 state = made[p] = first_state(p, compact)
@@ -320,10 +313,10 @@ class FusedAdamW(torch.optim.Optimizer):
                     "graph: make one such step before the capture"
                 )
             rest = zip(states, dtypes, strict=True)
-            stages = [part.build(list(itertools.islice(rest, len(part.members)))) for part in self._parts]
+            built = [part.build(list(itertools.islice(rest, len(part.members)))) for part in self._parts]
             self.state.update(made)
-            for part, own in zip(self._parts, stages, strict=True):
-                part.stages = own
+            for part, own in zip(self._parts, built, strict=True):
+                part.tensors, part.stages = own
         self._layout = kinds, dtypes, self._facts()
 
 
@@ -342,7 +335,7 @@ class Member(NamedTuple):
 class Part:
     """Parameters that are updated together, in a launch for each kind of state: a bucket of ZeroFP4Optimizer.
 
-    offered, plan, present: as of offer_parts(), with its errors.
+    offered, plan, present: as in offer_parts(), with its errors.
     """
 
     def __init__(
@@ -354,46 +347,45 @@ class Part:
         self.offered, self.plan, self._present = offered, plan, present
         self._pieces = {} if plan is None else _find_pieces(plan, offered)
         self.masters = ops.Versions(locals_of(list(self._pieces)))
-        """Those of the plan, as they were when their amaxes were computed."""
-        self.hold([])
+        """The plan's masters when their amaxes were computed."""
+        self.tensors: _Tensors = []
+        """The local tensors of the members."""
         self.stages: dict[bool, ops.AdamWStage] = {}
-        """Of full state, and of compact state, if there are such parameters."""
+        """By whether state is compact, the stage that updates it."""
+        self.hold([])
 
     def hold(self, members: list[Member]) -> None:
         self.members = members
         self._ranges: dict[tuple[bool, int], list[int]] = {}
-        """By kind of state and group, the positions of members, as they follow one another in a stage."""
-        self._listed = [member.parameter for member in members]
+        """By kind of state and group, the positions of members, in the order of the stage."""
         for i, member in enumerate(members):
             self._ranges.setdefault((member.compact, member.group), []).append(i)
 
-    def build(self, given: Sequence[tuple[Mapping[str, Any], torch.dtype]]) -> dict[bool, ops.AdamWStage]:
-        """`stages` for these states and dtypes of gradients. A state may be empty: such a parameter is only
-        read.
+    def build(
+        self, given: Sequence[tuple[Mapping[str, Any], torch.dtype]]
+    ) -> tuple[_Tensors, dict[bool, ops.AdamWStage]]:
+        """Make `tensors` and `stages`. given: by member, its state and the dtype of its gradients. A member
+        without state is only read.
         """
-        params, items = locals_of(self._listed), {False: [], True: []}
+        tensors, items = locals_of([member.parameter for member in self.members]), {False: [], True: []}
         for (compact, _), positions in self._ranges.items():
-            items[compact] += [self._item(self.members[i], params[i], *given[i]) for i in positions]
+            items[compact] += [self._item(self.members[i], tensors[i], *given[i]) for i in positions]
         reduced = self.plan and self.plan.reduced
-        return {kind: ops.AdamWStage(some, reduced) for kind, some in items.items() if some}
+        return tensors, {kind: ops.AdamWStage(some, reduced) for kind, some in items.items() if some}
 
     def _item(
         self, member: Member, p: torch.Tensor, state: Mapping[str, Any], dtype: torch.dtype
     ) -> ops.AdamWItem:
         """A stage's item of a parameter. Raises for memory that kernels cannot use."""
         listed, _, name, compact = member
-        pieces, present, of = self._pieces.get(listed, ()), self._present.get(listed), slice_of(p)
+        pieces, present = self._pieces.get(listed, ()), self._present.get(listed)
         _check_parameter(name, p, self.members[0].parameter.device)
         if pieces and pieces[0].master.data_ptr() != p.data_ptr():
             raise RuntimeError(f"{name} is not where the plan's master is: refresh() and offer it anew")
-        shapes = {"step": ()}
-        if compact:
-            shapes["scales"] = scales_shape(p.shape) if of is None else (of.groups, 2)
-        entries = locals_of([state.get(key) for key in _KEPT[compact]])
-        for (key, kept_as), tensor in zip(_KEPT[compact].items(), entries, strict=True):
+        entries = locals_of([state.get(key) for key in KEPT[compact]])
+        for (key, kept_as), tensor in zip(KEPT[compact].items(), entries, strict=True):
             if tensor is not None:
-                what = f"the state of {name}: {key}"
-                check_buffer(what, tensor, shapes.get(key, p.shape), kept_as, p.device)
+                check_buffer(f"the state of {name}: {key}", tensor, entry_shape(key, p), kept_as, p.device)
         if not compact:
             return ops.AdamWItem(p, *entries, dtype, pieces, present)
         *entries, scales = entries
@@ -402,23 +394,23 @@ class Part:
                 f"the state of {name}: scales must begin at a multiple of 8 bytes, since a GPU loads both "
                 f"scales of a group at once, got address {scales.data_ptr():#x}: pass a clone()"
             )
-        item = ops.AdamWItem(p, *entries, dtype, pieces, present, compact=True, scales=scales)
+        of = slice_of(p)
         if of is None:
-            cols = p.shape[-1]
+            of, cols = Slice(p.shape, Shard(0, p.numel()), None, 0), p.shape[-1]
             if any(piece.matrix[1] != cols or piece.shard.start % cols for piece in pieces):
                 raise ValueError(f"{name} has compact state by rows of {cols}, which the weight has not")
-            return item
         pieces = pieces or (of.piece,)
         rows, cols = pieces[0].matrix
-        first_row = of.shard.start // (rows * cols) * rows  # of one of the matrices of a stack
-        return item._replace(pieces=pieces, low=of.low, number=of.number, first_row=first_row)
+        first_row = of.shard.start // max(1, rows * cols) * rows  # of one of the matrices of a stack
+        kept = {"scales": scales, "low": of.low, "number": of.number, "first_row": first_row}
+        return ops.AdamWItem(p, *entries, dtype, pieces, present, compact=True, **kept)
 
     def run(self, gradients: _Tensors, options: Sequence[Any], rows: ops.RankGradients | None = None) -> None:
         """Update the members, and leave their amaxes in the plan.
 
         gradients: of the members, with the dtypes that the stages read.
         options: ops.adamw_options() of each group.
-        rows: gradients of all ranks, whose mean counts; `gradients` are then this rank's own.
+        rows: gradients of all ranks, to average; `gradients` are then this rank's own.
         """
         if self.plan is not None:
             self.plan.begin_update()
@@ -429,18 +421,16 @@ class Part:
             firsts[compact] += len(own)
         for stage in self.stages.values():
             stage.update(rows)
-        # As after any update in place, a backward pass through the old values must fail.
+        # A backward pass that needs the old values must fail.
         updated = map(operator.is_not, gradients, itertools.repeat(None))
-        ops.increment_versions(list(itertools.compress(locals_of(self._listed), updated)))
+        ops.increment_versions(list(itertools.compress(self.tensors, updated)))
         if self.plan is not None:
             self.plan.end_update()
             self.masters.take()
 
 
 def _find_pieces(plan: CastPlan, params: _Tensors) -> dict[torch.Tensor, tuple[ops.MasterPiece, ...]]:
-    """The plan's pieces of each parameter that is one of its masters: one, or one for each matrix of a stack,
-    which lie one behind the other.
-    """
+    """The plan's pieces of each parameter that is one of its masters: one, or those of a stack's matrices."""
     places = {(p.data_ptr(), p.data_ptr() + p.nbytes): k for k, p in enumerate(locals_of(params))}
     pieces, found, first = plan.master_pieces(), {}, 0
     for last, piece in enumerate(pieces):
@@ -456,22 +446,6 @@ def _find_pieces(plan: CastPlan, params: _Tensors) -> dict[torch.Tensor, tuple[o
     return found
 
 
-@dataclasses.dataclass
-class _AsIs:
-    """Compact state in a state dict, hidden from torch, which casts tensors to the dtype of a parameter."""
-
-    entries: dict[str, Any]
-
-
-def _hide_compact(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Prepare a state dict for torch's load_state_dict."""
-    states = {
-        key: _AsIs(entries) if "scales" in entries else entries
-        for key, entries in state_dict["state"].items()
-    }
-    return state_dict | {"state": states}
-
-
 def _is_compact(p: torch.Tensor, group: Mapping[str, Any]) -> bool:
     """Whether the state of a parameter of this group is compact."""
     return slice_of(p) is not None or (group["state"] == "compact" and suits_compact(p.shape))
@@ -482,9 +456,9 @@ def _is_compact(p: torch.Tensor, group: Mapping[str, Any]) -> bool:
 
 def _check_options(options: dict[str, Any], name: str = "options", device: _Device = None) -> None:
     """Raises TypeError or ValueError for options of a group that are out of range, or that kernels cannot
-    read. Does not read an lr on a GPU, for which the host would wait.
+    read. Does not read an lr on a GPU, since the host would wait.
 
-    name: of the options, in messages. device: that of the parameters, in a step.
+    name: of the options, in messages. device: of the parameters, in a step.
     """
     if options["amsgrad"]:
         raise ValueError(f"{name}: amsgrad=True is not supported: use torch.optim.AdamW")

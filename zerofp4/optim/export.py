@@ -9,11 +9,13 @@ from torch import nn
 from zerofp4.distributed import OwnError
 from zerofp4.engine import joined
 from zerofp4.optim.piece import Piece
-from zerofp4.optim.seal import agree_on_save
 from zerofp4.optim.sharded import initial_values
-from zerofp4.optim.state_dict import MASTER, find_saves, load_error
+from zerofp4.optim.state_dict import MASTER, agree_on_save, find_saves
 from zerofp4.optim.zero import ZeroFP4Optimizer
 from zerofp4.tensors import QuantizedTensor, is_held
+
+FindMaster = Callable[[torch.Tensor], Piece | None]
+"""Finds this rank's piece of a parameter's master, or of its average."""
 
 
 class AveragedMasters:
@@ -59,7 +61,7 @@ class AveragedMasters:
         """As SavedState.master(), a piece of the average."""
         saved = self.optimizer._saved
         i = saved.indices.get(id(parameter))
-        return None if i is None else saved.piece(i, "average", self._views[i])
+        return None if i is None else saved.piece(i, self._views[i])
 
     def state_dict(self) -> dict[str, Any]:
         """Pieces in the parameters' shapes, like the optimizer's state_dict(). Makes no copies."""
@@ -73,14 +75,12 @@ class AveragedMasters:
         saves, all of them raise TypeError or ValueError, and nothing changes.
         """
         found, saves, error = [], set(), OwnError()
-        try:
+        with error:
             for one in self.optimizer._saved.parameters:
                 entries = state_dict["state"].get(one.number, {})
                 one.check_complete(["average"], entries)
                 found.append(one.read("average", entries["average"], MASTER))
             _, saves = find_saves(state_dict)
-        except Exception as failure:  # whatever it is, the other ranks must hear of it
-            error = OwnError(load_error(failure))
         agree_on_save(saves, error, self.optimizer.process_group(), "load_state_dict() of averages")
         for own, values in zip(self._views, found, strict=True):
             if own is not None:
@@ -92,10 +92,10 @@ def master_state_dict(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(key, tensor) for each key of model.state_dict(), in its order, whole on every rank.
 
-    A parameter that the optimizer trains has its FP32 master's values, or its own if somebody has written to
-    it since the last step, on every rank; with AveragedMasters instead of the optimizer it has the average.
-    Any other parameter has its own values. All are rounded to dtype; buffers stay as they are. Each tensor
-    has memory of its own, tied ones too.
+    A parameter that the optimizer trains has the values of its FP32 master, or with AveragedMasters instead
+    of the optimizer its average; or its own values if it was written to since the last step, on every rank.
+    Other parameters have their own values. Parameters are rounded to dtype, buffers are not. Each tensor has
+    its own memory, tied ones too.
 
     Collective: one tensor is gathered at a time, so that no rank holds the model in FP32, and every rank
     takes all of them, in the same order. Raises RuntimeError for an optimizer that is `broken`, or whose
@@ -104,14 +104,8 @@ def master_state_dict(
     return _values(model, _find_masters(optimizer, dtype)[1], dtype)
 
 
-FindMaster = Callable[[torch.Tensor], Piece | None]
-
-
 def _find_masters(source: Any, dtype: torch.dtype = torch.float32) -> tuple[ZeroFP4Optimizer, FindMaster]:
-    """The optimizer, and what finds this rank's piece of a master, or of its average.
-
-    source: the optimizer, or AveragedMasters of it.
-    """
+    """The optimizer, and how to find its masters. source: the optimizer, or AveragedMasters of it."""
     optimizer = source.optimizer if isinstance(source, AveragedMasters) else source
     if not isinstance(optimizer, ZeroFP4Optimizer):
         raise TypeError(f"optimizer must be a ZeroFP4Optimizer, got {type(optimizer).__name__}")
@@ -119,7 +113,9 @@ def _find_masters(source: Any, dtype: torch.dtype = torch.float32) -> tuple[Zero
     optimizer._check_sound()
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating one, got {dtype}")
-    return optimizer, optimizer._saved.exported if source is optimizer else source._master
+    if source is optimizer:
+        return optimizer, lambda parameter: optimizer._saved.master(parameter, follows_writes=True)
+    return optimizer, source._master
 
 
 def own_values(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -136,7 +132,7 @@ def _check_not_held(name: str, parameter: torch.Tensor, apart_from: ZeroFP4Optim
 
 
 def check_one_rank_has_all(optimizer: ZeroFP4Optimizer, call: str) -> None:
-    """As of Agreement, for other rooms."""
+    """Raise ValueError if ranks train different parameters, which `call` cannot gather on one rank."""
     optimizer._agreement.check_one_rank_has_all(call)
 
 
@@ -152,7 +148,7 @@ def _values(
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Keys and values of a model's state dict, without extra state of modules, and which are parameters."""
+    """Keys and tensors of a model's state dict, without extra state of modules; True for a parameter."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for key, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
@@ -160,17 +156,17 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def parameter_values(parameter: torch.Tensor, master: Piece | None, dtype: torch.dtype) -> torch.Tensor:
-    """A new plain tensor: the whole master, which is collective, or what a parameter without one holds."""
+    """A new plain tensor: the whole master, which is collective, or the values of a parameter without one."""
     if master is not None:
         return master.full_tensor().to(dtype)
     return initial_values(parameter).view(parameter.shape).to(parameter.device, dtype, copy=True)
 
 
 def gather_masters(
-    optimizer: ZeroFP4Optimizer, parameters: Sequence[torch.Tensor]
+    optimizer: ZeroFP4Optimizer | AveragedMasters, parameters: Sequence[torch.Tensor]
 ) -> Iterator[torch.Tensor | None]:
-    """Collective: the whole FP32 master of each parameter, gathered as it is asked for; None where there is
-    none. Raises, before it returns, as master_state_dict().
+    """Collective: the whole FP32 master of each parameter, gathered when it is asked for, or None. Raises at
+    once, as master_state_dict().
     """
     masters = map(_find_masters(optimizer)[1], parameters)
     return (None if master is None else master.full_tensor() for master in masters)
@@ -184,13 +180,13 @@ def unconvert_model(
 ) -> list[str]:
     """Replace quantized weights, in place, by ordinary parameters of their dtype, shape and requires_grad.
 
-    optimizer: that of the weights, or AveragedMasters of it. It cannot be used afterwards: its step() raises.
+    optimizer: of the weights, or AveragedMasters of it. It cannot be used afterwards: its step() raises.
     values: "initial" gives a weight its master, or its average, which is collective; without a master the
-        value from before the conversion, if the weight still keeps it (get_high_precision_init_val()), else
-        that of its codes. "codes" gives what the 4-bit weights stand for, and is not collective.
+        value from before the conversion if the weight keeps it (get_high_precision_init_val()), else the
+        value of its codes. "codes" gives the value of the 4-bit codes, and is not collective.
 
-    A frozen weight keeps its value from before the conversion only until an optimizer trains other parameters
-    of its model, adapters for instance. They are trained beside the codes, so merge them into "codes".
+    A frozen weight keeps its value from before the conversion until an optimizer trains other parameters of
+    its model, such as adapters. These are trained beside the codes, so merge them into "codes".
 
     Returns the names of the parameters. Raises ValueError for other `values`, and RuntimeError, before
     anything is changed, for a weight that another ZeroFP4Optimizer trains.
@@ -200,26 +196,23 @@ def unconvert_model(
     find_master: FindMaster = {}.get
     if optimizer is not None:
         optimizer, find_master = _find_masters(optimizer)
-    found = [
-        (module, name, f"{prefix}.{name}" if prefix else name)
+    found = {
+        f"{prefix}.{name}".removeprefix("."): (module, name)
         for prefix, module in model.named_modules()
         for name, parameter in module._parameters.items()
         if isinstance(parameter, QuantizedTensor)
-    ]
-    for module, name, full_name in found:
+    }
+    for full_name, (module, name) in found.items():
         _check_not_held(full_name, module._parameters[name], apart_from=optimizer)
     made: dict[int, nn.Parameter] = {}
     with torch.no_grad():
-        for module, name, _ in found:
+        for module, name in found.values():
             old = module._parameters[name]
             if id(old) not in made:
-                if values == "codes":
-                    value = old.dequantize()
-                else:
-                    value = parameter_values(old, find_master(old), old.dtype)
-                new = nn.Parameter(value, old.requires_grad)
+                is_codes = values == "codes"
+                value = old.dequantize() if is_codes else parameter_values(old, find_master(old), old.dtype)
+                new = made[id(old)] = nn.Parameter(value, old.requires_grad)
                 vars(new).update({k: v for k, v in vars(old).items() if k not in ("record", "_is_param")})
                 new.grad = old.grad
-                made[id(old)] = new
             setattr(module, name, made[id(old)])
-    return [full_name for _, _, full_name in found]
+    return list(found)

@@ -5,7 +5,7 @@ import inspect
 import math
 import numbers
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +16,10 @@ NOT_ELEMENTWISE = {
     "LBFGS": "its update takes inner products over all parameters",
     "SparseAdam": "it needs sparse gradients, and gradients are reduced as dense ones",
 }
-"""Optimizers whose update of a slice differs from that of the whole parameter, and why."""
+"""Optimizers that update a slice in another way than the whole parameter, and why."""
 
 OF_MATRICES = ("Muon", "Adafactor")
-"""Those of them that may run on whole matrices."""
+"""The ones that may run on whole matrices."""
 
 
 def is_muon(optimizer_class: type) -> bool:
@@ -52,7 +52,7 @@ def inner_classes(
     whole_matrices, defaults: arguments of ZeroFP4Optimizer, for its own optimizer_class only.
 
     Raises TypeError for arguments of another type, ValueError for a class that cannot be sharded, and for a
-    group with a class of its own that lacks one of the defaults.
+    group that has its own class but lacks one of the defaults.
     """
     if not (whole_matrices is None or isinstance(whole_matrices, bool)):
         raise TypeError(f"whole_matrices must be None, True or False, got {whole_matrices!r}")
@@ -89,8 +89,8 @@ def try_options(
 ) -> list[torch.optim.Optimizer]:
     """Build an optimizer of one element for each group.
 
-    Raises the constructors' errors for wrong options, and ValueError for a NaN or Inf. torch checks defaults
-    only, so a group's options are tried as defaults.
+    Raises the constructors' errors for wrong options, and ValueError for a NaN or Inf. torch checks only
+    defaults, so a second optimizer has the group's options as defaults.
     """
     check_finite([inner.defaults | group for inner, group in zip(classes, param_groups, strict=True)])
     tried = []
@@ -104,8 +104,8 @@ def try_options(
 
 
 def matrix_work(inner: InnerClass, parameter: torch.Tensor, name: str, steps: Any) -> int | None:
-    """The cost of an update of whole matrices: Muon's operations in `steps` iterations, for other classes,
-    too. None if the class takes any slice.
+    """The cost of updating whole matrices, for any class: Muon's operations in `steps` iterations. None if
+    the class takes any slice.
 
     Raises ValueError, with this name, for a parameter that is neither a matrix nor a stack of them.
     """
@@ -136,7 +136,7 @@ class InnerOptimizers:
         param_groups: Sequence[dict],
         masters: Mapping[int, Sequence[torch.Tensor]],
     ):
-        self._classes = classes
+        self.classes = classes
         self.all: tuple[torch.optim.Optimizer, ...] = ()
         for inner in {one.number: one for one in classes}.values():  # numbered as they come
             groups = []
@@ -145,48 +145,43 @@ class InnerOptimizers:
                 groups.append(options(group) | {"params": own})
             self.all += (inner.optimizer_class(groups, **inner.defaults),)
         self._copies: list[dict] = []
-        """Of the parameter groups and the groups here, when their options were last the same."""
+        """Copies of the parameter groups and of the groups here, from the last sync_options()."""
         self._checked: list[dict] = []
         """The copies that check_options() last passed."""
         self.sync_options(param_groups)
 
     def _of(self, number: int, by_group: Sequence) -> list:
         """Select the entries of one optimizer from a list by parameter group."""
-        return [value for value, own in zip(by_group, self._classes, strict=True) if own.number == number]
+        return [value for value, own in zip(by_group, self.classes, strict=True) if own.number == number]
 
     @property
     def param_groups(self) -> list[dict]:
         """The groups of all optimizers, in the order of the parameter groups."""
         groups = [iter(optimizer.param_groups) for optimizer in self.all]
-        return [next(groups[one.number]) for one in self._classes]
-
-    def _check_choices(self, param_groups: Sequence[dict]) -> None:
-        for g, (group, inner_group) in enumerate(zip(param_groups, self.param_groups, strict=True)):
-            now, chosen = group.get("state"), inner_group.get("state")
-            if now != chosen:
-                raise ValueError(
-                    f"param_groups[{g}]['state'] was {chosen!r} when the optimizer was built and is {now!r} "
-                    "now: build a new optimizer, which can load_state_dict() this one's state_dict()"
-                )
+        return [next(groups[one.number]) for one in self.classes]
 
     def sync_options(self, param_groups: Sequence[dict]) -> None:
-        """Copy options both ways: to the optimizers those that a parameter group has changed since the last
-        copy, and all others from the optimizers, which may change their own.
+        """Copy options both ways: those that a parameter group has changed since the last copy to the
+        optimizers, all others from the optimizers, which may change their own.
 
         Raises ValueError for another choice of state than they were built with.
         """
         inner_groups = self.param_groups
         if are_unchanged([*param_groups, *inner_groups], self._copies):
             return
-        if self._copies:  # else only the optimizers' options count
-            self._check_choices(param_groups)
-        copies = self._copies or param_groups
-        for group, inner_group, before in zip(param_groups, inner_groups, copies, strict=False):
-            own = {key: value for key, value in options(group).items() if value is not before.get(key)}
-            inner_group.update(own)
+        copies = self._copies or param_groups  # after a load only the optimizers' options count
+        triples = zip(param_groups, inner_groups, copies, strict=False)
+        for g, (group, inner_group, before) in enumerate(triples):
+            now, chosen = group.get("state"), inner_group.get("state")
+            if self._copies and now != chosen:
+                raise ValueError(
+                    f"param_groups[{g}]['state'] was {chosen!r} when the optimizer was built and is {now!r} "
+                    "now: build a new optimizer, which can load_state_dict() this one's state_dict()"
+                )
+            inner_group |= {k: value for k, value in options(group).items() if value is not before.get(k)}
             for key in options(before).keys() - group.keys():
                 inner_group.pop(key, None)
-            group.update(options(inner_group))
+            group |= options(inner_group)
         self._copies = list(map(dict, [*param_groups, *inner_groups]))
 
     def check_options(self) -> None:
@@ -198,28 +193,33 @@ class InnerOptimizers:
     # A step
 
     def heed_found_inf(self) -> bool:
-        return all(map(_heeds_found_inf, self.all))
-
-    def read_clip_factor(self) -> bool:
-        """Whether all multiply gradients by their attribute `clip_factor`, and no hook sees them before."""
-        return all(hasattr(type(one), "clip_factor") and not has_hooks(one) for one in self.all)
+        """Whether a step changes and counts nothing if the attribute `found_inf`, float32 [] on the device,
+        is 1: in FusedAdamW, and in torch's classes with fused=True, on which GradScaler relies.
+        """
+        for one in self.all:
+            # torch's fused SGD that skips its first step leaves momentum buffers uninitialized.
+            are_fused = all(group.get("fused") and not group.get("momentum") for group in one.param_groups)
+            torch_does = are_fused and getattr(one, "_step_supports_amp_scaling", False)
+            if not (torch_does or hasattr(type(one), "found_inf")):
+                return False
+        return True
 
     def found_inf(self) -> torch.Tensor | None:
         """The sum of the flags that a user has set as `found_inf` of the optimizers; None without one."""
         given = [vars(one)["found_inf"] for one in self.all if vars(one).get("found_inf") is not None]
         return sum(flag.reshape(()) for flag in given) if given else None
 
-    def step(self, **scalars: torch.Tensor | None) -> None:
-        """Step each optimizer, with these attributes instead of a user's own; None removes one."""
+    def step(self, found_inf: torch.Tensor | None) -> None:
+        """Step each optimizer, with this attribute instead of a user's own."""
         for optimizer in self.all:
             own = vars(optimizer)
-            before = {name: own.pop(name) for name in scalars if name in own}
-            own.update((name, scalar) for name, scalar in scalars.items() if scalar is not None)
+            before = {"found_inf": own.pop("found_inf")} if "found_inf" in own else {}
+            if found_inf is not None:
+                own["found_inf"] = found_inf
             try:
                 optimizer.step()
             finally:
-                for name in scalars:
-                    own.pop(name, None)
+                own.pop("found_inf", None)
                 own.update(before)
 
     # State
@@ -245,40 +245,16 @@ class InnerOptimizers:
 
         Raises the optimizers' errors for options and state.
         """
-        try_options(self._classes, param_groups, device)
-        self._check_choices(param_groups)
+        try_options(self.classes, param_groups, device)
         self._copies = []
         for number, optimizer in enumerate(self.all):
-            masters = [master for group in optimizer.param_groups for master in group["params"]]
-            positions = {id(master): i for i, master in enumerate(masters)}
-            groups = zip(self._of(number, param_groups), optimizer.param_groups, strict=True)
-            optimizer.load_state_dict(
-                {
-                    "state": {i: states[key] for key, i in positions.items() if states.get(key)},
-                    "param_groups": [
-                        options(new) | {"params": [positions[id(master)] for master in own["params"]]}
-                        for new, own in groups
-                    ],
-                }
-            )
-
-
-def _heeds_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step does nothing and counts nothing while the attribute `found_inf`, float32 [] on the
-    device, is 1: FusedAdamW, and torch's classes with fused=True, on which GradScaler relies.
-
-    Not with momentum: torch's fused SGD that skips its first step leaves momentum buffers uninitialized.
-    """
-    if hasattr(type(optimizer), "found_inf"):
-        return True
-    supported = getattr(optimizer, "_step_supports_amp_scaling", False)
-    groups = optimizer.param_groups
-    return supported and all(group.get("fused") and not group.get("momentum") for group in groups)
-
-
-def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks of step() are registered on this very optimizer."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+            masters, groups = [], []
+            for new, own in zip(self._of(number, param_groups), optimizer.param_groups, strict=True):
+                numbers = range(len(masters), len(masters) + len(own["params"]))
+                groups.append(options(new) | {"params": list(numbers)})
+                masters += own["params"]
+            state = {i: states[id(m)] for i, m in enumerate(masters) if states.get(id(m))}
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 # Options
@@ -313,42 +289,35 @@ def check_finite(param_groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError for a NaN or Inf in MUST_BE_FINITE. The host does not wait for tensors on a GPU."""
     for g, group in enumerate(param_groups):
         for name in MUST_BE_FINITE:
-            if not all(map(_may_be_finite, _items(group.get(name)))):
-                raise ValueError(f"param_groups[{g}]['{name}'] must be finite, got {group[name]!r}")
-
-
-def _may_be_finite(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.device.type != "cpu" or bool(value.isfinite().all())
-    return not isinstance(value, numbers.Real) or math.isfinite(value)
+            for value in _items(group.get(name)):
+                is_here = value.is_cpu if torch.is_tensor(value) else isinstance(value, numbers.Real)
+                if is_here and not math.isfinite(value):
+                    raise ValueError(f"param_groups[{g}]['{name}'] must be finite, got {group[name]!r}")
 
 
 def _items(value: Any) -> Sequence[Any]:
     return value if isinstance(value, tuple | list) else (value,)
 
 
-def compared_options(param_groups: Sequence[dict]) -> list[tuple[str, Any]]:
+def compared_options(param_groups: Sequence[dict]) -> Iterator[tuple[str, Sequence[Any]]]:
     """Names and values of options that ranks must have in common: numbers, tensors, lists of these."""
-    found = [
-        (f"param_groups[{g}]['{name}']", value)
-        for g, group in enumerate(param_groups)
-        for name, value in options(group).items()
-        if all(isinstance(item, numbers.Real | torch.Tensor) for item in _items(value))
-    ]
-    return sorted(found, key=operator.itemgetter(0))
+    for g, group in enumerate(param_groups):
+        for name, value in sorted(options(group).items()):
+            if all(isinstance(item, numbers.Real | torch.Tensor) for item in _items(value)):
+                yield f"param_groups[{g}]['{name}']", _items(value)
 
 
 def show_options(param_groups: Sequence[dict]) -> str:
     """compared_options() as text. Waits for the device of a tensor."""
     shown = []
-    for name, value in compared_options(param_groups):
-        items = (f"tensor({i.tolist()})" if torch.is_tensor(i) else str(float(i)) for i in _items(value))
-        shown.append(f"{name} {' '.join(items)}")
+    for name, items in compared_options(param_groups):
+        texts = (f"tensor({i.tolist()})" if torch.is_tensor(i) else str(float(i)) for i in items)
+        shown.append(f"{name} {' '.join(texts)}")
     return ", ".join(shown)
 
 
 class OptionsHash:
-    """Hashes of compared_options(). They cost a step little where no option was replaced since the last one.
+    """Hashes of compared_options(). They cost a step little if no option was replaced since the last one.
 
     device: where the values of tensors are hashed.
     """
@@ -356,7 +325,7 @@ class OptionsHash:
     def __init__(self, device: torch.device):
         self._device = device
         self._copies: list[dict] = []
-        """The groups that the next two belong to."""
+        """The groups that `_on_host` and `_tensors` belong to."""
         self._on_host = 0
         self._tensors: list[torch.Tensor] = []
 
@@ -366,17 +335,16 @@ class OptionsHash:
         The second is a float64 [] on the device, for which the host does not wait; None without tensors.
         """
         if not are_unchanged(param_groups, self._copies):
-            items = [(name, i) for name, value in compared_options(param_groups) for i in _items(value)]
+            items = [(name, item) for name, own in compared_options(param_groups) for item in own]
             values = [(name, None if torch.is_tensor(i) else float(i)) for name, i in items]
             digest = hashlib.sha256(repr(values).encode()).digest()
             self._on_host = int.from_bytes(digest[: HASH_BITS // 8], "big")
             self._tensors = [item.detach() for _, item in items if torch.is_tensor(item)]
             self._copies = list(map(dict, param_groups))
-        return self._on_host, self._hash_tensors() if self._tensors else None
-
-    def _hash_tensors(self) -> torch.Tensor:
+        if not self._tensors:
+            return self._on_host, None
         moved = [t.to(self._device, torch.float64, non_blocking=True).reshape(-1) for t in self._tensors]
         words = (torch.cat(moved) + 0.0).view(torch.int64)  # -0.0 is 0.0
         factors = torch.full_like(words, _ODD).cumprod(0)  # modulo 2**64
         word = ((words ^ (words >> 32)) * factors).sum()  # the low bits of a number like 1.0 are zeros
-        return ((word ^ (word >> 32)) & ((1 << HASH_BITS) - 1)).double()
+        return self._on_host, ((word ^ (word >> 32)) & ((1 << HASH_BITS) - 1)).double()

@@ -1,4 +1,4 @@
-"""The state of AdamW: full or compact, and conversions between both."""
+"""The state of AdamW, full or compact, and conversions between the two."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,15 +21,17 @@ COMPACT = {
     "exp_avg_sq_codes": torch.uint8,
     "scales": torch.float32,
 }
-"""The entries of state, and their dtypes. Compact state has names of its own, so that nobody takes codes for
-moments. docs/numerics.md has the codes; scales are [..., groups of a row, 2].
+"""The entries of state and their dtypes. Compact state has its own names, so that codes are never taken for
+moments. docs/numerics.md defines the codes; scales are [..., groups of a row, 2].
 """
 
-CODES = ("exp_avg_codes", "exp_avg_sq_codes")
+KEPT = {False: FULL, True: COMPACT}
+"""The entries of state, by whether it is compact."""
+
 PLAIN = {torch.Tensor, nn.Parameter, type(None)}
 
 MOST = 2**22
-"""Elements that are converted at once."""
+"""Elements that are converted at once: the arithmetic takes many times their memory."""
 
 
 class Slice(NamedTuple):
@@ -51,7 +53,7 @@ class Slice(NamedTuple):
 
     @property
     def piece(self) -> MasterPiece:
-        """As of a plan that wants no amaxes."""
+        """The shard as the piece of a plan, without amaxes."""
         cols = self.shape[-1]
         return MasterPiece(None, self.shard, (self.shape.numel() // cols, cols), torch.float32, -1, -1)
 
@@ -68,16 +70,14 @@ def suits_compact(shape: torch.Size) -> bool:
 
 def check_rows(name: str, p: torch.Tensor) -> None:
     """Raises ValueError for a DTensor whose ranks would share groups of a row."""
-    parts = [
-        p.device_mesh.size(dim)
-        for dim, placement in enumerate(p.placements if isinstance(p, DTensor) else ())
-        if getattr(placement, "dim", None) == p.dim() - 1
-    ]
-    whole = STATE_GROUP * torch.Size(parts).numel()
-    if parts and p.shape[-1] % whole:
+    ranks = 1
+    for dim, placement in enumerate(p.placements if isinstance(p, DTensor) else ()):
+        if getattr(placement, "dim", None) == p.dim() - 1:
+            ranks *= p.device_mesh.size(dim)
+    if ranks > 1 and p.shape[-1] % (ranks * STATE_GROUP):
         raise ValueError(
-            f"{name} has rows of {p.shape[-1]} elements over {whole // STATE_GROUP} ranks, and "
-            f'state="compact" keeps groups of {STATE_GROUP} whole: the length must be a multiple of {whole}'
+            f'{name} has rows of {p.shape[-1]} elements over {ranks} ranks, and state="compact" keeps groups '
+            f"of {STATE_GROUP} whole: the length must be a multiple of {ranks * STATE_GROUP}"
         )
 
 
@@ -85,15 +85,21 @@ def scales_shape(shape: torch.Size) -> tuple[int, ...]:
     return (*shape[:-1], ceil_div(shape[-1], STATE_GROUP), 2)
 
 
+def entry_shape(name: str, p: torch.Tensor) -> tuple[int, ...]:
+    """The shape of an entry of the state of a parameter or a master."""
+    if name != "scales":
+        return () if name == "step" else p.shape
+    of = slice_of(p)
+    return scales_shape(p.shape) if of is None else (of.groups, 2)
+
+
 def first_state(p: torch.Tensor, compact: bool) -> dict[str, torch.Tensor]:
     """The state of a parameter that was never updated."""
-    step, of = torch.zeros((), dtype=torch.float32, device=p.device), slice_of(p)
-    if not compact:
-        return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    codes = {name: torch.zeros_like(p, dtype=COMPACT[name]) for name in CODES}
-    shape = scales_shape(_local(p).shape) if of is None else (of.groups, 2)
-    scales = torch.zeros(shape, dtype=torch.float32, device=p.device)
-    return {"step": step, **codes, "scales": _sharded_like(p, scales, scales_shape(p.shape))}
+    state = {}
+    for name, dtype in KEPT[compact].items():
+        zeros = torch.zeros(entry_shape(name, locals_of([p])[0]), dtype=dtype, device=p.device)
+        state[name] = _sharded_like(p, name, zeros)
+    return state
 
 
 def converted(p: torch.Tensor, entries: Mapping[str, Any], compact: bool) -> dict[str, Any]:
@@ -101,77 +107,63 @@ def converted(p: torch.Tensor, entries: Mapping[str, Any], compact: bool) -> dic
 
     Raises ValueError for other entries, and the errors of check_buffer().
     """
-    kept, other = (COMPACT, FULL) if compact else (FULL, COMPACT)
-    given = kept if entries.keys() >= kept.keys() else other
+    kept = KEPT[compact]
+    given = kept if entries.keys() >= kept.keys() else KEPT[not compact]
     if not entries.keys() >= given.keys():
         raise ValueError(
             f"the state of AdamW must have {', '.join(FULL)}, or {', '.join(COMPACT)}, got {list(entries)}"
         )
-    values = {name: _local(entries[name]) for name in given if name != "step"}
-    shape = _local(p).shape
-    for name, value in values.items():
-        wanted = scales_shape(shape) if name == "scales" else shape
-        check_buffer(f"{name} in the state of AdamW", value, wanted, given[name], value.device)
+    local, *values = locals_of([p, *(entries[name] for name in given if name != "step")])
+    for name, value in zip([*given][1:], values, strict=True):
+        what = f"{name} in the state of AdamW"
+        check_buffer(what, value, entry_shape(name, local), given[name], value.device)
     if given is kept:
         return dict(entries)
-    new = _encoded(**values) if compact else _decoded(**values)
-    shapes = {"scales": scales_shape(p.shape)}
-    made = {name: _sharded_like(p, value, shapes.get(name, p.shape)) for name, value in new.items()}
+    flat, cols = [value.detach().view(-1) for value in values], p.shape[-1]
+    new = encode(*flat, cols) if compact else decode(*flat, 0, cols)
     step = entries["step"]  # which the other optimizer goes on to count
-    return {"step": step.clone() if torch.is_tensor(step) else step, **made}
+    made = {"step": step.clone() if torch.is_tensor(step) else step}
+    return made | {name: _sharded_like(p, name, v.view(entry_shape(name, local))) for name, v in new.items()}
 
 
-def encode_shard(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, cols: int) -> dict[str, torch.Tensor]:
-    """The compact state, 1D, of a shard of whole groups. cols: the length of a row."""
+def encode(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, cols: int) -> dict[str, torch.Tensor]:
+    """The compact state of a shard of whole groups, all of it 1D. cols: the length of a row."""
     unit = state_unit(cols)
-    new = _encoded(exp_avg.view(-1, unit), exp_avg_sq.view(-1, unit))
-    return {name: value.view(-1) for name, value in new.items()}
+    new = _by_units(_encode, exp_avg.view(-1, unit), exp_avg_sq.view(-1, unit))
+    return {name: value.view(-1) for name, value in zip([*COMPACT][1:], new, strict=True)}
 
 
-def decode_shard(
-    exp_avg_codes: torch.Tensor, exp_avg_sq_codes: torch.Tensor, scales: torch.Tensor, start: int, cols: int
+def decode(
+    codes: torch.Tensor, root_codes: torch.Tensor, scales: torch.Tensor, start: int, cols: int
 ) -> dict[str, torch.Tensor]:
-    """The full state, 1D, of a shard from element `start` on, which may lie inside a group. scales: of all
-    groups with elements of the shard.
+    """The full state of a shard, 1D. start: its first element, which may lie inside a group. scales: of all
+    groups that the shard has elements of.
     """
-    unit, numel = state_unit(cols), exp_avg_codes.numel()
+    unit, numel = state_unit(cols), codes.numel()
     front = start % unit
-    around = front, -(front + numel) % unit
-    codes = [pad(c, around).view(-1, unit) for c in (exp_avg_codes, exp_avg_sq_codes)]
+    padded = [pad(c, (front, -(front + numel) % unit)).view(-1, unit) for c in (codes, root_codes)]
     of_unit, first = ceil_div(unit, STATE_GROUP), front // STATE_GROUP
     pairs = scales.view(-1, 2)
     pairs = pad(pairs, (0, 0, first, -(first + len(pairs)) % of_unit)).view(-1, of_unit, 2)
-    new = _decoded(*codes, pairs)
-    return {name: value.view(-1)[front : front + numel] for name, value in new.items()}
+    moments = [moment.view(-1)[front : front + numel] for moment in _by_units(_decode, *padded, pairs)]
+    return dict(zip([*FULL][1:], moments, strict=True))
 
 
-def _encoded(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> dict[str, torch.Tensor]:
-    return dict(zip((*CODES, "scales"), _by_rows(_encode, exp_avg, exp_avg_sq), strict=True))
-
-
-def _decoded(
-    exp_avg_codes: torch.Tensor, exp_avg_sq_codes: torch.Tensor, scales: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    moments = _by_rows(_decode, exp_avg_codes, exp_avg_sq_codes, scales)
-    return dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
-
-
-def _by_rows(convert: Callable[..., Sequence[torch.Tensor]], *given: torch.Tensor) -> list[torch.Tensor]:
-    """Convert a few rows at a time: the arithmetic takes many times their memory."""
-    *leading, cols = given[0].shape
-    inputs = [t.reshape(-1, *t.shape[len(leading) :]) for t in given]
-    count, at_once, made = len(inputs[0]), max(MOST // max(cols, 1), 1), []
+def _by_units(convert: Callable[..., Sequence[torch.Tensor]], *given: torch.Tensor) -> list[torch.Tensor]:
+    """Convert [units, ...], MOST elements at a time."""
+    (count, unit), made = given[0].shape, []
+    at_once = max(MOST // unit, 1)
     for first in range(0, max(count, 1), at_once):
-        values = convert(*(t[first : first + at_once] for t in inputs))
+        values = convert(*(t[first : first + at_once] for t in given))
         made = made or [v.new_empty((count, *v.shape[1:])) for v in values]
         for output, part in zip(made, values, strict=True):
             output[first : first + at_once] = part
-    return [output.view(*leading, *output.shape[1:]) for output in made]
+    return made
 
 
 def locals_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-    """Unwrap: a DTensor to its local tensor, an FSDP2 stand-in to its master. Plain tensors cost no Python
-    call.
+    """Unwrap DTensors to their local tensors, and FSDP2 stand-ins to their masters. Plain tensors cost no
+    Python call.
     """
     if not set(map(type, tensors)) <= PLAIN:
         for inside in ("_local_tensor", "zerofp4_master"):
@@ -179,18 +171,13 @@ def locals_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor |
     return tensors
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return locals_of([tensor])[0].detach()
-
-
-def _sharded_like(p: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The local tensor, as a DTensor of this shape if p is one."""
-    if not isinstance(p, DTensor):
+def _sharded_like(p: torch.Tensor, name: str, local: torch.Tensor) -> torch.Tensor:
+    """This rank's part of an entry of state, as a DTensor if p is one; but for the step count."""
+    if not isinstance(p, DTensor) or name == "step":
         return local
+    shape = torch.Size(entry_shape(name, p))
     stride = torch.empty(shape, dtype=local.dtype, device="meta").stride()
-    return DTensor.from_local(
-        local, p.device_mesh, p.placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride)
 
 
 # The codes of docs/numerics.md, as kernels make and read them; zerofp4.reference.compact specifies them
@@ -235,6 +222,6 @@ def _nearest(values: torch.Tensor, scale: torch.Tensor, largest: int) -> torch.T
     """The integers next to largest * x (7 - 3 |x|) / 4 of x = values / scale; 0 if a scale is not finite."""
     inverse = torch.where(scale > 0, 1 / scale, 0)
     x = torch.where(scale.isfinite(), values, 0) * inverse
-    # In double all of it is exact where it decides: of a small x the code is 0. A kernel has one fma.
+    # Double is exact wherever it decides, since a small x has the code 0. A kernel has one fma.
     slope = (1.75 * largest - 0.75 * largest * x.abs().double()).float()
     return (x.double() * slope.double()).round()

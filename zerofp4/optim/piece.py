@@ -1,5 +1,9 @@
-"""A tensor of which a rank holds a flat range, and which torch.distributed.checkpoint saves and loads so."""
+"""Tensors of which each rank holds a flat range, saved and loaded by torch.distributed.checkpoint.
 
+Each save has an id, which its tensors and options keep in files: a load refuses a mixture of two saves.
+"""
+
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -11,11 +15,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from zerofp4.distributed import GroupReference, Stage
 from zerofp4.engine import with_own_storage
-from zerofp4.optim.seal import Chunk, as_chunk, the_one
 from zerofp4.shard import Rectangle, Shard, cut, intersect, rectangles
 
 CHUNK = 2**24
-"""Bytes of a file's chunk, at most: torch reads each into a new buffer."""
+"""The most bytes of a file's chunk: torch reads each into a new buffer."""
 
 ONE_PART = (
     "torch.save writes one rank's part of the optimizer's state: call consolidate_state_dict() of the "
@@ -23,29 +26,19 @@ ONE_PART = (
 )
 
 
-class Home:
-    """The ranks that hold the pieces of a tensor, and the device on which they meet. Copies are the same."""
-
-    def __init__(self, group: GroupReference, device: torch.device):
-        self.group, self.device = group, device
-
-    def __deepcopy__(self, memo: dict) -> "Home":
-        return self
-
-
 class About(NamedTuple):
-    """What a piece is a piece of.
+    """The tensor and the optimizer that a piece belongs to.
 
-    home: the ranks that hold the other pieces; None for what torch.load has read.
+    ranks: the ranks that hold its pieces; None for a piece that torch.load has read.
+    device: where the ranks gather them.
     refusal: why no file can have it under its name: other ranks have other tensors of that name.
     unsound: why its values must not be saved: the optimizer is broken.
-    is_overwritten: whether somebody wrote to the weight, whose values make the master that is saved.
     """
 
-    home: Home | None = None
+    ranks: GroupReference | None = None
+    device: torch.device | None = None
     refusal: str | None = None
     unsound: str | None = None
-    is_overwritten: bool = False
 
     def check_sound(self) -> None:
         if self.unsound is not None:
@@ -53,26 +46,26 @@ class About(NamedTuple):
 
 
 class Piece(torch.Tensor):
-    """A tensor of the shape of a parameter, of which only elements [start, start + n) of the flat order are
-    here: `values`, 1D. Of a tensor without dimensions a rank has the element, as others may, or nothing.
+    """A tensor of the shape of a parameter, of which this rank has only elements [start, start + n) of the
+    flat order: `values`, 1D. A rank has the one element of a tensor without dimensions, or nothing.
 
-    torch.distributed.checkpoint writes it as the rectangles that the range covers, and reads these from
-    whatever chunks a checkpoint has. What it reads goes to new memory, the new `values`: the optimizer's stay
-    as they are until load_state_dict() has checked everything.
+    torch.distributed.checkpoint writes the rectangles that the range covers, and reads them from any chunks
+    of a checkpoint. It reads into new memory, the new `values`, so that the optimizer's stay as they are
+    until load_state_dict() has checked everything.
 
-    Copies, pickles and moves to another device are pieces too. copy_ into one loads it. Other operations see
-    the whole tensor where it is all here, else they raise RuntimeError.
+    Copies, pickles and moves to another device are pieces, too. copy_ loads a piece. Other operations take
+    the whole tensor if this rank has all of it, else they raise RuntimeError.
     """
 
     values: torch.Tensor
     start: int
     about: About
     saves: set[str]
-    """The ids of the saves that the values are of: several if a folder mixes them."""
+    """The ids of the saves that the values come from: several if a folder mixes them."""
     unread: int | None
-    """How many of the values a load has not read; None if there was no load."""
+    """How many values a load has not read; None if there was no load."""
     boxes: dict[tuple[int, ...], Rectangle]
-    """The rectangles that the last save or load has asked for, by their offsets."""
+    """The rectangles that the last save or load asked for, by their offsets."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -108,25 +101,24 @@ class Piece(torch.Tensor):
         return self.values.view(self.shape)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Piece":
-        """A piece of the same elements, with what the function makes of their values."""
+        """A piece of the same elements, whose values the function makes."""
         return Piece(function(self.values), self.shape, self.start, self.about, self.saves)
 
     # Collective
 
     def full_tensor(self) -> torch.Tensor:
-        """Collective: the whole tensor, on every rank, from the ranges that the ranks hold."""
+        """Collective: the whole tensor, on every rank."""
         return self.gather(0, self.numel()).view(self.shape)
 
     def gather(self, first: int, numel: int) -> torch.Tensor:
         """Collective: elements [first, first + numel) of the whole tensor, 1D."""
-        group, device = self.about.home.group(), self.about.home.device
-        found = torch.zeros(numel, dtype=self.dtype, device=device)
+        found, group = torch.zeros(numel, dtype=self.dtype, device=self.about.device), self.about.ranks()
         part = intersect(self.start, self.values.numel(), first, first + numel)
         if part.numel:
             at = self.start + part.start - first
-            found[at : at + part.numel] = self.values[part.start : part.end].to(device)
+            found[at : at + part.numel] = self.values[part.start : part.end].to(found.device)
         if numel and group is not None:
-            # Of the bytes: the others' are 0, and what several ranks have is the same. A sum makes -0 a 0.
+            # The maximum of bytes: where a rank has nothing they are 0. A sum would make -0 a 0.
             with Stage("gathering a tensor of the optimizer", group):
                 dist.all_reduce(found.view(torch.uint8), dist.ReduceOp.MAX, group=group)
         return found
@@ -138,7 +130,7 @@ class Piece(torch.Tensor):
         if self.about.refusal is not None:
             raise ValueError(self.about.refusal)
         boxes = [part for box in rectangles(self.shape, self.shard) for part in cut(box, most)]
-        if not self.numel():  # nobody owns an element, and it must be in the checkpoint
+        if not self.numel():  # no rank owns an element, but the checkpoint must have the tensor
             boxes = [Rectangle((0,) * self.dim(), tuple(self.shape), 0)]
         self.boxes = {box.offsets: box for box in boxes}
         return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes]
@@ -156,24 +148,24 @@ class Piece(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Only a load calls this. It asks for uncut rectangles: torch reads a chunk of a file once for each
+        """Only a load calls this. The rectangles are not cut: torch reads a chunk of a file once for each
         rectangle that has a part of it.
         """
         self._begin_load()
         return self._chunks(max(1, self.numel()))
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Chunk:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> "Chunk":
         box = self.boxes[tuple(index.offset)]
         first = box.start - self.start
         values = self.values.detach()[first : first + box.numel].view(box.sizes)
-        return as_chunk(with_own_storage(values), self)
+        return _as_chunk(with_own_storage(values), self)
 
     def _begin_load(self) -> None:
         self.values = torch.empty_like(self.values, memory_format=torch.contiguous_format)
         self.saves, self.unread = set(), self.values.numel()
 
     def note_read(self, save_id: str | None, numel: int) -> None:
-        """A chunk has been read. save_id: None for another optimizer's."""
+        """Count values that were read. save_id: None for another optimizer's."""
         self.saves |= {save_id} - {None}
         self.unread -= numel
 
@@ -214,15 +206,76 @@ class Piece(torch.Tensor):
 
 _aten = torch.ops.aten
 _COPIES = {_aten.alias.default, _aten.clone.default, _aten.detach.default, _aten._to_copy.default}
-"""Operators that do with the values what they do with a tensor."""
+"""Operators that are applied to the values."""
 
 
 def _whole(leaf: Any) -> Any:
     return leaf.whole() if isinstance(leaf, Piece) else leaf
 
 
+class Chunk(torch.Tensor):
+    """Elements of a Piece on their way to a file or back. A file has a plain tensor with an attribute."""
+
+    piece: Piece
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> "Chunk":
+        if self.numel():
+            whole = source if source._base is None else source._base  # torch reads a part of a file's chunk
+            self.piece.note_read(getattr(whole, "zerofp4_seal", (None, None))[-2], self.numel())
+        return torch.Tensor.copy_(self, source, non_blocking)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        rebuild, arguments = self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+        attributes = {"zerofp4_seal": (the_one(self.piece.saves), None)}  # where a checksum once was
+        return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, attributes)
+
+
+def _as_chunk(values: torch.Tensor, piece: Piece) -> Chunk:
+    chunk = values.as_subclass(Chunk)
+    chunk.piece = piece
+    return chunk
+
+
+for _name in ("clone", "cpu", "detach", "narrow", "to"):  # torch calls these before it writes or reads
+    _own = getattr(torch.Tensor, _name)
+    setattr(Chunk, _name, lambda self, *a, _own=_own, **k: _as_chunk(_own(self, *a, **k), self.piece))
+
+
+class SavedOptions(tuple):
+    """`param_groups` of a state dict, with the id of the save. A changed copy is an ordinary tuple."""
+
+    save_id: str | None
+
+    def __new__(cls, groups: Iterable[dict], save_id: str | None = None):
+        made = super().__new__(cls, groups)
+        made.save_id = save_id
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return _unseal, (tuple(self), self.save_id)
+
+
+def the_one(saves: set[str]) -> str | None:
+    """The only id of these, or None. Raises ValueError for several."""
+    if len(saves) > 1:
+        raise ValueError(
+            f"state_dict mixes saves: {', '.join(sorted(saves))}. A save into a folder that holds an older "
+            "one did not finish: load another checkpoint"
+        )
+    return next(iter(saves), None)
+
+
+# Files: these two names, and the last argument, where a checksum once was, are in them
+
+
 def _rebuild_piece(values: Any, shape: Any, start: Any, save_id: Any, _: Any = None) -> Piece:
     return Piece(values, shape, start, saves={save_id} - {None})
 
 
-torch.serialization.add_safe_globals([_rebuild_piece])
+def _unseal(groups: Any, save_id: Any, _: Any = None) -> SavedOptions:
+    return SavedOptions(groups, save_id)
+
+
+sys.modules["zerofp4.optim.seal"] = sys.modules[__name__]  # older files have _unseal under this name
+torch.serialization.add_safe_globals([_rebuild_piece, _unseal, (_unseal, "zerofp4.optim.seal._unseal")])

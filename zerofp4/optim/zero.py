@@ -41,9 +41,8 @@ from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.agreement import Agreement, Call, Clipped, OwnGradients, global_norm
 from zerofp4.optim.build import Checked, Communication, check_announcements, choose_way, find_slots
 from zerofp4.optim.inner import InnerOptimizers
-from zerofp4.optim.seal import agree_on_save
 from zerofp4.optim.sharded import ShardedParameters
-from zerofp4.optim.state_dict import SavedState, load_error, read_state_dict
+from zerofp4.optim.state_dict import SavedState, agree_on_save, read_state_dict
 
 
 class ZeroFP4Optimizer(torch.optim.Optimizer):
@@ -144,10 +143,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._agreement = Agreement(slots, self._shards, group, on_nonfinite, failed)
         me = weakref.ref(self)
         self._saved = SavedState(
-            param_groups=lambda: me().param_groups,  # checkpoints do not keep an optimizer alive
             shards=self._shards,
             inners=self.inners,
-            classes=checked.classes,
             announced=announced,
             rank=rank,
             token=token,
@@ -519,10 +516,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._run_program(error=error)
 
     def _step_inners(self, present: Sequence[bool]) -> None:
-        factor = self._clipped and self._clipped.factor
-        if factor is not None and not self.inners.read_clip_factor():
-            torch._foreach_mul_([bucket.gradients for bucket in self._shards.buckets], factor)
-            factor = None
+        if self._clipped is not None:
+            torch._foreach_mul_([b.gradients for b in self._shards.buckets], self._clipped.factor)
         masters, gradients = self._shards.optimized_pairs
         if not all(present):
             pairs = zip(self._shards.optimized, present, strict=True)
@@ -534,7 +529,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 master.grad = gradient
         self._agreement.decide(None, looks=False)  # a barrier may have failed since
         skip = self._agreement.decision.skip if self.inners.heed_found_inf() else None
-        self.inners.step(found_inf=skip, clip_factor=factor)
+        self.inners.step(skip)
         self.inners.sync_options(self.param_groups)
 
     def _run_program(
@@ -727,15 +722,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         obstacle = self._shards.obstacle or moved
         before, loaded, steps, saves = self.inners.present(), None, 0, set()
         try:
-            try:
+            with error:
                 self._shards.check_groups(self.param_groups)
                 self._shards.check_can_refresh()
+                self.inners.sync_options(self.param_groups)
                 for hook in self._optimizer_load_state_dict_pre_hooks.values():
                     state_dict = hook(self, state_dict) or state_dict
                 loaded, saves = read_state_dict(self._saved, state_dict, written, obstacle)
                 steps = int(state_dict.get("steps", 0))
-            except Exception as failure:  # whatever it is, every rank raises it
-                error = OwnError(load_error(failure))
             save_id, token = agree_on_save(saves, error, self.process_group(), "load_state_dict()")
             steps = steps if save_id is None else int(save_id.partition("-")[2])
         except BaseException:
@@ -794,7 +788,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise ValueError("masters_from has the master of none of the trainable parameters of params")
         for one in taken:
             i = saved.indices[id(one.parameter)]
-            if not saved.parameters[i].home.group.refers_to(one.sharding.group):
+            if not saved.parameters[i].ranks.refers_to(one.sharding.group):
                 raise ValueError(f"{one.name} is sharded over another process group than in masters_from")
             if i in written:
                 raise ValueError(

@@ -76,8 +76,8 @@ def whole_state(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> 
         whole = torch.zeros(entry.numel(), dtype=entry.dtype, device=optimizer.found_inf.device)
         whole[entry.start : entry.shard.end] = entry.values.to(whole.device)
         wholes.append(whole.view(torch.uint8))
-    for group in filter(None, dict.fromkeys(entry.about.home.group() for entry in entries)):
-        mine = [i for i, entry in enumerate(entries) if entry.about.home.group() is group]
+    for group in filter(None, dict.fromkeys(entry.about.ranks() for entry in entries)):
+        mine = [i for i, entry in enumerate(entries) if entry.about.ranks() is group]
         together = torch.cat([wholes[i] for i in mine])
         dist.all_reduce(together, dist.ReduceOp.MAX, group=group)  # bytes of the other ranks are 0
         for i, whole in zip(mine, together.split([wholes[i].numel() for i in mine]), strict=True):
