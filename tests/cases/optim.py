@@ -31,6 +31,14 @@ SPECIFICATIONS = [
     ((), torch.float32, False),
     ((3, 18, 34), torch.bfloat16, True),
 ]
+READ_THERE = [
+    ((48, 64), torch.bfloat16, True),
+    ((34, 48), torch.bfloat16, True),
+    ((3, 16, 32), torch.bfloat16, True),
+    ((5, 3), torch.bfloat16, False),
+    ((7,), torch.float32, False),
+]
+"""Of which every bucket is one whose gradients FusedAdamW reads where they are."""
 
 
 def keywords(*options: dict[str, Any], **more: Any) -> dict[str, Any]:

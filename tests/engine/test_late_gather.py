@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import pickle
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -106,10 +105,7 @@ SCALES = {
     "expanded": lambda w: w.expanded_scale(),
     "swizzled": lambda w: zerofp4.swizzle_scales([w]),
 }
-"""What reads elements where they travel with the codes: not from blocks of 16x16."""
-
 ASKS = {
-    **SCALES,
     "repr": repr,
     "nbytes": lambda w: w.nbytes,
     "device": lambda w: w.record.device,
@@ -119,22 +115,15 @@ ASKS = {
 }
 
 
-@pytest.mark.parametrize("name", [*SCALES, "buffers"])
-def test_whoever_reads_scales_that_travel_waits(name):
-    bucket = Bucket(block=(1, 16))
-    _, said = on_the_way(bucket)
-    (SCALES | READS)[name](bucket.parameters[0])
-    assert said == DONE
-
-
-@pytest.mark.parametrize("name", [*READS, *ASKS])
+@pytest.mark.parametrize("name", [*READS, *(f"{name} that travel" for name in SCALES), *SCALES, *ASKS])
 def test_whoever_reads_or_writes_elements_waits(name):
-    """And nobody else."""
-    bucket, call = Bucket(), READS.get(name) or ASKS[name]
+    """And nobody else. Scales of blocks of 1x16 travel with the codes."""
+    name, _, travels = name.partition(" that ")
+    bucket, call = Bucket(block=(1 if travels else 16, 16)), (READS | SCALES | ASKS)[name]
     call(bucket.parameters[0])  # what is kept from an earlier call must wait as well
     _, said = on_the_way(bucket)
     call(bucket.parameters[0])
-    assert said == (DONE if name in READS else [])
+    assert said == (DONE if name in READS or travels else [])
 
 
 def test_matrices_of_a_stack_wait_with_it():
@@ -144,30 +133,6 @@ def test_matrices_of_a_stack_wait_with_it():
         _, said = on_the_way(bucket)
         weight.dequantize()
         assert said == DONE
-
-
-def test_other_threads_wait_for_the_reader_that_completes():
-    bucket, said = Bucket(), []
-    begun, may_end = threading.Event(), threading.Event()
-
-    def wait():
-        said.append("gather")
-        begun.set()
-        assert may_end.wait(30)
-
-    def read_there():
-        read(bucket)
-        said.append("read")
-
-    LateGathers(CPU).add(bucket, SimpleNamespace(wait=wait), lambda: said.append("complete"))
-    threads = [threading.Thread(target=read_there) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert begun.wait(30) and said == ["gather"]
-    may_end.set()
-    for thread in threads:
-        thread.join()
-    assert said == ["gather", "complete", "read", "read", "read"]
 
 
 def test_a_gather_that_fails_is_raised_once():
@@ -211,13 +176,9 @@ def gpu(monkeypatch):
     return state
 
 
-def add(gpu, coming, bucket, call=lambda: None):
-    """What is done at the gather's end, and then by the stream that completes. call: before each of them."""
-
-    def queue(name):
-        call()
-        gpu.on[-1].done.add(name)
-
+def add(gpu, coming, bucket):
+    """What is done at the gather's end, and then by the stream that completes."""
+    queue = lambda name: gpu.on[-1].done.add(name)  # noqa: E731
     coming.add(bucket, SimpleNamespace(wait=lambda: queue("gathered")), lambda: queue("completed"))
 
 
@@ -256,34 +217,6 @@ def test_a_gpu_waits_in_the_stream_that_reads(gpu, arrived):
     assert arrived or other.done == ALL  # and so does every other one that reads
 
 
-def test_a_reader_that_comes_while_a_gather_is_queued_waits_later(gpu):
-    """Of another thread: an event that is not recorded yet says that nothing is left to wait for."""
-    bucket, other = Bucket(), Stream(5)
-
-    def read_there():
-        mine, gpu.on[:] = list(gpu.on), [other]
-        read(bucket)
-        gpu.on[:] = mine
-
-    add(gpu, LateGathers(GPU), bucket, read_there)
-    assert other.done == set()
-    read_there()
-    assert other.done == ALL
-
-
-def test_a_gpu_settles_on_the_stream_of_the_step(gpu):
-    buckets, coming = [Bucket(), Bucket()], LateGathers(GPU)
-    for bucket in buckets:
-        add(gpu, coming, bucket)
-    read(buckets[0])
-    gpu.on[0] = Stream(2)
-    coming.settle()
-    assert gpu.on[0].done == ALL
-    gpu.on[0] = Stream(3)
-    read(buckets[0])
-    assert gpu.on[0].done == set()  # whoever computes there waits for the step itself
-
-
 def test_a_capture_is_told_what_to_do(gpu):
     bucket, coming = Bucket(), LateGathers(GPU)
     add(gpu, coming, bucket)
@@ -295,12 +228,3 @@ def test_a_capture_is_told_what_to_do(gpu):
     gpu.capturing = True
     read(bucket)
     assert Event.arrived
-
-
-def test_what_cannot_be_completed_is_raised_at_once_and_waited_for(gpu):
-    bucket = Bucket()
-    gather = SimpleNamespace(wait=lambda: gpu.on[-1].done.add("gathered"))
-    with pytest.raises(ZeroDivisionError):
-        LateGathers(GPU).add(bucket, gather, lambda: 1 / 0)
-    read(bucket)
-    assert gpu.on[0].done == {"gathered"}

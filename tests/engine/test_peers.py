@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from types import SimpleNamespace
 
 import pytest
@@ -56,10 +55,6 @@ def parts_of(*names, cut=32):
     return {f"{name} {part}" for name in names for part in (f"0:{cut}", f"{cut}:64")}
 
 
-def start_copies(peers, name):
-    return peers.start_copies(peers._copies_of(name, 0, 32), peers._copies_of(name, 32, 64))
-
-
 @pytest.mark.parametrize("count", [0, 48])
 def test_nothing_is_written_before_all_ranks_are_there(queued, count):
     peers, before, current = queued
@@ -77,34 +72,25 @@ def test_nothing_is_written_before_all_ranks_are_there(queued, count):
     assert {first, second} <= before["barrier 1"]
 
 
-def test_an_update_waits_until_all_has_left_and_not_for_other_ranks(queued):
-    """Codes and gradients: other ranks hear of these once they have left."""
-    peers, _, current = queued
+def test_gradients_leave_behind_codes_and_what_was_sent_before(queued):
+    """In any order; those of a round are where the last one's were read. An update waits until all has left,
+    and not for other ranks, which hear of it then.
+    """
+    peers, before, current = queued
     peers.open()
     gather = peers.start_gather(FIRST)
     peers.wait_until_sent()
     assert parts_of(FIRST) <= current.done and "barrier 1" not in current.done
-    gather.wait(current)
-    assert "barrier 1" in current.done
-    start_copies(peers, "gradients")
-    peers.wait_until_sent()
-    assert parts_of("gradients") <= current.done
-
-
-def test_gradients_leave_behind_codes_and_what_was_sent_before(queued):
-    """In any order, those of a round are where the last one's were read."""
-    peers, before, current = queued
-    peers.open()
-    peers.start_gather(FIRST)
     for name in ("early", "late"):
         current.done.add(f"backward of {name}")
-        sent = start_copies(peers, name)
+        sent = peers.start_copies(peers._copies_of(name, 0, 32), peers._copies_of(name, 32, 64))
     for part in parts_of("early"):
         assert {*parts_of(FIRST), "barrier 1", "backward of early"} <= before[part]
         assert "backward of late" not in before[part]
     for part in parts_of("late"):
         assert {*parts_of("early"), "backward of late"} <= before[part]
-    assert not parts_of("early") & current.done
+    gather.wait(current)
+    assert "barrier 1" in current.done and not parts_of("early") & current.done
     sent.wait(current)
     assert parts_of("early", "late") <= current.done
 
@@ -131,10 +117,6 @@ LISTS = {
 POISON = 0xA5
 
 
-def keep_codes(weights, found):
-    found += [weight.rowwise_data.clone() for weight in weights]
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("what", LISTS)
 def test_codes_that_leave_are_there(device, monkeypatch, what, ranks):
@@ -158,7 +140,7 @@ def test_codes_that_leave_are_there(device, monkeypatch, what, ranks):
         starts = [s.start if s.numel else None for s in bucket.shards]
         plan, found = zerofp4.CastPlan(weights, masters, starts), []
         plan.start_step()
-        keep = functools.partial(keep_codes, weights, found)
+        keep = lambda found=found, some=weights: found.extend(w.rowwise_data.clone() for w in some)  # noqa: E731
         plan.finish_step((position, row, keep))
         plan.post()
         for i, (weight, half) in enumerate(zip(weights, found, strict=True)):

@@ -1,11 +1,16 @@
-"""The order of a Step, over exchanges that record it. Errors of one rank: distributed/engine/test_errors."""
+"""The order of a Step, over exchanges that record it, and what backward passes read. Errors of one rank:
+distributed/engine/test_errors.
+"""
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from zerofp4 import ops
 from zerofp4.distributed import CollectiveError, OwnError
-from zerofp4.engine import Arrived, Step
+from zerofp4.engine import Arrived, BackwardSchedule, Bucket, Step, Trained
+from zerofp4.tensors import Holder
 
 ERROR = RuntimeError("this rank's own")
 
@@ -29,7 +34,7 @@ class Log:
         return call
 
 
-def make_exchange(done, faults, b, halfway):
+def make_exchange(done, faults, b):
     """The mean of bucket 1 is made before its update, and bucket 2 is not NVFP4."""
     bucket = Log(done, faults, b)
     bucket.is_sharded_like, bucket.world_size, bucket.indices = lambda other: True, 2, [2 - b]
@@ -37,15 +42,15 @@ def make_exchange(done, faults, b, halfway):
     bucket.parameters, bucket.plan = [torch.zeros(2)], Log(done, faults, b) if b < 2 else None
     receive = lambda: None if b == 1 else Arrived([], None)  # noqa: E731
     exchange = Log(done, faults, b, receive=receive, gather=lambda: Log(done, faults, b))
-    exchange.bucket, exchange.halfway = bucket, halfway if b == 0 else None
+    exchange.bucket, exchange.halfway = bucket, None
     return exchange
 
 
-def run(late=False, halfway=None, **faults):
+def run(late=False, **faults):
     """A step: what was done, the parameters by bucket, and what was raised."""
     done, raised = [], None
     faults = {name.replace("_of_", " "): error for name, error in faults.items()}
-    exchanges = [make_exchange(done, faults, b, halfway) for b in range(3)]
+    exchanges = [make_exchange(done, faults, b) for b in range(3)]
 
     def add(bucket, gather, derive):
         done.append(f"late {bucket.number}")
@@ -87,15 +92,6 @@ def test_late_gathers_are_behind_everything_else():
     ]
 
 
-def test_where_a_cast_may_stop(monkeypatch):
-    seen = []
-    monkeypatch.setattr(Log, "finish_step", lambda self, halfway: seen.append(halfway), raising=False)
-    place = (3, 16, lambda: None)
-    run(halfway=place)
-    run(halfway=place, late=True)
-    assert seen == [place, None, None, None]
-
-
 def test_a_collective_that_fails_ends_it():
     """This rank's own error came first, and may be why the others have gone."""
     gone = CollectiveError("gathering weights failed")
@@ -103,3 +99,31 @@ def test_a_collective_that_fails_ends_it():
     assert raised is gone and "gather 2" not in done and parameters[2]._version == 1
     _, _, raised = run(update_of_0=ERROR, gather_of_1=gone)
     assert raised is ERROR and raised.__cause__ is gone
+
+
+def test_a_ranks_own_error_is_the_first_that_is_no_interrupt():
+    error = OwnError()
+    with error:
+        raise ValueError("first")
+    with error:
+        raise TypeError("second")
+    with pytest.raises(KeyboardInterrupt), error:
+        raise KeyboardInterrupt
+    with pytest.raises(ValueError, match="first"):
+        error.raise_if_any()
+    assert not error
+
+
+def test_how_often_a_backward_pass_reads_gradients(monkeypatch):
+    """Once to send each, and once to see whether it has changed since."""
+    parameters, reads, sent = [torch.zeros(8, requires_grad=True) for _ in range(30)], [], []
+    read = ops.gradients_of
+    monkeypatch.setattr(ops, "gradients_of", lambda some: reads.extend(some) or read(some))
+    exchanges = [
+        SimpleNamespace(bucket=Bucket([i], [p]), send=lambda _, i=i: sent.append(i), error=OwnError())
+        for i, p in enumerate(parameters)
+    ]
+    schedule = BackwardSchedule([Trained(p, "") for p in parameters], Holder(parameters), exchanges)
+    sum(p.sum() for p in parameters).backward()
+    schedule.close(OwnError(), reduces=True)
+    assert sent == list(range(30)) and len(reads) == 60

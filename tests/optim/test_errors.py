@@ -1,11 +1,15 @@
 """Bad input to ZeroFP4Optimizer, when it is built and when it steps, and to averages of its masters."""
 
+import copy
+import math
+
 import pytest
 import torch
 from cases.optim import (
     Net,
     assert_all_equal,
     assert_refused,
+    assert_weights_follow,
     built,
     keywords,
     make_gradients,
@@ -13,8 +17,10 @@ from cases.optim import (
     make_parameters,
     set_gradients,
     take_step,
+    through_a_file,
+    unchanged,
 )
-from helpers import freed, needs_gpu
+from helpers import assert_bytes_equal, freed, needs_gpu
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +29,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 import zerofp4
 from zerofp4 import quantize
 from zerofp4.integrations import fsdp2
-from zerofp4.optim import AveragedMasters, FusedAdamW, ZeroFP4Optimizer, zero
+from zerofp4.optim import AveragedMasters, FusedAdamW, ZeroFP4Optimizer
 
 
 def test_the_list_of_parameters_is_fixed(device):
@@ -41,6 +47,38 @@ def test_the_list_of_parameters_is_fixed(device):
         assert_refused(optimizer, "param_groups")
         undo()
     optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "name", "value"),
+    [
+        (FusedAdamW, "lr", math.inf),
+        (torch.optim.AdamW, "lr", math.nan),
+        (FusedAdamW, "lr", torch.tensor(math.inf)),
+        (torch.optim.AdamW, "betas", (0.9, math.nan)),
+        (torch.optim.SGD, "momentum", math.nan),
+        (torch.optim.Adagrad, "lr_decay", math.inf),
+    ],
+)
+def test_options_must_be_finite(device, optimizer_class, name, value):
+    """Given for a group, edited or loaded; masters and weights stay as they are. A load mends it."""
+    parameters = make_parameters(device)
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+    with pytest.raises(ValueError, match=r"inf|nan"):
+        ZeroFP4Optimizer([groups[0], groups[1] | {name: value}], optimizer_class, lr=0.1)
+    optimizer = ZeroFP4Optimizer(groups, optimizer_class, lr=0.1)
+    take_step(parameters, optimizer, 0)
+    good, bad = (copy.deepcopy(optimizer.state_dict()) for _ in range(2))
+    bad["param_groups"][1][name] = value
+    with unchanged(parameters, optimizer):
+        for call in (lambda: optimizer.load_state_dict(bad), optimizer.step, optimizer.step):
+            with pytest.raises(ValueError, match=rf"\[1\]\['{name}'\] must be finite, got .*(inf|nan)"):
+                call()
+            optimizer.param_groups[1][name] = value
+    assert repr(optimizer.state_dict()["param_groups"][1][name]) == repr(value)
+    optimizer.load_state_dict(good)
+    optimizer.step()
+    assert_weights_follow(parameters, optimizer.gathered_masters())
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, FusedAdamW])
@@ -75,18 +113,11 @@ def test_entries_that_a_group_may_lose(device):
     assert "initial_lr" not in optimizer.param_groups[0]
 
 
-def test_weights_that_were_written_to(device):
-    for i in (0, 1, 3):
-        parameters, optimizer = built(device)
-        with torch.no_grad():
-            parameters[i].zero_()
-        assert_refused(optimizer, rf"\['params'\]\[{i}\] was written to since the last step")
-
-
 BAD_GRADIENTS = {
     "sparse": (torch.Tensor.to_sparse, "of layout torch.sparse_coo: gradients must be dense"),
     "freed": (freed, "whose storage was freed"),
     "freed with an offset": (lambda g: freed(torch.stack((g, g))[1]), "whose storage was freed"),
+    "shorter": (torch.clone, r"of shape \(2, 2\)"),
 }
 
 
@@ -99,16 +130,10 @@ def test_gradients_that_cannot_be_read(device, i, kind):
     for step in range(2):
         set_gradients(parameters, make_gradients(parameters, step))
         parameters[i].grad = change(parameters[i].grad)
+        if kind == "shorter":  # through .data, which torch does not check
+            parameters[i].grad.data = parameters[i].grad.new_zeros(2, 2)
         assert_refused(optimizer, rf"\['params'\]\[{i}\] has a gradient {problem}")
         take_step(parameters, optimizer, step)
-
-
-def test_a_gradient_of_fewer_elements(device):
-    """Assigned through .data, which torch does not check."""
-    parameters, optimizer = built(device, seed=0)
-    optimizer.step()
-    parameters[0].grad.data = parameters[0].grad.new_zeros(2, 2)
-    assert_refused(optimizer, r"\['params'\]\[0\] has a gradient of shape \(2, 2\)")
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, FusedAdamW])
@@ -124,28 +149,17 @@ def test_a_gradient_with_another_sign_in_memory(device, optimizer_class):
     assert_all_equal(*masters, "master")
 
 
-def test_gradients_on_another_device(device, monkeypatch):
-    """torch keeps a gradient with its parameter, so that both have moved as a rule, which is said then."""
-    parameters, optimizer = built(device)
-    elsewhere = [torch.zeros(p.shape, dtype=p.dtype, device="meta") for p in parameters]
-    monkeypatch.setattr(zero.ops, "gradients_of", lambda _: elsewhere)
-    assert_refused(optimizer, rf"has a gradient on meta, and its master is on {device.type}")
-    parameters[1].data = parameters[1].data.clone()
-    assert_refused(optimizer, r"\['params'\]\[1\] has moved")
-
-
-@pytest.mark.parametrize("what", ["moved", "written to"])
-def test_parameters_that_changed_between_clipping_and_a_step(device, what):
-    """Is said first, where the gradients changed too."""
-    parameters, optimizer = built(device, seed=0)
-    optimizer.clip_grad_norm_(1.0)
-    with torch.no_grad():
-        if what == "moved":
-            parameters[3].data = parameters[3].data.clone()
-        else:
-            parameters[3].mul_(2)
-    set_gradients(parameters, make_gradients(parameters, 1))
-    assert_refused(optimizer, rf"\['params'\]\[3\] (has|was) {what}")
+BAD_COMMUNICATION = [
+    ("overlap", "forwards", "must be one of"),
+    ("transport", "nvlink", "must be one of"),
+    ("reduction", "sum", "must be one of"),
+    ("gradient_wire", torch.float64, "must be one of"),
+    *(("gradient_dtype", dtype, "must be one of") for dtype in (torch.float16, "float32", True)),
+    *(
+        ("bucket_mb", size, "must be a positive number of mega")
+        for size in (0, -1, math.nan, math.inf, True, "8")
+    ),
+]
 
 
 def bad_arguments(device):
@@ -173,6 +187,24 @@ def bad_arguments(device):
     yield TypeError, "momentum", [bias], {"momentum": 0.9}
     yield ValueError, "amax_groups was given", [bias], {"amax_groups": [[bias]]}
     yield ValueError, "amax_groups", [weight], {"amax_groups": [[weight, bias]]}
+    yield TypeError, "communication must be a Communication, got str", [bias], {"communication": "peer"}
+    for name, value, message in BAD_COMMUNICATION:
+        yield ValueError, f"{name} {message}", [bias], {name: value}
+    by_peers = {"reduction": "reduce_scatter", "transport": "peer"}
+    yield ValueError, "not supported with transport='peer'", [bias], by_peers
+    fused, compact = {"optimizer_class": FusedAdamW}, {"state": "compact"}
+    updates = fused | {"overlap": "update"}
+    yield ValueError, "needs FusedAdamW, .* not AdamW", [bias], {"overlap": "update"}
+    yield ValueError, "needs FusedAdamW, .* not whole matrices", [weight], updates | {"whole_matrices": True}
+    yield ValueError, "other weights are updated by then", [bias], updates | {"on_nonfinite": "raise"}
+    for params, options in (([bias], {"state": "small"}), ([{"params": [bias], "state": "small"}], {})):
+        yield ValueError, 'state must be "full" or "compact", got .small.', params, fused | options
+    yield ValueError, "is of FusedAdamW .* class is AdamW", [weight], compact
+    message = "is of FusedAdamW without whole_matrices"
+    yield ValueError, message, [weight], fused | compact | {"whole_matrices": True}
+    pair = [nn.Parameter(quantize(torch.zeros(16, cols, device=device))) for cols in (64, 32)]
+    message = "share an amax, so they must have the same"
+    yield ValueError, message, pair, fused | compact | {"amax_groups": [pair]}
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
@@ -180,6 +212,28 @@ def test_bad_arguments(device):
     for kind, message, params, options in bad_arguments(device):
         with pytest.raises(kind, match=message):
             ZeroFP4Optimizer(params, **keywords(options))
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_a_dtype_for_gradients_that_are_there(device):
+    parameters = make_parameters(device)
+    parameters[1].grad = torch.zeros_like(parameters[1])
+    with pytest.raises(ValueError, match=r"\[1\] has a gradient of torch\.bfloat16 by now"):
+        ZeroFP4Optimizer(parameters, **keywords(gradient_dtype=torch.float32))
+    assert all(p.grad_dtype == p.dtype for p in parameters)
+
+
+def test_a_torch_without_grad_dtype(device, monkeypatch):
+    """Compact masters that are updated with those of others need gradients in another dtype than theirs."""
+    monkeypatch.setattr("zerofp4.optim.build.HAS_GRAD_DTYPE", False)
+    p, q = (nn.Parameter(torch.zeros(4, 64, dtype=torch.bfloat16, device=device)) for _ in range(2))
+    groups = [{"params": [p], "state": "compact"}, {"params": [q], "optimizer_class": torch.optim.SGD}]
+    for params, options, what in (
+        ([p], {"gradient_dtype": torch.float32}, r"gradient_dtype=torch\.float32"),
+        (groups, {}, 'state="compact" beside SGD'),
+    ):
+        with pytest.raises(ValueError, match=f"{what} gives .* which torch .* does not make"):
+            ZeroFP4Optimizer(params, FusedAdamW, **keywords(options))
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -238,10 +292,22 @@ def test_the_averages_of_torch_do_not_quantize_in_silence(device, way, updates):
     plain.update_parameters(plain.module)
 
 
-def test_wrong_arguments_of_averages(device):
-    optimizer = ZeroFP4Optimizer(make_net(device).parameters())
+def test_averages(device):
+    """(distributed/optim/test_averages has those of several ranks.)"""
+    net = make_net(device)
+    optimizer = ZeroFP4Optimizer(net.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="optimizer must be a ZeroFP4Optimizer, got AdamW"):
         AveragedMasters(torch.optim.AdamW(Net().parameters()))
-    for decay in (-0.1, 1.5, float("nan")):
+    for decay in (-0.1, 1.5, math.nan):
         with pytest.raises(ValueError, match=f"decay must be from 0 to 1, got {decay}"):
             AveragedMasters(optimizer, decay)
+    averages, before = AveragedMasters(optimizer, 0.5), optimizer.gathered_masters()
+    take_step(list(net.parameters()), optimizer, 0)
+    averages.update()
+    loaded = AveragedMasters(optimizer)
+    loaded.load_state_dict(through_a_file(averages.state_dict()))
+    means = [(a + b) / 2 for a, b in zip(before, optimizer.gathered_masters(), strict=True)]
+    assert zerofp4.unconvert_model(net, loaded) == ["first.weight", "second.weight"]
+    for name in ("first.weight", "second.weight"):
+        i = list(dict(net.named_parameters())).index(name)
+        assert_bytes_equal(net.get_parameter(name).detach(), means[i].bfloat16(), name)

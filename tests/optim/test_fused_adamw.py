@@ -183,16 +183,6 @@ def test_added_groups_closures_and_hooks(device):
     assert calls == ["pre", "post"]
 
 
-def test_a_backward_pass_through_old_values_fails(device):
-    p = torch.randn(5, device=device, requires_grad=True)
-    optimizer = FusedAdamW([p])
-    loss = p.square().sum()
-    loss.backward(retain_graph=True)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 # torch.optim.AdamW
 
 

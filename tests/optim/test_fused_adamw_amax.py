@@ -1,17 +1,20 @@
 """FusedAdamW leaves in a plan's reduced vector what the plan itself would compute from the masters."""
 
-import copy
 import math
-from unittest import mock
 
 import pytest
 import torch
-from cases.cast import ROWS, TILES, check, check_kinds, make, make_kinds
+from cases.cast import ROWS, TILES, make, make_kinds
+from cases.optim import (
+    assert_weights_follow,
+    built,
+    take_step,
+)
 from distributed.optim.fused_cases import (
     OPTIONS,
+    Alone,
     Expected,
     set_gradient,
-    set_random_gradients,
     stages_of_plans,
 )
 from helpers import assert_bytes_equal
@@ -55,10 +58,6 @@ class Offered:
         own = zerofp4.CastPlan(self.weights, self.masters, self.starts, **self.options)
         own.step()
         assert_bytes_equal(self.plan.reduced, own.reduced, "reduced vector")
-
-    def cast(self) -> None:
-        self.plan.step()
-        check(self.weights, self.masters)
 
 
 @given(pieces=st.lists(shards(), min_size=1, max_size=4), grouped=st.booleans(), seed=st.integers(0, 99))
@@ -135,51 +134,6 @@ def test_amaxes_of_values_at_the_edges(device, dtype, value):
         case.step()
 
 
-def test_update_and_cast_as_often_as_one_likes(device):
-    """Also where one of the two is left out, and where masters were written in between."""
-    case = Offered(*make(device))
-    for step, updates in enumerate((1, 1, 1, 0, 2, 1)):
-        set_random_gradients(case.masters)
-        for _ in range(updates):
-            case.optimizer.step()
-        if step != 2:
-            case.cast()
-            case.plan.post()
-            check_kinds(case.weights, case.masters)
-    torch._foreach_mul_(case.masters, 3)
-    case.cast()
-
-
-@pytest.mark.parametrize("when", ["gradient", "update"])
-def test_after_a_step_that_raises_the_plan_takes_the_amaxes_itself(device, monkeypatch, when):
-    case = Offered(*make(device))
-    set_random_gradients(case.masters)
-    case.optimizer.step()
-    if when == "gradient":
-        set_gradient(case.masters[1], case.masters[1].half())
-    else:
-        error = mock.Mock(side_effect=RuntimeError("no gradient today"))
-        monkeypatch.setattr(case.optimizer._parts[0].stages[False], "update", error)
-        case.plan.step()
-    with pytest.raises((RuntimeError, TypeError), match="gradient"):
-        case.optimizer.step()
-    if when == "update":
-        torch._foreach_mul_(case.masters, -2)
-    case.cast()
-
-
-def test_an_offer_after_the_masters_moved(device):
-    case = Offered(*make(device))
-    set_random_gradients(case.masters)
-    case.optimizer.step()
-    for master in case.masters:
-        master.data = master.data.clone()
-    case.plan.refresh()
-    case.optimizer.offer_amaxes(case.plan)
-    case.step()
-    case.cast()
-
-
 def test_a_parameter_that_left_its_master(device):
     weights, masters, starts = make(device)
     parameters = [master.view(-1) for master in masters]
@@ -190,41 +144,16 @@ def test_a_parameter_that_left_its_master(device):
         case.optimizer.step()
 
 
-def experts_offered(device):
-    """The shard begins in the first of 3 experts."""
-    weights = [zerofp4.empty((3, 18, 34), device=device), zerofp4.empty((16, 32), device=device)]
-    masters = [torch.randn(3 * 18 * 34 - 7, device=device), torch.randn(512, device=device)]
-    return Offered(weights, masters, [7, 0])
-
-
-def test_steps_of_experts_are_those_of_their_parameter(device):
-    """Counted once for all of them, also where somebody sets the counter, loads a state, or steps in between
-    without the plan.
-    """
-    case = experts_offered(device)
-    expected, optimizer = Expected(case.optimizer), case.optimizer
-    for step in range(8):
-        if step == 3:
-            optimizer.state[case.masters[0]]["step"].fill_(77)
-            expected.steps[0] = 77
-        if step == 4:
-            saved, kept = copy.deepcopy((optimizer.state_dict(), (expected.steps, expected.moments)))
-        if step == 6:
-            optimizer.load_state_dict(saved)
-            expected.steps, expected.moments = kept
-        case.step(expected, lambda _, i, p, at=step: None if (at, i) == (2, 0) else torch.randn_like(p))
-
-
 def test_offers_that_are_refused(device):
     weights, (first, second), starts = make(device)
     plan = zerofp4.CastPlan(weights, [first, second], starts)
-    experts = experts_offered(device)
-    stack, plain = experts.masters
+    stack = torch.randn(3 * 18 * 34 - 7, device=device)  # begins in the first of 3 experts
+    of_experts = zerofp4.CastPlan([zerofp4.empty((3, 18, 34), device=device)], [stack], [7])
     for refused, parameters, which in (
         (plan, [first], 1),
         (plan, [first, second[:255]], 1),
-        (experts.plan, [stack[:605], plain], 1),
-        (experts.plan, [stack[:-1], plain], 0),
+        (of_experts, [stack[:605]], 1),
+        (of_experts, [stack[:-1]], 0),
     ):
         with pytest.raises(ValueError, match=f"piece {which} of the plan's masters is not one of the opt"):
             FusedAdamW(parameters).offer_amaxes(refused)
@@ -246,3 +175,29 @@ def test_a_word_on_the_device_says_whether_there_is_a_gradient(device):
         set_gradient(without, torch.full_like(without, math.nan))
         case.step()
     expected.check()
+
+
+# Of ZeroFP4Optimizer
+
+
+class Multiplied(FusedAdamW):
+    """Writes to its masters after it has left their amaxes."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for master in self.param_groups[0]["params"]:
+            master.mul_(3)
+        return loss
+
+
+@pytest.mark.parametrize(("optimizer_class", "passes"), [(FusedAdamW, 0), (Alone, 3), (Multiplied, 3)])
+def test_amaxes_are_taken_once(device, optimizer_class, passes):
+    """By the update, unless it keeps them to itself or masters were written after it."""
+    parameters, optimizer = built(device, optimizer_class, lr=0.1)
+    with stages_of_plans() as stages:
+        for step in range(3):
+            take_step(parameters, optimizer, step)
+            assert_weights_follow(parameters, optimizer.gathered_masters())
+    assert stages.count("begin_amax") == passes
+    assert optimizer.found_inf.item() == 0

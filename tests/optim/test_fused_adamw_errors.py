@@ -136,19 +136,19 @@ def test_gradients(device, make, error, message):
 
 
 def bad_states(good, state):
-    """(entry that does not fit, error, message)"""
-    yield {"step": good["step"].expand(2)}, ValueError, r"step must have shape \(\), got \(2,\)"
+    """(entry that does not fit, its value, error, message)"""
+    yield "step", good["step"].expand(2), ValueError, r"must have shape \(\), got \(2,\)"
     if state == "compact":
-        yield {"scales": good["scales"][:, :2]}, ValueError, r"scales must have shape \(8, 3, 2\), got"
-        yield {"exp_avg_codes": good["exp_avg_codes"].float()}, TypeError, "_codes must be a torch.int8"
+        yield "scales", good["scales"][:, :2], ValueError, r"must have shape \(8, 3, 2\), got"
+        yield "exp_avg_codes", good["exp_avg_codes"].float(), TypeError, "must be a torch.int8"
     else:
-        yield {"exp_avg": good["exp_avg"][1:]}, ValueError, r"exp_avg must have shape \(8, 130\), got"
-        yield {"exp_avg_sq": good["exp_avg_sq"].double()}, TypeError, "exp_avg_sq must be a torch.float32"
+        yield "exp_avg", good["exp_avg"][1:], ValueError, r"must have shape \(8, 130\), got"
+        yield "exp_avg_sq", good["exp_avg_sq"].double(), TypeError, "must be a torch.float32"
 
 
 @each_state
 def test_state_that_does_not_fit(device, state):
-    """A parameter before it gets no state, and another part keeps what it has."""
+    """A parameter before it gets no state, and another part keeps what it has; so does who loads it."""
     params = [torch.randn(8, 130, device=device) for _ in range(3)]
     optimizer = FusedAdamW(params, state=state)
     optimizer.offer_parts([(params[:2], None), (params[2:], None)])
@@ -156,10 +156,15 @@ def test_state_that_does_not_fit(device, state):
     optimizer.step()
     set_random_gradients(params[:1])
     good = {p: optimizer.state[p] for p in params[1:]}
-    for bad, error, message in bad_states(good[params[2]], state):
-        optimizer.state[params[2]] = good[params[2]] | bad
-        with refused(optimizer, error, message):
+    loaders = [FusedAdamW(params, state=loader) for loader in ("full", "compact")]
+    for name, bad, error, message in bad_states(good[params[2]], state):
+        optimizer.state[params[2]] = good[params[2]] | {name: bad}
+        with refused(optimizer, error, f"{name} {message}"):
             optimizer.step()
+        for loader in loaders if name not in ("step", "exp_avg_sq") else ():  # which a load converts
+            with pytest.raises(error, match=f"{name} in the state of AdamW {message}"):
+                loader.load_state_dict(optimizer.state_dict())
+            assert not loader.state
     optimizer.state.update(good)
     optimizer.step()
     assert [optimizer.state[p]["step"].item() for p in params] == [1, 2, 2]

@@ -4,6 +4,7 @@ whatever holds blocks of them up, the bytes are those of waiting after every sta
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -11,6 +12,16 @@ from unittest import mock
 import pytest
 import torch
 from cases.cast import make
+from cases.optim import (
+    READ_THERE,
+    SPECIFICATIONS,
+    assert_all_equal,
+    assert_weights_follow,
+    built,
+    make_gradients,
+    set_gradients,
+    turn_gradients,
+)
 from distributed.optim.fused_cases import OPTIONS, Expected, set_gradient
 from helpers import assert_bytes_equal, captured, collect_garbage, needs_gpu
 
@@ -229,3 +240,43 @@ def test_what_a_graph_uses_outlives_an_offer(device):
         optimizer.step()
         collect_garbage()
         assert stage() is not None
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("specifications", "clips", "turned"),
+    [(READ_THERE, True, True), (SPECIFICATIONS, False, True), (SPECIFICATIONS, False, False)],
+)
+def test_steps_in_a_cuda_graph(specifications, clips, turned):
+    """Clipped or not, of gradients of which some must be copied, with a NaN in some replays."""
+    device = torch.device("cuda")
+    options = {"lr": 0.01, "weight_decay": 0.1, "specifications": specifications, "capturable": True}
+    models, norms = [built(device, FusedAdamW, **options) for _ in range(2)], {}
+
+    def step_of(one):
+        norms[one] = one.clip_grad_norm_(0.5) if clips else None
+        one.step()
+
+    (parameters, optimizer), (others, other) = models
+    for ps, _ in models:
+        set_gradients(ps, make_gradients(ps, 0))
+        if turned:
+            turn_gradients(ps[1::2])
+    step_of(other)
+    graph = captured(lambda: step_of(optimizer))
+    for step in range(1, 5):
+        gradients = make_gradients(others, step)
+        if step == 2:
+            gradients[3][0, 0] = math.nan
+        for p, q, gradient in zip(parameters, others, gradients, strict=True):
+            p.grad.copy_(gradient)
+            q.grad = p.grad.clone()
+        step_of(other)
+        graph.replay()
+        if clips:
+            assert_bytes_equal(norms[optimizer], norms[other], f"step {step}: norm")
+        assert (optimizer.found_inf.item() != 0) == (step == 2)
+        assert optimizer.first_nonfinite() == ("param_groups[0]['params'][3]" if step == 2 else None)
+        assert_all_equal(optimizer.gathered_masters(), other.gathered_masters(), f"step {step}: master")
+        assert_weights_follow(parameters, optimizer.gathered_masters())
+    assert optimizer.skipped_steps == 1

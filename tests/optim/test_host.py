@@ -1,4 +1,9 @@
-"""What a step of ZeroFP4Optimizer costs the host, counted: calls for each weight, and values read back."""
+"""What a step of ZeroFP4Optimizer costs the host, counted: calls for each weight, and values read back; and
+the hash of options that a step of several ranks compares.
+"""
+
+import math
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofp4 import NVFP4Tensor
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim.inner import HASH_BITS, OptionsHash
 from zerofp4.testing import verify_model
 
 
@@ -23,24 +29,6 @@ def stepped(device, count, optimizer_class=torch.optim.SGD, **options):
             optimizer.step()
         set_gradients(parameters, make_gradients(parameters, step))
     return optimizer
-
-
-@pytest.mark.parametrize("strides", ["as before", "other"])
-def test_no_weight_is_asked_through_torch_function(device, monkeypatch, strides):
-    optimizer = stepped(device, 5)
-    if strides == "other":  # so that all gradients are checked again
-        first = optimizer.param_groups[0]["params"][0]
-        first.grad = first.grad.t().contiguous().t()
-    calls, original = [], NVFP4Tensor.__torch_function__
-
-    def counting(func, types, args=(), kwargs=None):
-        calls.append(func)
-        return original(func, types, args, kwargs)
-
-    monkeypatch.setattr(NVFP4Tensor, "__torch_function__", counting)
-    optimizer.clip_grad_norm_(1.0)
-    optimizer.step()
-    assert not calls
 
 
 def test_a_world_of_one_exchanges_no_objects_and_blames_no_rank(world_of_one, monkeypatch):
@@ -116,11 +104,39 @@ def test_steps_return_while_the_gpu_is_busy(optimizer_class, options):
 
 
 def test_operations_of_a_step_do_not_grow_with_the_model(device):
-    """But for those that torch's foreach functions take lists for."""
-    counts = []
+    """But for those that torch's foreach functions take lists for. No weight is asked through torch."""
+    counts, fail = [], mock.Mock(side_effect=AssertionError("__torch_function__ costs the host 5 us"))
     for count in (5, 50):
         optimizer = stepped(device, count, FusedAdamW)
-        with Operations() as operations:
+        with Operations() as operations, mock.patch.object(NVFP4Tensor, "__torch_function__", fail):
+            optimizer.clip_grad_norm_(1.0)
             optimizer.step()
         counts.append(len(operations.names))
     assert counts[0] == counts[1], operations.names
+
+
+def groups(*lrs, **options):
+    return [{"params": [], "lr": lr, "name": "text", "foreach": None, **options} for lr in lrs]
+
+
+def test_hashes_tell_values_and_places_apart(device):
+    """Equal values have equal hashes, of any dtype and on any device, so -0.0 is 0.0. A change is in the next
+    hash, also one of a tensor in place.
+    """
+    tensor = lambda value, **options: torch.tensor(value, device=device, **options)  # noqa: E731
+    of = lambda *lrs, **options: OptionsHash(device).of(groups(*lrs, **options))  # noqa: E731
+    assert of(0.5) == of(0.5, name="other") and of(1) == of(1.0) != of(2) and of(0.5, 1)[1] is None
+    values = [0.0, 1.0, -1.0, 2.0, 0.1, math.nextafter(0.1, 1), 5e-324, math.inf, math.nan, 1e300]
+    words = [of(tensor(value, dtype=torch.float64))[1].item() for value in values]
+    pairs = [of(tensor(a), tensor(b))[1].item() for a in values[:4] for b in values[:4]]
+    assert len(set(words)) == len(words) and len(set(pairs)) == len(pairs)
+    assert all(w == int(w) and 0 <= w < 2**HASH_BITS for w in words + pairs)
+    assert of(tensor(0.0)) == of(tensor(-0.0)) == of(tensor([[0.0]]))
+    assert of(tensor(0.5)) == of(torch.tensor(0.5, dtype=torch.bfloat16))
+    lr, hashes = tensor(0.25), OptionsHash(device)
+    made = groups(0.5, lr)
+    for change in (lambda: made[0].update(rho=0.5), lambda: lr.fill_(0.125), lambda: made.pop(0)):
+        before = hashes.of(made)
+        assert hashes.of(made) == before
+        change()
+        assert hashes.of(made) == OptionsHash(device).of(made) != before

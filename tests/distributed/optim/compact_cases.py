@@ -7,10 +7,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from cases.optim import assert_weights_follow, make_parameters, plain_masters
+from cases.optim import make_parameters
 from helpers import assert_bytes_equal, assert_values_equal
 
-from distributed.optim.fused_cases import COMPACT_STATE, STATE, is_compact
 from zerofp4 import ops, reference
 from zerofp4.format import STATE_GROUP
 from zerofp4.layout import ceil_div
@@ -127,71 +126,6 @@ SPECIFICATIONS = [
 """Masters of 24 bits and of 32, full state beside compact, rows that groups divide and that they do not."""
 
 HYPERS = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-
-
-class Whole:
-    """What ZeroFP4Optimizer(state="compact") is equal to: the reference over whole masters."""
-
-    def __init__(self, parameters):
-        self.parameters, self.masters, self.moments = parameters, [], []
-        for p, master in zip(parameters, plain_masters(parameters), strict=True):
-            master = master.cpu()
-            if self.is_split(p):
-                master = reference.round_master(master, torch.tensor(128))
-            self.masters.append(master)
-            moments = [torch.zeros_like(master) for _ in range(2)]
-            if is_compact(p):
-                moments = reference.no_moments(p.shape[:-1].numel(), p.shape[-1])
-            self.moments.append(moments)
-        self.steps = [0] * len(parameters)
-
-    @staticmethod
-    def is_split(p: torch.Tensor) -> bool:
-        return is_compact(p) and p.dtype == torch.bfloat16
-
-    def step(self, gradients: list[torch.Tensor | None], factor: float | None = None) -> None:
-        for i, (p, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
-            if gradient is None:
-                continue
-            self.steps[i] += 1
-            gradient = gradient.cpu().float()
-            gradient = gradient if factor is None else gradient * factor
-            master, moments = self.masters[i], self.moments[i]
-            if not is_compact(p):
-                self.masters[i], *self.moments[i] = reference.adamw_step(
-                    master, gradient, *moments, self.steps[i], **HYPERS
-                )
-                continue
-            rows = master.view(-1, p.shape[-1]), gradient.reshape(-1, p.shape[-1])
-            number = i if self.is_split(p) else None
-            master, self.moments[i] = reference.compact_adamw_step(
-                *rows, moments, self.steps[i], number=number, **HYPERS
-            )
-            self.masters[i] = master.view(p.shape)
-
-    def check(self, optimizer, what: str = "") -> None:
-        """Masters, weights and all that is saved. Collective."""
-        masters = optimizer.gathered_masters()
-        for i, (found, expected) in enumerate(zip(masters, self.masters, strict=True)):
-            assert_values_equal(found.cpu(), expected, f"{what} master {i}")
-        assert_weights_follow(self.parameters, masters)
-        self.check_state(optimizer, what)
-
-    def check_state(self, optimizer, what: str) -> None:
-        for i, p in enumerate(self.parameters):
-            state = {name: piece.full_tensor().cpu() for name, piece in optimizer.state[p].items()}
-            assert state.pop("step").item() == self.steps[i]
-            if self.is_split(p):
-                master = reference.join_master(state.pop("master_high"), state.pop("master_low"))
-            else:
-                master = state.pop("master")
-            assert_values_equal(master, self.masters[i], f"{what} saved master {i}")
-            names = COMPACT_STATE if is_compact(p) else STATE
-            assert state.keys() == set(names)
-            for name, moment in zip(names, self.moments[i], strict=True):
-                shape = (*p.shape[:-1], *moment.shape[1:]) if is_compact(p) else p.shape
-                assert state[name].shape == shape, name
-                assert_bytes_equal(state[name].view(moment.shape), moment, f"{what} {name} {i}")
 
 
 def make_sharded(device, seed=0):
