@@ -8,19 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from cases.optim import keywords, make_gradients
+from cases.optim import make_gradients
 
 from distributed.engine.overlap_cases import (
-    OPTIONS,
     assert_same,
     break_off,
     loss_of,
     make,
     nothing_changes,
-    step_of,
 )
 from distributed.optim.cases import raise_in_turn
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 from zerofp4.testing import verify_model
 
 FOUND = "found an error, and no rank takes this step"
@@ -172,20 +169,3 @@ def fail(world, net, optimizer, event, last):
             mine = "changed after it had begun" if changes else "no loss today"
             with pytest.raises(RuntimeError, match=mine if last else FOUND):
                 raise_in_turn(optimizer, lambda: optimizer.step(closure))
-
-
-def one_after_another(world, **options):
-    """Another optimizer takes over, and the hooks of the first have seen gradients since its last step."""
-    models = []
-    for net, first in make_models(world, **options):
-        step_of(world, [(net, first)], 0)
-        loss_of(net, world, 1).backward()  # travels
-        described = first.describe()
-        ways = {name: described[name] for name in ("transport", "overlap", "bucket_mb")}
-        ways |= {"process_group": first.process_group(), "masters_from": first}
-        second = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **keywords(OPTIONS, ways))
-        second.zero_grad()
-        for step in range(2, 4):
-            step_of(world, [(net, second)], step)
-        models.append((net, second))
-    assert_same(models, "the end")

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients, take_step
-from torch.distributed.device_mesh import init_device_mesh
 
 from distributed import cases
+from distributed.engine.test_forward import late_gathers
 from distributed.optim.cases import (
     built,
     check_weights,
@@ -69,22 +69,6 @@ FOUND = "rank 1 found an error, and no rank takes this step"
 ABSTAINED = "another rank could not take part in the cast"
 
 
-@on_ranks(2, 3)
-def test_memory_that_a_rank_lacks_ends_the_step_before_it_begins(world):
-    """Of moments, or of the slice that gradients are reduced to."""
-    for owner, name, clip in ((torch, "zeros_like", False), (Bucket, "_zeros", True)):
-        error = torch.OutOfMemoryError("no memory today")
-        parameters, optimizer = build(world)
-        masters, weights = optimizer.gathered_masters(), [b.clone() for b in model_bytes(parameters)]
-        with on_rank_1(world, owner, name, error, call=2):
-            call = (lambda o=optimizer: o.clip_grad_norm_(1.0)) if clip else optimizer.step
-            assert_told(world, raised_in_turn(optimizer, call), error, FOUND)
-        assert_all_equal(optimizer.gathered_masters(), masters, f"{name}: master")
-        assert_all_equal(model_bytes(parameters), weights, f"{name}: weight")
-        optimizer.step()
-        check_weights(parameters, optimizer)
-
-
 LACKS = {
     "weights and masters": (Bucket, "allocate", 2),
     "casts": (cast_plan, "ReducedVector", 1),
@@ -128,7 +112,7 @@ def assert_broken(world, optimizer, checkpoint, parameters, others_are_too):
     check_weights(parameters, optimizer)
 
 
-WHAT = ["update", "update at once", "amaxes", "gradients", "cast", "rounding", "transpose"]
+WHAT = ["update", "update at once", "amaxes", "amaxes, late", "gradients", "cast", "rounding", "transpose"]
 
 
 @on_ranks(2, 3)
@@ -138,26 +122,29 @@ def test_an_error_behind_the_agreement_holds_up_nobody(world, what):
     # Between GPUs that share memory gradients are taken before the agreement.
     ways = {"gradient_wire": torch.float16, "transport": "collective" if what == "gradients" else "auto"}
     cls, others = (torch.optim.SGD, {"weight_decay": 0.0}) if what == "update at once" else (FusedAdamW, {})
+    late = what == "amaxes, late"  # weights on their way, which all arrive
+    if late:
+        ways = {"transport": "collective", "overlap": "forward"}
     parameters, optimizer = build(world, cls, **ways, **others)
     checkpoint = copy.deepcopy(optimizer.state_dict())
     buckets, inner = optimizer._shards.buckets, optimizer.inner
-    plan, last = buckets[1].plan, buckets[-1]
     packed = [b for b in buckets if b.plan is not None]
+    plan, last = packed[1].plan, buckets[-1]
     stays = [p for b in (packed if what == "update at once" else packed[1:2]) for p in b.parameters]
     before = [b.clone() for b in model_bytes(stays)]
     owner, name, call = {
         "update": (inner._parts[1] if cls is FusedAdamW else None, "run", 1),
         "update at once": (inner, "step", 1),
-        "amaxes": (plan, "start_step", 1),
         "gradients": (GradientMemory, "take", 2),
         "cast": (plan, "finish_step", 1),
         "rounding": (last, "cast", 1),
         "transpose": (plan, "complete", 1),
-    }[what]
+    }.get(what, (None, None, None))
     error = ValueError(f"no {what} today")
-    if what == "amaxes":
+    if owner is None:
         refuse_one_step(plan, error) if world.rank == 1 else None
-        raised = raised_by(optimizer.step)
+        with late_gathers() if late else contextlib.nullcontext():
+            raised = raised_by(optimizer.step)
     else:
         with on_rank_1(world, owner, name, error, call):
             raised = raised_by(optimizer.step)
@@ -168,29 +155,6 @@ def test_an_error_behind_the_agreement_holds_up_nobody(world, what):
     if not alone and what != "cast":
         assert_all_equal(model_bytes(stays), before, f"{what}: buffer")
     assert_broken(world, optimizer, checkpoint, parameters, told)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_norm_without_the_gradients_of_a_rank_is_used_by_nobody(world, replicas):
-    """Nor does a replica wait for a rank whose gradients cannot be taken."""
-    parameters = parameters_of(world)
-    group = None if replicas == 1 else init_device_mesh(world.device.type, (2, 1))
-    # Of ranks that share memory the others would wait for the group's timeout.
-    options = {"gradient_wire": torch.float16, "transport": "collective", "bucket_mb": SMALL}
-    groups = [{"params": parameters, "process_group": group}]
-    optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **keywords(OPTIONS, options))
-    assert {bucket["replicas"] for bucket in optimizer.describe()["buckets"]} == {replicas}
-    set_gradients(parameters, make_gradients(parameters, world.rank))
-    checkpoint, masters = copy.deepcopy(optimizer.state_dict()), optimizer.gathered_masters()
-    error = ValueError("cannot be taken")
-    with on_rank_1(world, GradientMemory, "take", error, call=2):
-        raised = raised_by(lambda: optimizer.clip_grad_norm_(1.0))
-    assert raised is (error if world.rank == 1 else None)
-    assert_told(world, raised_in_turn(optimizer, optimizer.step), error, FOUND)
-    assert_all_equal(optimizer.gathered_masters(), masters, "master")
-    optimizer.zero_grad()
-    assert_broken(world, optimizer, checkpoint, parameters, False)
 
 
 @on_ranks(2)

@@ -5,7 +5,6 @@ those that come in time.)
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from unittest import mock
 
@@ -23,11 +22,10 @@ from distributed.engine.overlap_cases import (
     Net,
     assert_same,
     loss_of,
-    make,
     make_pair,
     step_of,
 )
-from distributed.optim.cases import check_weights, model_bytes, refuse_one_step
+from distributed.optim.cases import model_bytes
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
 from zerofp4.distributed import all_gather_slices
@@ -129,28 +127,6 @@ def test_the_same_where_they_arrive_late(world, name, overlap):
     assert_same(models, "8 steps")
 
 
-@on_ranks(2, 3)
-def test_groups_of_some_ranks(world):
-    """Of two ranks and of one, which has nothing to gather: each group's weights are left behind its own."""
-    own = [dist.new_group(ranks) for ranks in ([0, 1], [2])[: world.world_size - 1]][world.rank // 2]
-
-    def is_everybodys(name):
-        return not name.startswith(("layers.1", "layers.2"))
-
-    models = []
-    for overlap in (None, "forward"):
-        net, _ = make(world)
-        parts: tuple[list, list] = [], []
-        for name, p in net.named_parameters():
-            parts[is_everybodys(name)].append((name, p))
-        groups = [{"params": parts[True]}, {"params": parts[False], "process_group": own}]
-        options = keywords({"lr": 0.02, "overlap": overlap, "bucket_mb": TINY})
-        models.append((net, ZeroFP4Optimizer(groups, FusedAdamW, **options)))
-    for step in range(4):
-        step_of(world, models, step)
-    assert_all_equal(*weights_of(models), "weights")
-
-
 @on_ranks(2)
 def test_each_read_waits(world):
     for read in READS:
@@ -182,45 +158,6 @@ def test_other_parameters_are_complete_when_a_step_returns(world):
         optimizer.describe(), optimizer.state_dict(), repr(optimizer), repr(models[1][0])
         assert world.device.type != "cpu" or not begun
     assert_same(models, "a step")
-
-
-@on_ranks(2)
-def test_a_backward_pass_through_the_old_values_fails_at_once(world):
-    """Before anything has arrived."""
-    net, optimizer = make(world, overlap="forward", bucket_mb=SMALL)
-    loss, old = loss_of(net, world, 0), loss_of(net, world, 1)
-    loss.backward()
-    with late_gathers() as begun:
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            old.backward()
-        assert world.device.type != "cpu" or not begun
-        optimizer.check()
-
-
-@on_ranks(2, 3)
-def test_a_rank_that_cannot_publish_one_bucket_holds_up_nobody(world):
-    """Weights from that bucket on keep their bytes on every rank; all gathers arrive, and a load goes on."""
-    net, optimizer = make(world, overlap="forward", bucket_mb=TINY)
-    checkpoint, shards = copy.deepcopy(optimizer.state_dict()), optimizer._shards
-    bucket = next(bucket for bucket in shards.buckets if bucket.is_packed)
-    plan, members = bucket.plan, bucket.parameters
-    if world.rank == 1:
-        refuse_one_step(plan)
-    before = [buffer.clone() for buffer in model_bytes(members)]
-    with late_gathers():
-        loss_of(net, world, 0).backward()
-        late = world.device.type == "cuda" and world.rank != 1  # hosts of GPUs hear of it then
-        if late:
-            optimizer.step()
-        message = "storage has moved" if world.rank == 1 else "another rank could not take part"
-        with pytest.raises(RuntimeError, match=message):
-            optimizer.check() if late else optimizer.step()
-        assert_all_equal(model_bytes(members), before, "of that bucket")
-        optimizer.zero_grad()
-        optimizer.load_state_dict(checkpoint)
-        step_of(world, [(net, optimizer)], 1)
-    check_weights(list(net.parameters()), optimizer)
 
 
 @on_ranks(2)

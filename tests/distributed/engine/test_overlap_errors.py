@@ -1,6 +1,5 @@
 """What goes wrong while gradients travel: all ranks hear of it, and the step after it is right."""
 
-import datetime
 from contextlib import nullcontext
 from unittest import mock
 
@@ -22,7 +21,6 @@ from distributed.engine.overlap_cases import (
 from distributed.engine.overlap_checks import FOUND
 from distributed.optim.cases import raise_in_turn
 from distributed.run import on_ranks
-from zerofp4.distributed import CollectiveError
 from zerofp4.engine import GradientMemory
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
@@ -48,9 +46,11 @@ def test_an_optimizer_sends_nothing_once_another_has_its_parameters(world):
     for m, options in enumerate([{}, {"overlap": "backward", "process_group": dist.new_group()}]):
         net, earlier = models[m]
         first.append(earlier)
+        loss_of(net, world, 7).backward()  # travels, and nobody waits for it
         warns = pytest.warns(UserWarning, match="begin with 4-bit values")
         with warns if world.rank == 0 else nullcontext():
             second = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **keywords(OPTIONS, options))
+        second.zero_grad()
         models[m] = net, second
     good_step(world, models, 0, "second")
     with pytest.raises(RuntimeError, match="another ZeroFP4Optimizer was built over these"):
@@ -111,19 +111,6 @@ def test_a_weight_that_two_reentrant_segments_use(world):
     for step in range(2):
         step_of(world, models, step, reentrant=True, shared=False)
         assert_same(models, f"step {step}")
-
-
-@on_ranks(2, time_limit=60)
-def test_a_rank_that_never_comes_ends_in_the_groups_timeout(world):
-    """The others wait for it in step(), no longer than that."""
-    if world.device.type == "cuda":
-        pytest.skip("NCCL ends the process then")
-    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
-    net, optimizer = make(world, overlap="backward", bucket_mb=SMALL, process_group=group)
-    if world.rank == 0:
-        loss_of(net, world, 0).backward()
-        with pytest.raises(CollectiveError):
-            optimizer.step()
 
 
 @on_ranks(2)

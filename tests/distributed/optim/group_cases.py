@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -69,6 +70,7 @@ class Mixture:
         self.parameters = [*self.dense, *self.experts]
         self.groups: list[Sequence[int]] = [range(world.world_size)] * len(self.dense)
         self.groups += [members(world, self.kind)] * len(self.experts)
+        self.bad, self.place = self.experts[1], f"param_groups[1]['params'][1] (of ranks {members(world, 1)})"
 
     def param_groups(self, group: dist.ProcessGroup | None = None) -> list[dict]:
         group = expert_group(self.world) if group is None else group
@@ -116,6 +118,7 @@ class Parts:
         self.slices = [nn.Parameter(quantize(self.cut(p.detach()), columnwise=True)) for p in self.whole]
         self.replicated = make_parameters(world.device, 1, REPLICATED)
         self.parameters = [*self.slices, *self.replicated]
+        self.bad, self.place = self.parameters[2], "param_groups[0]['params'][2]"
 
     def cut(self, matrix: torch.Tensor) -> torch.Tensor:
         return matrix.chunk(self.count)[self.part].contiguous()
@@ -160,6 +163,7 @@ class Mesh:
 
     def __init__(self, world, shape, seed: int = 0):
         self.world, self.shape, self.parameters = world, shape, parameters_of(world, seed)
+        self.bad, self.place = self.parameters[2], "param_groups[0]['params'][2]"
 
     def param_groups(self) -> list[dict]:
         return [{"params": self.parameters, "process_group": mesh_of(self.world, self.shape)}]
@@ -184,26 +188,42 @@ class Mesh:
 
 
 def check_steps(model, build: Callable[..., ZeroFP4Optimizer], name: str, clip: bool, **options) -> None:
-    """Steps give the bytes of whole masters, updated on one machine with the means of the gradients; the norm
-    has the bits of theirs. build: an optimizer, of the class of that name and options.
+    """Steps give the bytes of whole masters, updated on one machine with the means of the gradients; norms
+    count each element once, and that of squares has the bits of theirs. A NaN in model.bad on rank 1 skips
+    the last step of all ranks, with a name that begins with model.place. build: an optimizer, of the class of
+    that name and options.
     """
     plain = Plain(model.parameters, CLASSES[name], **OPTIONS)
     optimizer = build(CLASSES[name], **OPTIONS, **options)
     check(optimizer, plain, "built")
-    for step in range(3):
+    for step in range(4):
         model.set_gradients(step)
+        if step == 3 and model.world.rank == 1:
+            model.bad.grad.view(-1)[-1] = math.nan
         means = model.means(step)
-        if clip:
-            words = sum(reference.square_sums(mean.flatten().cpu()) for mean in model.all_means(step))
+        if clip and step == 3:
+            assert optimizer.clip_grad_norm_(0.7).isnan()
+        elif clip:
+            whole = [mean.flatten() for mean in model.all_means(step)]
+            words = sum(reference.square_sums(mean.cpu()) for mean in whole)
             expected = ops.norm_of_squares(words.to(model.world.device))
-            for max_norm in (1e9, 0.7):  # the second looks at what the first has reduced
+            for norm_type in (1.0, 3.0, math.inf):
+                other = torch.linalg.vector_norm(torch.cat(whole).double(), norm_type)
+                total = optimizer.clip_grad_norm_(math.inf, norm_type)
+                # Sums in FP32 of a few hundred elements, in another order than here.
+                torch.testing.assert_close(total.double(), other, rtol=1e-6, atol=0)
+            for max_norm in (1e9, 0.7):  # later ones look at what the first has reduced
                 total = optimizer.clip_grad_norm_(max_norm)
                 assert_bytes_equal(total, expected, f"step {step}: norm")
             means = [mean * (0.7 / (total + 1e-6)).clamp(max=1.0) for mean in means]
-        plain.step(means)
+        if step < 3:
+            plain.step(means)
         optimizer.step()
         check(optimizer, plain, f"step {step}:")
         model.check_same()
+        found = optimizer.first_nonfinite()
+        assert found.startswith(model.place) if step == 3 else found is None
+        assert (optimizer.skipped_steps, optimizer.found_inf.item()) == (step == 3, step == 3)
     assert optimizer.describe()["in_buckets"] == (name == "FusedAdamW")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from cases.optim import keywords, make_parameters, plain_masters
-from helpers import assert_bytes_equal, assert_values_equal
+from helpers import assert_all_equal, assert_bytes_equal, assert_values_equal
 
 from distributed.optim.cases import whole_state
 from zerofp4 import NVFP4Tensor, reference
@@ -77,8 +77,12 @@ class Pair:
         return sum((p.float() * gradient).sum() for p, gradient in pairs if gradient is not None)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> None:
+        """Gradients stay as they are: the step multiplies what it averages."""
+        given = [p.grad for p in self.parameters if p.grad is not None]
+        before = [gradient.clone() for gradient in given]
         self.clips.append((max_norm, norm_type))
         self.norms.append(self.optimizer.clip_grad_norm_(max_norm, norm_type))
+        assert_all_equal(given, before, "clipped gradient")
 
     def step(self) -> bool:
         """The reference's step after the optimizer's. Returns whether it was skipped."""

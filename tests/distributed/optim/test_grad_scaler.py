@@ -54,39 +54,6 @@ def test_the_scale_of_other_ranks_stays_after_an_inf_of_one(world):
 
 
 @on_ranks(1, 2)
-def test_an_inf_that_the_scaler_alone_has_seen_counts(world):
-    model, optimizer = build(world)
-    before = optimizer.gathered_masters()
-    scaler = scaler_of(world)
-    scaler.scale(loss_of(world, model, 1)).backward()
-    scaler.unscale_(optimizer)
-    for parameter in model.parameters():
-        parameter.grad.zero_()
-    scaler.step(optimizer)
-    assert_all_equal(optimizer.gathered_masters(), before, "master")
-    assert (optimizer.found_inf.item(), optimizer.skipped_steps) == (1, 1)
-    optimizer.step()  # the scaler has taken its flag back
-    assert optimizer.found_inf.item() == 0
-
-
-@on_ranks(1, 2)
-def test_an_inf_of_a_step_that_raised_is_forgotten_with_its_gradients(world):
-    """GradScaler leaves its flag on the optimizer whose step() raises, and clipping comes before the next."""
-    model, optimizer = build(world, on_nonfinite="raise")
-    scaler = scaler_of(world)
-    scaler.scale(loss_of(world, model, 1)).backward()
-    with pytest.raises(FloatingPointError):
-        scaler.step(optimizer)
-    optimizer.zero_grad()
-    scaler = scaler_of(world)
-    scaler.scale(loss_of(world, model, 0)).backward()
-    scaler.unscale_(optimizer)
-    optimizer.clip_grad_norm_(0.1)
-    scaler.step(optimizer)
-    assert optimizer.found_inf.item() == 0
-
-
-@on_ranks(1, 2)
 @pytest.mark.parametrize(
     ("options", "clip", "message"),
     [

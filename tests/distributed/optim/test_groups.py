@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,15 +14,13 @@ from cases.optim import (
     keywords,
     make_parameters,
     set_gradients,
-    take_step,
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed.cases import raised_everywhere, shared_folder
-from distributed.optim.cases import WAYS, all_bytes, model_bytes, parameters_of
-from distributed.optim.compact_cases import make_sharded
+from distributed.optim.cases import WAYS, model_bytes, parameters_of
 from distributed.optim.group_cases import (
     CLASSES,
     OPTIONS,
@@ -42,7 +38,7 @@ from distributed.optim.group_cases import (
     named,
 )
 from distributed.run import on_ranks
-from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 LAYOUTS = {
     "experts": lambda world: [Mixture(world)],
@@ -61,7 +57,8 @@ def test_steps_are_those_of_whole_masters(world, layout, name, bucket_mb, clip):
         def build(cls, groups=model.param_groups(), **options):  # noqa: B008
             return ZeroFP4Optimizer(groups, cls, **keywords(options))
 
-        check_steps(model, build, name, clip, bucket_mb=bucket_mb)
+        overlap = "forward" if bucket_mb and name == "FusedAdamW" else None
+        check_steps(model, build, name, clip, bucket_mb=bucket_mb, overlap=overlap)
 
 
 class Groups(TorchDispatchMode):
@@ -93,48 +90,6 @@ def test_a_group_begins_when_the_one_before_is_done(world):
         with Groups() as begun:
             optimizer.step()
         assert begun.sizes == sorted(begun.sizes, reverse=True) and set(begun.sizes) == {4, 2}, begun.sizes
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("norm_type", "wire"), [(1.0, None), (3.0, torch.float32), (math.inf, None)])
-def test_other_norms_count_every_element_once(world, layout, norm_type, wire):
-    for model in LAYOUTS[layout](world):
-        way = Communication(gradient_wire=wire)
-        optimizer = ZeroFP4Optimizer(model.param_groups(), torch.optim.SGD, communication=way)
-        model.set_gradients(0)
-        whole = torch.cat([mean.flatten().double() for mean in model.all_means(0)])
-        total = optimizer.clip_grad_norm_(1.0, norm_type)
-        # Sums in FP32 of a few hundred elements, in another order than here.
-        expected = torch.linalg.vector_norm(whole, norm_type)
-        torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=0)
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("name", "clip"), [("AdamW", True), ("FusedAdamW", False)])
-def test_a_nan_on_one_rank_skips_the_step_of_all(world, layout, name, clip):
-    """Also of those that do not share the parameter."""
-    for model in LAYOUTS[layout](world):
-        optimizer = ZeroFP4Optimizer(model.param_groups(), CLASSES[name], **OPTIONS)
-        masters, weights = optimizer.gathered_masters(), [b.clone() for b in model_bytes(model.parameters)]
-        model.set_gradients(0)
-        bad = model.experts[1] if layout == "experts" else model.parameters[2]
-        if world.rank == 1:
-            bad.grad.view(-1)[-1] = math.nan
-        if clip:
-            assert optimizer.clip_grad_norm_(1.0).isnan()
-        optimizer.step()
-        assert (optimizer.skipped_steps, optimizer.found_inf.item()) == (1, 1)
-        place = "param_groups[1]['params'][1]" if layout == "experts" else "param_groups[0]['params'][2]"
-        assert optimizer.first_nonfinite().startswith(place)
-        if layout == "experts":
-            assert optimizer.first_nonfinite() == f"{place} (of ranks {members(world, 1)})"
-        assert_all_equal(optimizer.gathered_masters(), masters, "master")
-        assert_all_equal(model_bytes(model.parameters), weights, "weight")
-        model.set_gradients(0)
-        optimizer.step()
-        assert optimizer.first_nonfinite() is None and optimizer.found_inf.item() == 0
 
 
 # Experts
@@ -209,20 +164,6 @@ def test_checkpoints_of_replicas_and_of_one_group_load_each_other(world):
         assert_all_equal(model_bytes(parameters), weights, "weight")
 
 
-@on_ranks(4)
-def test_compact_state_of_replicas_is_that_of_one_rank(world):
-    alone = [dist.new_group([rank]) for rank in range(4)][world.rank]
-    models = []
-    for group in (alone, mesh_of(world, (2, 2))):
-        parameters = make_sharded(world.device)
-        groups = [{"params": parameters, "process_group": group}]
-        optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **OPTIONS, state="compact")
-        for step in range(2):
-            take_step(parameters, optimizer, step)
-        models.append((parameters, optimizer))
-    assert_all_equal(*(all_bytes(*model) for model in models), "tensor")
-
-
 @on_ranks(2)
 def test_replicas_have_one_number(world):
     """Their random bytes are those of it. Here a rank has one or two parameters of its own before it."""
@@ -249,20 +190,6 @@ def check_refused(model, param_groups, message: str, error=ValueError, **options
     assert_all_equal(model_bytes(model.parameters), before, "parameter")
 
 
-@on_ranks(2, 4, time_limit=30)
-def test_a_group_that_is_none(world):
-    model, group = Mixture(world), expert_group(world)
-    outside = dist.new_group([0])  # for rank 1, what torch gives a rank that is not in it
-    copied = {"params": model.experts, "replicated_over": 3}
-    for groups, message, error in [
-        (model.param_groups("experts"), "process_group of param_groups[1] must be a process gr", TypeError),
-        (model.param_groups(outside), "process_group of param_groups[1] does not contain the c", ValueError),
-        ([copied], "replicated_over of param_groups[0] must be a process group, got int", TypeError),
-    ]:
-        groups = groups if world.rank == 1 else model.param_groups(group)
-        check_refused(model, groups, f"rank 1: {message}", error)
-
-
 @on_ranks(3, time_limit=30)
 def test_a_group_with_ranks_that_do_not_step(world):
     model = Mixture(world, kind=0)
@@ -277,36 +204,37 @@ def test_a_group_with_ranks_that_do_not_step(world):
     assert why is None or "process_group" not in why  # the same ranks are the same
 
 
-@on_ranks(2, 4, time_limit=30)
-def test_groups_that_differ_between_ranks(world):
+@on_ranks(2, 4, time_limit=60)
+def test_groups_that_one_rank_has_otherwise(world):
+    """Ranks may have other experts; those of a group are the same on its ranks."""
     model, group = Mixture(world), expert_group(world)
-    last = world.world_size - 1
-    alone = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    own, last = model.param_groups(group), world.world_size - 1
+    outside = dist.new_group([0])  # for rank 1, what torch gives a rank that is not in it
+    copied = {"params": model.experts, "replicated_over": 3}
+    more = {"params": make_parameters(world.device, 5, [((4,), torch.float32, False)])}
+    cases = [
+        (1, model.param_groups("experts"), "rank 1: process_group of param_groups[1] must be a process gr"),
+        (1, model.param_groups(outside), "rank 1: process_group of param_groups[1] does not contain the"),
+        (1, [copied], "rank 1: replicated_over of param_groups[0] must be a process group, got int"),
+        (last, [*own, more], "optimizer_class of param_groups is ['torch.optim.adamw.AdamW', "),
+    ]
     if world.world_size == 4:
-        message = "the number of parameters sharded over ranks [1, 3] is 3 on rank 1 and 0 on rank 3"
-    else:
-        message = "the number of parameters sharded over ranks [0, 1] is 11 on rank 0 and 9 on rank 1"
-        group = dist.group.WORLD
-    check_refused(model, model.param_groups(alone if world.rank == last else group), message)
-    more = [{"params": make_parameters(world.device, 5, [((4,), torch.float32, False)])}]
-    groups = model.param_groups(alone) + more * (world.rank == last)
-    check_refused(model, groups, "optimizer_class of param_groups is ['torch.optim.adamw.AdamW', ")
-
-
-@on_ranks(4, time_limit=30)
-def test_parameters_that_differ_within_a_group(world):
-    """Others may have other experts; those of a group are the same on its ranks."""
-    model, group = Mixture(world), expert_group(world)
-    fewer = [{"params": model.dense}, {"params": model.experts[:1], "process_group": group}]
-    groups = fewer if world.rank == 3 else model.param_groups(group)
-    check_refused(model, groups, "parameters sharded over ranks [1, 3] is 3 on rank 1 and 1 on rank 3")
-    other = Mixture(world, kind=1 - model.kind)
-    groups = other.param_groups(group) if world.rank == 2 else model.param_groups(group)
-    check_refused(model, groups, "parameters sharded over ranks [0, 2] is 2 on rank 0 and 3 on rank 2")
-    model.experts[0].requires_grad_(world.rank != 3)
-    kind = "nvfp4 bfloat16 (16, 34) in group 1"
-    message = f"param_groups[1]['params'][0] is {kind} on rank 1 and {kind}, frozen on rank 3"
-    check_refused(model, model.param_groups(group), message)
+        alone = [dist.new_group([rank]) for rank in range(4)][world.rank]
+        fewer = [own[0], {"params": model.experts[:1], "process_group": group}]
+        other = Mixture(world, kind=1 - model.kind).param_groups(group)
+        number = "the number of parameters sharded over ranks"
+        cases += [
+            (3, model.param_groups(alone), f"{number} [1, 3] is 3 on rank 1 and 0 on rank 3"),
+            (3, fewer, f"{number} [1, 3] is 3 on rank 1 and 1 on rank 3"),
+            (2, other, f"{number} [0, 2] is 2 on rank 0 and 3 on rank 2"),
+        ]
+    for rank, groups, message in cases:
+        check_refused(model, groups if world.rank == rank else own, message, (TypeError, ValueError))
+    if world.world_size == 4:
+        model.experts[0].requires_grad_(world.rank != 3)
+        kind = "nvfp4 bfloat16 (16, 34) in group 1"
+        message = f"param_groups[1]['params'][0] is {kind} on rank 1 and {kind}, frozen on rank 3"
+        check_refused(model, own, message)
 
 
 @on_ranks(2, 4, time_limit=30)
@@ -318,6 +246,9 @@ def test_options_that_go_with_groups(world):
         "param_groups[0]['params'][0] and param_groups[1]['params'][0] share an amax, so they must have",
         amax_groups=[[model.dense[0], model.experts[0]]],
     )
+    message = "overlap='update' is not supported because parameter groups"
+    options = {"optimizer_class": FusedAdamW, "overlap": "update"}
+    check_refused(model, model.param_groups(group), message, **options)
     first = ZeroFP4Optimizer(model.param_groups(group), FusedAdamW, lr=0.1)
     count = len(model.dense)
     message = f"rank 0: param_groups[0]['params'][{count}] is sharded over another process group"

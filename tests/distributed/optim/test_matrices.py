@@ -19,6 +19,7 @@ from cases.optim import (
 )
 from helpers import assert_bytes_equal
 
+from distributed.cases import is_last
 from distributed.optim.cases import (
     assert_same_on_all_ranks,
     averages,
@@ -40,8 +41,9 @@ def check_same(optimizer, plain, what: str) -> None:
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("beside", BESIDE)
 def test_other_classes_beside_it(world, beside):
-    """Gradients are averaged, and an lr is changed on the way. Clipping does not see the layout: the norm has
-    the bits of that of an elementwise optimizer.
+    """Gradients are averaged, some are missing, and an lr is changed on the way; a NaN skips a step, though
+    Muon cannot be told of it on the device. Clipping does not see the layout: the norm has the bits of that
+    of an elementwise optimizer.
     """
     parameters, groups = make_groups(world.device, beside)
     others = make_groups(world.device, beside)[0]
@@ -50,17 +52,29 @@ def test_other_classes_beside_it(world, beside):
     optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, **keywords(MUON, bucket_mb=0.003))
     muon, other = optimizer.inners.all
     for step in range(4):
+        gradients = make_gradients(parameters, 10 * world.rank + step)
+        gradients[0] = None if step % 2 else gradients[0]
+        gradients[4] = None
+        gradients[10] = gradients[10] if is_last(world) else None
+        if step == 2 and is_last(world):
+            gradients[9][3, 2, 1] = math.nan
         for own in (parameters, others):
-            set_gradients(own, make_gradients(own, 10 * world.rank + step))
-        means = averages([p.grad for p in parameters])
+            set_gradients(own, gradients)
+        zeros = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in parameters]
+        pairs = zip(parameters, zeros, strict=True)
+        means = averages([z if p.grad is None else p.grad for p, z in pairs])
+        means[0], means[4] = None if step % 2 else means[0], None
         if step % 2:
             total = optimizer.clip_grad_norm_(0.5)
             assert_bytes_equal(total, elementwise.clip_grad_norm_(0.5), "norm")
-            means = [mean * (0.5 / (total + 1e-6)).clamp(max=1.0) for mean in means]
+            factor = (0.5 / (total + 1e-6)).clamp(max=1.0)
+            means = [None if mean is None else mean * factor for mean in means]
             elementwise.zero_grad()
-        plain.step(means)
+        if step != 2:
+            plain.step(means)
         optimizer.step()
         check_same(optimizer, plain, f"step {step}:")
+        assert (optimizer.found_inf.item(), optimizer.skipped_steps) == (step == 2, step >= 2)
         for g in range(3):
             plain.optimizers[g].param_groups[0]["lr"] /= 2
             optimizer.param_groups[g]["lr"] /= 2
@@ -73,33 +87,6 @@ def test_other_classes_beside_it(world, beside):
     for bucket in described["buckets"]:
         assert bucket["whole_matrices"] == (bucket["optimizer"] == "Muon")
     assert {bucket["optimizer"] for bucket in described["buckets"]} == {"Muon", BESIDE[beside][0].__name__}
-
-
-@on_ranks(1, 2, 3)
-def test_missing_and_nonfinite_gradients(world):
-    """Muon cannot be told of a NaN on the device."""
-    parameters, groups = make_groups(world.device, "adamw")
-    plain = OneProcess(groups, **MUON)
-    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, **MUON)
-    last = world.world_size - 1
-    for step in range(4):
-        gradients = make_gradients(parameters, 10 * world.rank + step)
-        if step == 2:  # no rank takes it
-            gradients[9][3, 2, 1] = math.nan if world.rank == last else 0.0
-        gradients[0] = None if step % 2 else gradients[0]
-        gradients[4] = None
-        gradients[10] = gradients[10] if world.rank == last else None
-        set_gradients(parameters, gradients)
-        if step != 2:
-            zeros = [torch.zeros(p.shape, dtype=p.dtype, device=world.device) for p in parameters]
-            pairs = zip(parameters, zeros, strict=True)
-            means = averages([z if p.grad is None else p.grad for p, z in pairs])
-            means[0], means[4] = None if step % 2 else means[0], None
-            plain.step(means)
-        optimizer.step()
-        check_same(optimizer, plain, f"step {step}:")
-        assert optimizer.skipped_steps == (step >= 2)
-        assert optimizer.found_inf.item() == (step == 2)
 
 
 @on_ranks(1, 2, 3)

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from cases.optim import (
     Plain,
     assert_all_equal,
-    assert_weights_follow,
     batch,
     check,
     keywords,
@@ -19,14 +18,10 @@ from cases.optim import (
     take_step,
     through_a_file,
 )
-from helpers import assert_bytes_equal
 from torch import nn
 
-from distributed.cases import is_last
 from distributed.optim.cases import (
     assert_same_on_all_ranks,
-    averages,
-    built,
     by_default,
     check_weights,
     model_bytes,
@@ -36,7 +31,8 @@ from distributed.run import on_ranks
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 
-def check_training(world):
+@on_ranks(1, 2, 3, 4)
+def test_weights_are_the_quantized_masters_on_every_rank(world):
     """The ranks differ until the optimizer gives them rank 0's values; then they never differ again."""
     net = make_net(world.device, seed=world.rank)
     values = [p.detach().clone() for p in make_net(world.device).parameters()]
@@ -50,16 +46,6 @@ def check_training(world):
         optimizer.step()
         optimizer.zero_grad()
         check_weights(parameters, optimizer)
-
-
-@on_ranks(1, 2, 3, 4)
-def test_weights_are_the_quantized_masters_on_every_rank(world):
-    check_training(world)
-
-
-@on_ranks(2, launcher="mpirun")
-def test_weights_are_the_quantized_masters_under_mpirun(world):
-    check_training(world)
 
 
 @on_ranks(1, 2, 3)
@@ -89,35 +75,6 @@ def test_same_gradients_same_masters_at_any_world_size(world, name, options, def
         assert_same_on_all_ranks(model_bytes(plain.parameters), optimizer.process_group())
 
 
-@on_ranks(2)
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
-def test_wider_gradients_travel_as_they_are_or_not_at_all(world):
-    """float32 gradients of bfloat16 weights: where autograd was told so before the optimizer was built they
-    lose nothing; those of one rank that come as a surprise are refused on all.
-    """
-    parameters = parameters_of(world)
-    gradients = [torch.randn(p.shape, device=world.device) + world.rank for p in parameters]
-    for p in parameters:
-        p.grad_dtype = torch.float32
-    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=1.0)
-    before = optimizer.gathered_masters()
-    for p, gradient in zip(parameters, gradients, strict=True):
-        p.grad = gradient
-    optimizer.step()
-    expected = [m - mean for m, mean in zip(before, averages(gradients), strict=True)]
-    assert_all_equal(optimizer.gathered_masters(), expected, "master")
-
-    parameters, optimizer = built(world, torch.optim.SGD, seed=world.rank, lr=1.0)
-    if world.rank == 1:
-        parameters[1].grad = None
-        parameters[1].grad_dtype = torch.float32
-        parameters[1].grad = gradients[1]
-    for _ in range(2):
-        with pytest.raises((TypeError, RuntimeError), match=r"gradient_wire=torch\.float32|rank 1"):
-            optimizer.step()
-    check_weights(parameters, optimizer)
-
-
 @on_ranks(2, 4)
 def test_ranks_that_own_nothing(world):
     """They save and load, too, as torch.save does it for the same rank."""
@@ -126,40 +83,16 @@ def test_ranks_that_own_nothing(world):
     optimizer = ZeroFP4Optimizer(plain.parameters, torch.optim.SGD, lr=0.1, momentum=0.9)
     owned = sum(m is not None for m in optimizer._shards.masters)
     assert owned == (2 if world.rank == 0 else 0)
-    for step in range(4):
-        if step == 2:
+    for step in range(3):
+        if step == 1:
             saved = through_a_file(optimizer.state_dict())
-            set_gradients(plain.parameters, make_gradients(plain.parameters, 9))
-            optimizer.step()
+            take_step(plain.parameters, optimizer, 9)
             optimizer.load_state_dict(saved)
         set_gradients(plain.parameters, make_gradients(plain.parameters, step))
         plain.step()
-        total = optimizer.clip_grad_norm_(1e9)
-        expected = nn.utils.get_total_norm([master.grad for master in plain.masters])
-        assert total.item() == pytest.approx(expected.item())
+        optimizer.clip_grad_norm_(math.inf)
         optimizer.step()
         check(optimizer, plain, f"step {step}:")
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("cls", [torch.optim.SGD, FusedAdamW])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_clip_scales_no_gradient_of_a_parameter(world, cls, norm_type):
-    """A NaN of one rank is in every norm."""
-    parameters, optimizer = built(world, cls, seed=world.rank, lr=1.0)
-    before = optimizer.gathered_masters()
-    given = [p.grad.clone() for p in parameters]
-    means = averages(given)
-    total = optimizer.clip_grad_norm_(0.7, norm_type)
-    assert_all_equal([p.grad for p in parameters], given, "gradient")
-    optimizer.step()
-    if cls is torch.optim.SGD:
-        scale = (0.7 / (total + 1e-6)).clamp(max=1.0)
-        expected = [m - mean * scale for m, mean in zip(before, means, strict=True)]
-        assert_all_equal(optimizer.gathered_masters(), expected, "master")
-    optimizer.zero_grad()
-    set_gradients(parameters, [g * math.nan if is_last(world) else g for g in given])
-    assert optimizer.clip_grad_norm_(1.0, norm_type).isnan()
 
 
 # What stays, and what goes from one optimizer to another
@@ -228,21 +161,3 @@ def test_frozen_parameters_of_any_dtype_get_rank_0s_bytes(world):
         optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
     assert_all_equal([p.detach() for p in frozen], [*expected, expected[0].t()], "frozen parameter")
     assert optimizer.gathered_masters()[: len(frozen)] == [None] * len(frozen)
-
-
-@on_ranks(3)
-def test_a_subgroup(world):
-    group = dist.new_group([0, 2])
-    if world.rank == 1:
-        with pytest.raises(ValueError, match="does not contain the calling process"):
-            ZeroFP4Optimizer(parameters_of(world), process_group=group)
-        return
-    parameters = parameters_of(world, seed=world.rank)
-    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=1.0, process_group=group)
-    before = optimizer.gathered_masters()
-    take_step(parameters, optimizer, world.rank)
-    a, b = (make_gradients(parameters, rank) for rank in (0, 2))
-    for i, (p, master) in enumerate(zip(parameters, optimizer.gathered_masters(), strict=True)):
-        mean = (a[i].to(p.dtype).float() + b[i].to(p.dtype).float()) / 2
-        assert_bytes_equal(master, before[i] - mean, f"master {i}")
-    assert_weights_follow(parameters, optimizer.gathered_masters())

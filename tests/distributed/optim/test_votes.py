@@ -10,9 +10,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases.optim import make_gradients, set_gradients, take_step, unchanged
+from cases.optim import keywords, make_gradients, set_gradients, take_step, unchanged
+from torch.distributed.device_mesh import init_device_mesh
 
-from distributed.cases import is_last, raised_everywhere
+from distributed.cases import is_last, raised_by, raised_everywhere
 from distributed.optim.cases import (
     built,
     check_weights,
@@ -94,9 +95,8 @@ def test_raise_is_raised_by_all_names_the_parameter_and_changes_nothing(world):
     optimizer = ZeroFP4Optimizer(named, on_nonfinite="raise")
     clip = lambda: optimizer.clip_grad_norm_(1.0)  # noqa: E731
     take_step(parameters, optimizer, 0)
-    if world.rank == world.world_size - 1:
-        for i in (5, 2):
-            parameters[i].grad.view(-1)[1] = math.nan
+    for i in (5, 2) if is_last(world) else (4,):
+        parameters[i].grad.view(-1)[1] = -math.inf if i == 4 else math.nan
     with unchanged(parameters, optimizer):
         for call in (optimizer.step, clip, optimizer.step, lambda: optimizer.step(clip)):
             message = raised_everywhere(world, FloatingPointError, call)
@@ -253,36 +253,17 @@ def test_the_backend_for_the_device_of_the_parameters_decides(world):
         check_weights(*model)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("loads", [False, True])
-def test_an_error_is_told_until_a_step_or_a_load(world, loads):
-    """Also by check()."""
-    parameters, optimizer = model = build(world)
-    set_gradients(parameters, gradients_of(world, parameters, 2))
-    if world.rank == 1:
-        parameters[1].data = parameters[1].data.clone()
-    assert optimizer.clip_grad_norm_(1.0).isnan()  # on every rank: none takes it
-    with pytest.raises(RuntimeError, match="has moved") if world.rank == 1 else contextlib.nullcontext():
-        optimizer.step()
-    optimizer.refresh()
-    optimizer.zero_grad()
-    if loads:
-        optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.check()
-    else:
-        for call in (optimizer.check, optimizer.check, lambda: optimizer.clip_grad_norm_(1.0)):
-            with pytest.raises(RuntimeError, match="which no rank has taken: rank 1 found an error"):
-                call()
-    take(world, model, 3)
-    check_weights(*model)
-
-
 @on_ranks(2, 3, time_limit=60)
 @pytest.mark.parametrize("call", ["step", "clip"])
-def test_a_rank_that_a_clip_broke_reduces_only_what_the_others_do(world, call):
+@pytest.mark.parametrize("replicas", [False, True])
+def test_a_rank_that_a_clip_broke_reduces_only_what_the_others_do(world, call, replicas):
     """They have reduced their gradients in that clip, and it has not: else each would wait for the other."""
-    model = build(world, gradient_wire=torch.float16, transport="collective")
-    parameters, optimizer = model
+    parameters, options = parameters_of(world), {"gradient_wire": torch.float16, "transport": "collective"}
+    mesh = init_device_mesh(world.device.type, (world.world_size, 1)) if replicas else None
+    groups = [{"params": parameters, "process_group": mesh}]
+    optimizer = ZeroFP4Optimizer(groups, FusedAdamW, lr=0.02, **keywords(options))
+    optimizer._agreement.defers = True
+    model = parameters, optimizer
     saved = copy.deepcopy(optimizer.state_dict())
     set_gradients(parameters, gradients_of(world, parameters, 0))
     if world.rank == 1:
@@ -305,3 +286,41 @@ def test_a_rank_that_a_clip_broke_reduces_only_what_the_others_do(world, call):
     optimizer.load_state_dict(saved)
     take(world, model, 1)
     check_weights(*model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("defers", [False, True])
+def test_a_refused_step_is_not_counted(world, defers):
+    """Nor in a save directly after it, which all ranks can make; the next step raises all the same."""
+    parameters, optimizer = model = build(world, defers)
+    for step in range(3):
+        if step == 2 and world.rank == 1:
+            parameters[1].data = parameters[1].data.clone()
+        tells = step == 2 and (world.rank == 1 or not defers)
+        with pytest.raises(RuntimeError) if tells else contextlib.nullcontext():
+            take(world, model, step)
+    optimizer.refresh()
+    for _ in range(2):
+        assert optimizer.state_dict()["steps"] == 2
+        assert all(p.saves == {optimizer._saved.save_id} for p in optimizer.state[parameters[0]].values())
+    saved = optimizer.state_dict()
+    if defers:
+        with pytest.raises(RuntimeError, match="which no rank has taken: rank 1 found an error"):
+            optimizer.step()
+    assert optimizer.state_dict()["steps"] == 2
+    optimizer.step()
+    assert optimizer.state_dict()["steps"] == 3
+    optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["steps"] == 2
+
+
+@on_ranks(2)
+def test_an_error_of_every_rank_in_a_clip(world):
+    """Each raises its own in step(), hears in the next one that a rank had one, and goes on."""
+    parameters, optimizer = build(world)
+    set_gradients(parameters, gradients_of(world, parameters, 0))
+    assert optimizer.clip_grad_norm_(-1.0).isnan()
+    raised = [raised_by(optimizer.step) for _ in range(3)]
+    assert isinstance(raised[0], ValueError) and "max_norm must be 0 or more" in str(raised[0])
+    assert "which no rank has taken: rank" in str(raised[1])
+    assert raised[2] is None and optimizer.state_dict()["steps"] == 1

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import zerofp4
 from distributed.cases import shared_folder
-from distributed.engine.overlap_cases import assert_same, make, nothing_changes, step_of
+from distributed.engine.overlap_cases import make, nothing_changes, step_of
 from distributed.run import on_ranks
 from distributed.state.cases import (
     CASES,
@@ -172,24 +172,41 @@ def test_a_checkpoint_of_two_models_without_names_has_positions(world):
     assert_same_model(models, others)
 
 
+def _move_without_masters(entries, cube):
+    for own in entries.values():
+        del own["master"]
+    cube.data = cube.data.clone()
+
+
+DAMAGES = {
+    r"does not fit: cube\.master has shape \(5,\)": lambda entries, _: entries[0].update(
+        master=torch.zeros(5)
+    ),
+    "cannot be loaded: AttributeError": lambda entries, _: entries[0].update(master="0.5"),
+    "no master of .*cube.* has moved since": _move_without_masters,
+}
+"""By what the rank says."""
+
+
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (torch.zeros(5), r"rank 1: state_dict does not fit: cube\.master has shape \(5,\)"),
-        ("0.5", "rank 1: state_dict cannot be loaded: AttributeError"),
-    ],
-)
-def test_a_rank_with_a_bad_entry_gathers_the_others(world, bad, message):
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_state_that_one_rank_cannot_load_changes_no_rank(world, message):
     """Ranks gather what another optimizer has entry by entry, and nothing of plain tensors."""
     model, optimizer = trained(world)
     other, loaded = trained(world, 1, seed=1)
-    state, before = optimizer.state_dict(), contents(other, loaded)
-    master = state["state"][0]["master"].full_tensor()
-    state["state"][0]["master"] = bad if world.rank else master
-    with pytest.raises(ValueError, match=message):
+    before, inner = contents(other, loaded), loaded.inner
+    kept = inner.state, inner.param_groups
+    # Of its own state: the other ranks would wait to gather what one rank lacks.
+    state = (loaded if DAMAGES[message] is _move_without_masters else optimizer).state_dict()
+    entries = state["state"]
+    entries[0]["master"] = entries[0]["master"].full_tensor()
+    if world.rank == 1:
+        DAMAGES[message](entries, other.cube)
+    with pytest.raises(ValueError, match=f"rank 1: .*{message}"):
         loaded.load_state_dict(state)
     assert contents(other, loaded) == before
+    assert inner.state is kept[0] and inner.param_groups is kept[1]
+    loaded.refresh()
     loaded.load_state_dict(optimizer.state_dict())
     assert_goes_on((model, optimizer), (other, loaded))
 
@@ -213,53 +230,29 @@ def test_a_copy_of_a_state_outlives_its_process_group(world):
 # consolidate_state_dict(): the whole state of an optimizer on one rank, for what saves it there alone
 
 
-def given_to_all(world, state_dict, by):
-    """The state dict of rank `by` as every rank reads it from that rank's file."""
-    torch.save(state_dict, file := io.BytesIO())
-    told = [file.getvalue()]
-    if world.world_size > 1:
-        dist.broadcast_object_list(told, by)
-    return torch.load(io.BytesIO(told[0]), weights_only=True)
-
-
-@on_ranks(1, 2, nightly=[3])
+@on_ranks(2)
 @pytest.mark.parametrize("name", ["AdamW", "FusedAdamW"])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_every_rank_goes_on_from_one_file(world, name, steps):
+def test_every_entry_is_whole_on_the_rank_that_is_named(world, name):
+    """On the CPU; until the next step, and not where the optimizer is broken on one rank before a load."""
     net, optimizer = make(world, name)
-    for step in range(steps):
-        step_of(world, [(net, optimizer)], step)
-    to = world.world_size - 1
-    optimizer.consolidate_state_dict(to)
+    step_of(world, [(net, optimizer)], 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    if world.rank == 1:
+        optimizer._sound.broken = RuntimeError("on this rank alone")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="on this rank alone"):
+            optimizer.consolidate_state_dict()
+    optimizer.load_state_dict(saved)
+    optimizer.consolidate_state_dict(1)
     state_dict = optimizer.state_dict()
     pieces = optimizer.state_dict()["state"]  # only once whole
     assert state_dict["state"].keys() == pieces.keys()
     for number, entries in pieces.items():
         for entry, piece in entries.items():
-            whole = piece.full_tensor() if world.world_size > 1 else piece.values.view(piece.shape)
-            if world.world_size > 1 and world.rank == to:
-                found = state_dict["state"][number][entry]
-                assert type(found) is torch.Tensor and found.device.type == "cpu"
+            whole, found = piece.full_tensor(), state_dict["state"][number][entry]
+            assert (type(found) is torch.Tensor) == (world.rank == 1)
+            if world.rank == 1:
                 assert_bytes_equal(found, whole.cpu(), f"{number}.{entry}")
-    other = make(world, name)
-    step_of(world, [other], 5)
-    other[1].load_state_dict(given_to_all(world, state_dict, to))
-    assert_same([(net, optimizer), other], "loaded")
-    step_of(world, [(net, optimizer), other], steps)
-    assert_same([(net, optimizer), other], "a step later")
-
-
-@on_ranks(2)
-def test_a_world_of_two_goes_on_from_the_file_of_one(world):
-    alone = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
-    one = make(world, process_group=alone)
-    two = make(world)
-    step_of(world, [one], 0)
-    saved = given_to_all(world, one[1].state_dict(), 0)
-    two[1].load_state_dict(saved)
-    one[1].load_state_dict(saved)  # each rank stepped with a batch of its own
-    assert_all_equal(two[1].gathered_masters(), one[1].gathered_masters(), "master")
-    assert int(two[1].state_dict()["steps"]) == 1
 
 
 @on_ranks(2)
@@ -270,11 +263,12 @@ def test_a_step_drops_it_and_a_part_names_the_way(world):
     state = optimizer.state_dict()["state"]
     assert not any(type(value) is torch.Tensor for entries in state.values() for value in entries.values())
     with pytest.warns(UserWarning, match=r"consolidate_state_dict\(\) of the optimizer on every rank before"):
-        part = given_to_all(world, optimizer.state_dict(), 0)
+        torch.save(optimizer.state_dict(), file := io.BytesIO())
+    dist.broadcast_object_list(told := [file.getvalue()], 0)
     found = r"rank 1: state_dict does not fit: \S+ has the elements of another rank"
     message = rf"{found}.*: call consolidate_state_dict\(\) of the optimizer"
     with nothing_changes(net, optimizer), pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(part)
+        optimizer.load_state_dict(torch.load(io.BytesIO(told[0]), weights_only=True))
 
 
 @on_ranks(2)
@@ -294,19 +288,3 @@ def test_what_cannot_be_gathered_on_one_rank(world):
     message = r"consolidate_state_dict\(\) needs .* other ranks train other .*torch\.distributed\.checkpoint"
     with pytest.raises(ValueError, match=message):
         optimizer.consolidate_state_dict()
-
-
-@on_ranks(2)
-def test_one_that_is_broken_on_a_rank_is_refused_on_all_until_a_load(world):
-    net, optimizer = make(world, "AdamW")
-    step_of(world, [(net, optimizer)], 0)
-    saved = copy.deepcopy(optimizer.state_dict())
-    if world.rank == 1:
-        optimizer._shards.broken = RuntimeError("on this rank alone")
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="on this rank alone"):
-            optimizer.consolidate_state_dict()
-    optimizer.load_state_dict(saved)
-    optimizer.consolidate_state_dict()
-    whole = [type(entry) is torch.Tensor for entry in optimizer.state_dict()["state"][0].values()]
-    assert all(whole) if world.rank == 0 else not any(whole)
