@@ -21,6 +21,7 @@ from benchmarks.ranks import Timer
 from benchmarks.session import Session
 from benchmarks.step import with_gradients
 from benchmarks.workloads import parameters_of, weight_shapes
+from examples.training.checkpoints import from_rank_0
 from zerofp4.launch import World
 
 TMPFS = "/dev/shm"
@@ -66,27 +67,25 @@ def checkpoint(session: Session, options: argparse.Namespace, world: World) -> N
 
 @contextlib.contextmanager
 def shared_folder(storage: str, size: int, world: World) -> Iterator[Path]:
-    """A temporary folder, the same on every rank. size: bytes that a rank writes there. Raises OSError, on
-    every rank, where there is less space.
+    """A temporary folder, the same on every rank. size: bytes that a rank writes there. Raises
+    CheckpointError, on every rank, where there is less space.
     """
-    found: list = [None, None]
-    if world.rank == 0:
-        try:
-            found[0] = tempfile.mkdtemp(prefix="zerofp4-bench-", dir=TMPFS if storage == "tmpfs" else None)
-            free, needed = shutil.disk_usage(found[0]).free, size * world.world_size
-            if free < needed:
-                Path(found[0]).rmdir()
-                found[1] = f"{found[0]}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are written"
-        except OSError as error:
-            found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    if found[1] is not None:
-        raise OSError(f"{found[1]}: set another TMPDIR, or a larger --scale")
+
+    def make() -> Path:
+        folder = Path(tempfile.mkdtemp(prefix="zerofp4-bench-", dir=TMPFS if storage == "tmpfs" else None))
+        free, needed = shutil.disk_usage(folder).free, size * world.world_size
+        if free < needed:
+            folder.rmdir()
+            what = f"{folder}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are written"
+            raise OSError(f"{what}: set another TMPDIR, or a larger --scale")
+        return folder
+
+    folder = from_rank_0(make, world)
     try:
-        yield Path(found[0])
+        yield folder
     finally:
         if world.rank == 0:
-            shutil.rmtree(found[0])
+            shutil.rmtree(folder)
 
 
 # The states

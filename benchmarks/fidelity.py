@@ -157,7 +157,6 @@ class Flash:
 
 def values_of(optimizer: ZeroFP4Optimizer | Flash, names: list[str], before: list[torch.Tensor]) -> Compared:
     """By the name of a parameter of at least two dimensions, what is compared, whole and in FP32. Collective.
-
     names: of all parameters. before: the masters in front of the last step.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -99,9 +99,7 @@ class Decoder(nn.Module):
 
 
 class CountedGather(DefaultAllGather):
-    """torch's all-gather, which leaves in `calls` the order in which several of them were called, with the
-    bytes that each call brought.
-    """
+    """torch's all-gather, which adds to `calls` itself and the bytes that a call brought."""
 
     def __init__(self, calls: list[tuple["CountedGather", int]]):
         self._calls = calls
@@ -112,9 +110,8 @@ class CountedGather(DefaultAllGather):
 
 
 def in_kernels(run: Callable[[], object]) -> torch.Tensor:
-    """Milliseconds of NCCL's all-gathers in one call of run(), which has been called before, each on the rank
-    that came to it last: the others' times have their waiting in them. What the host does is not recorded,
-    and the profiler begins in a call before that one, in which it slows the host.
+    """Milliseconds of NCCL's all-gathers in one call of run(), each on the rank that came to it last: the
+    others' times have their waiting in them. The profiler begins a call earlier, in which it slows the host.
     """
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -268,9 +265,7 @@ def count_resident(timer: Timer, mesh: DeviceMesh, shape: Shape) -> None:
 
 
 def count_host(timer: Timer, mesh: DeviceMesh) -> None:
-    """Both passes of layers that stay gathered, so small that nothing but the host counts; nothing travels
-    in a world of one.
-    """
+    """Both passes of layers that stay gathered, so small that nothing but the host counts."""
     runs = []
     for way in ("", "_bf16"):
         with timer.device:

@@ -1,6 +1,4 @@
-"""What a step and single calls cost beside the memory traffic: host time, launches, device memory. Single
-calls are on tensors so small that nothing but the host counts.
-"""
+"""What a step, and calls on tensors so small that nothing but the host counts, cost beside memory traffic."""
 
 import argparse
 import gc

@@ -45,9 +45,8 @@ def scaled(size: int, scale: int) -> int:
 
 
 class Case:
-    """A product of torch in bfloat16, and a layer of ours with the same input and the same gradient.
-
-    name: of rows. weight: of torch's product. tokens, in_features, out_features: of both.
+    """A product of torch in bfloat16, and a layer of ours with the same input and the same gradient. name: of
+    rows. weight: of torch's product. sizes: tokens, in_features, out_features of both.
     """
 
     def __init__(self, session: Session, name: str, weight: torch.Tensor, sizes: Sequence[int]):
@@ -63,9 +62,7 @@ class Case:
         return count_passes(self.session, f"{row}/{self.name}", run, moved, rule)
 
     def compare(self, prefix: str, layer: nn.Module, theirs: float, *more: object) -> None:
-        """Rows of our layer, which takes `more` behind its input, and of what it saves for the backward pass.
-        theirs: milliseconds of torch's product.
-        """
+        """Rows of our layer, which takes `more` behind its input, beside `theirs` in milliseconds."""
 
         def call(given: torch.Tensor) -> torch.Tensor:
             return layer(given, *more, False)
@@ -160,8 +157,8 @@ def trained(call: Callable, x: torch.Tensor, gradient: torch.Tensor, *layers: nn
 
 
 def saved_bytes(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> int:
-    """Bytes that autograd saves of a forward pass, each address once, without what is kept anyway: that is
-    saved at the same address in a pass of another input.
+    """Bytes that autograd saves of a forward pass, each address once, without what another input's pass saves
+    at the same address: that is kept anyway.
     """
     first, second = ({}, {})
     outputs = []  # with what they save, so that no address is used again
@@ -177,9 +174,7 @@ def saved_bytes(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 
 
 def host_calls(session: Session) -> None:
-    """What passes of a layer keep the host, the forward pass beyond F.linear, and what quantizing a weight
-    again does.
-    """
+    """Of passes of a layer, of the forward pass beyond F.linear, and of quantizing a weight again."""
     x = random(session, SIDE, SIDE)
     layer = Linear(SIDE, SIDE, device=session.device, dtype=torch.bfloat16).requires_grad_(False)
     plain = session.clock.host_us(lambda: F.linear(x, layer.weight, layer.bias))

@@ -103,9 +103,7 @@ def summary_section() -> str:
 
 
 def finetune_section() -> str:
-    """A table for docs/serving.md of what examples/quantization_aware_finetune.py has written to
-    benchmarks/results/finetune; nothing while there is no file.
-    """
+    """What examples/quantization_aware_finetune.py left in results/finetune, for docs/serving.md."""
     results = [json.loads(path.read_text()) for path in sorted((RESULTS / "finetune").glob("*.json"))]
     names = list(dict.fromkeys(name for result in results for name in result["losses"]))
     rows = []

@@ -1,7 +1,4 @@
-"""The generated tables of docs/: those of output.py, and those of large models and compact state.
-
-`python -m benchmarks docs` writes them; test_docs.py compares them, and test_docs_figures.py the prose.
-"""
+"""The generated tables of docs/, which `python -m benchmarks docs` writes and test_docs.py compares."""
 
 import functools
 import json
@@ -21,9 +18,7 @@ masters of 24 bits and moments of 8.
 """
 EARLY = 'NVFP4, state="compact", overlap="update"'
 CARDS = {"llama_3_8b": ("Llama-3-8B", 80e9), "llama_20b": ("Llama, 20B", 141e9)}
-"""By the name of a configuration and of its run, the model and the memory of a card that suits it: the limit
-of the first run, and what an H200 is sold with.
-"""
+"""By the name of a configuration and of its run, the model and the memory of a card that suits it."""
 WAY_OF = {
     ("bf16", "fused_adamw", None): "bf16 weights",
     ("nvfp4", "fused_adamw", None): "NVFP4",
@@ -34,9 +29,8 @@ WAY_OF = {
 
 
 class Run:
-    """A training run in benchmarks/results/train, of a configuration in examples/configs.
-
-    layers: in place of those of the configuration; None for these. card: bytes of its memory.
+    """A training run in benchmarks/results/train. layers: None for those of its configuration, one in
+    examples/configs. card: bytes of its memory.
     """
 
     def __init__(self, path: Path):

@@ -1,6 +1,5 @@
 """What our operations are compared with in the same process: a bf16 copy, the reference in PyTorch, and
-packages of others, where they are installed: this is written for torchao 0.18, gemlite 0.6.0 and fouroversix
-1.0.5.
+packages of others: this is written for torchao 0.18, gemlite 0.6.0 and fouroversix 1.0.5.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,9 +31,7 @@ class Part(NamedTuple):
 
 
 def attempt(session: Session, name: str, ours: dict, make: Callable[[], Call]) -> dict | None:
-    """Time what `make` returns beside our row, and count its bytes as those of that. Where `make`, or a first
-    call of what it returns, raises an error, say so instead; there is no row then.
-    """
+    """Time what `make` returns beside our row, with its bytes; if it raises, say that it is left out."""
     try:
         run = make()
         run()
@@ -157,9 +154,7 @@ def gemlite_nvfp4(x: torch.Tensor, amax: torch.Tensor) -> Call:
 def fouroversix_nvfp4(
     x: torch.Tensor, amax: torch.Tensor, block_rows: int, scale_rule: str = "static_6"
 ) -> Call:
-    """Its Triton kernel, which writes swizzled scales and on Hopper converts to E2M1 by comparisons. Were it
-    not given the amax, it would find it with PyTorch's operators first.
-    """
+    """Its Triton kernel, which writes swizzled scales and on Hopper converts to E2M1 by comparisons."""
     from fouroversix import QuantizationConfig, quantize_to_fp4
 
     config = QuantizationConfig(

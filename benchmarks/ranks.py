@@ -19,18 +19,15 @@ from zerofp4.launch import World
 WARM_UP = 3
 PROFILED = 5
 AHEAD = 4_000_000
-"""Cycles that a GPU spends on nothing in front of what is timed, about 2 ms: the host has begun by then, as
-it has behind a backward pass.
-"""
+"""Cycles that a GPU spends on nothing before it is timed, about 2 ms: the host has begun by then."""
 MEGABYTES = 1e6
 
 
 class Timer:
     """Times what all ranks do together: the longest of the ranks' times, and the median of those.
 
-    The time of a GPU runs from where it is done with what was queued before, while the host is at work on
-    what is timed by then: a training step queues its optimizer's step behind a backward pass. What the host
-    takes longer than that counts. from_idle=True: the GPU has nothing to do before.
+    A GPU has other work before, while the host begins: a training step queues its optimizer's step behind a
+    backward pass. from_idle=True: it has none.
     """
 
     def __init__(self, session: Session, world: World, repeats: int, prefix: str = ""):
@@ -57,8 +54,7 @@ class Timer:
     def in_turns(
         self, *runs: Run, before: Run | None = None, from_idle: bool = False, of_host: bool = False
     ) -> list[float]:
-        """Milliseconds of each, where one follows the other in every repeat: so all meet the clocks that
-        products leave a GPU which they warm up.
+        """Milliseconds of each. One follows the other in every repeat, so that all meet the same clocks.
 
         before: what is done before each turn, not timed. of_host: until a call returns, from an idle device.
         """
@@ -70,10 +66,7 @@ class Timer:
         return [self._longest(list(own)) for own in zip(*times[WARM_UP:], strict=True)]
 
     def spans(self, run: Run, **parts: Iterable[str]) -> dict[str, float]:
-        """Milliseconds of parts of a call, each of one or several phases of zerofp4.distributed.PHASES, under
-        a profiler: on a GPU from where the first work that was launched in them begins until the last is
-        done, on the CPU those that the host is in them. run() leaves nothing on its way.
-        """
+        """Milliseconds of parts of a call, each of some of zerofp4.distributed.PHASES, as of span()."""
         on_gpu = self.device.type == "cuda"
         activities = [torch.profiler.ProfilerActivity.CPU]
         activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
@@ -117,8 +110,7 @@ class Timer:
         self, name: str, beside: str, before: int | None = None, shared: int = 0
     ) -> Iterator[list[float]]:
         """Report the most memory that was allocated meanwhile, and leave it in the list, in megabytes; not on
-        the CPU. before: bytes of something else in it; None for those of the benchmark itself. shared: those
-        that other ranks can access, which torch does not count.
+        the CPU. before: bytes of something else in it (default: of the benchmark). shared: beside torch's.
         """
         found: list[float] = []
         if self.device.type == "cpu":
@@ -131,9 +123,7 @@ class Timer:
         self.count(name, "megabytes", found[0], f"peak on rank 0, {beside}")
 
     def has_room(self, name: str, nbytes: float) -> bool:
-        """Whether every rank's GPU has so many free bytes, once those of nobody are given back; it is said
-        where `name` is left out for it. Memory of the CPU is not looked at.
-        """
+        """Whether every rank's GPU has so many free bytes; else it is said that `name` is left out."""
         if self.device.type == "cpu":
             return True
         free_memory(self.device)

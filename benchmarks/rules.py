@@ -29,9 +29,7 @@ def counted_as(row: dict) -> Moved:
 
 
 class Linear(NamedTuple):
-    """A rule for a workload: bytes for each owned element, for each tile and for each element of all weights,
-    whoever owns them.
-    """
+    """A rule for a workload: bytes for each owned element, and for each tile and element of all weights."""
 
     words: str
     owned: float = 0

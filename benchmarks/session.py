@@ -1,7 +1,4 @@
-"""One measured operation on one device: its clock, its rows as they come, and the result file they make.
-
-Times are medians of runs with cold caches, beside the copy ceiling.
-"""
+"""One measured operation on one device: its clock, rows as they come, and the result file that they make."""
 
 import collections
 import ctypes
@@ -40,9 +37,7 @@ Run = Callable[[], object]
 
 
 def keep_freed_memory() -> None:
-    """Make this process's malloc keep what is freed, as torch's allocator does on a GPU. Else a call that
-    returns large tensors takes several times as long on a CPU, for page faults. Does nothing without glibc.
-    """
+    """As torch's allocator does on a GPU: else page faults take most of a call that returns large tensors."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 0)
@@ -53,12 +48,10 @@ class Clock:
     """Times calls on one device.
 
     A run that moves less than `flush_bytes` (four times the L2 of a GPU) is preceded by an untimed write of
-    that many bytes, so that it starts with a cold cache, full of lines that it must write back. What moves
-    more than that finds nothing of its own in the cache when it starts again.
+    that many bytes: it starts with a cold cache, full of lines that it must write back.
 
-    On a GPU a pair of events encloses each run, and all runs are queued before any is waited for. Ahead of
-    each the GPU spins for longer than the host takes to launch it. That is no part of its time, however short
-    the run: in a training step it is hidden behind other work.
+    On a GPU all runs are queued before any is waited for, and ahead of each the GPU spins for longer than the
+    host takes to launch it: in a training step that is hidden behind other work.
     """
 
     def __init__(self, device: torch.device, repeats: int):
@@ -114,10 +107,7 @@ class Clock:
         return 2 * size / self.seconds(lambda: target.copy_(source), 2 * size)[0] / 1e9
 
     def host_us(self, run: Run) -> float:
-        """Median microseconds that a call keeps the host, a few calls in the queue at a time.
-
-        On a CPU the work itself is part of it.
-        """
+        """Median microseconds that a call keeps the host, a few at a time. A CPU's work is part of them."""
         times = []
         run()
         while len(times) < min(HOST_ROUNDS, self.repeats) and sum(times) < SECONDS_PER_ROW:
@@ -130,9 +120,7 @@ class Clock:
         return statistics.median(times) / HOST_CALLS * 1e6
 
     def kernels(self, run: Run, runs: int = 1, moved: float = math.inf) -> dict[str, list[float]]:
-        """Seconds of each kernel, memory copy and memory set that so many calls put on the GPU, by name, from
-        a profile; none on a CPU.
-        """
+        """By name the seconds of each kernel, copy and memory set of so many calls; none on a CPU."""
         found = collections.defaultdict(list)
         if not self.is_cuda:
             return found
@@ -167,8 +155,7 @@ class Session:
 
     def time_kernels(self, run: Run, parts: Mapping[str, tuple[str, Moved]]) -> None:
         """Add rows of single kernels of a call, as a profile has them. parts: by the name of a row, a word in
-        the kernel's name, and what it moves. A CPU has no kernels, and a kernel that is not seen is said to
-        be left out.
+        the kernel's name, and what it moves. One that is not seen is said to be left out.
         """
         moved = sum(part.bytes for _, part in parts.values())
         kernels = self.clock.kernels(run, PROFILED_RUNS, moved)

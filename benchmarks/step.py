@@ -75,9 +75,7 @@ def bytes_of_ours(shapes: Shapes, ranks: int) -> float:
 
 
 class Ours:
-    """Steps of ZeroFP4Optimizer over weights of these shapes, with one transport. Each measurement has an
-    optimizer of its own, for which there is room alone.
-    """
+    """Steps of ZeroFP4Optimizer over weights of these shapes, one optimizer for each measurement."""
 
     def __init__(
         self, session: Session, options: argparse.Namespace, world: World, shapes: Shapes, transport: str
@@ -136,9 +134,7 @@ class Ours:
     def count_above(
         self, name: str, peak: list[float], bucket_mb: float, parameters: list[nn.Parameter], slices: bool
     ) -> None:
-        """What is left of a peak without weights, gradients, masters, AdamW's moments and, where there are
-        such, the FP32 slices: at most 1% of the masters and two buckets, if it is to meet its target.
-        """
+        """What a peak has above what must be there: its target is 1% of the masters and two buckets."""
         if not peak:
             return
         masters = 4 * elements_of(self.shapes) / self.timer.world.world_size / MEGABYTES
@@ -150,9 +146,7 @@ class Ours:
         self.timer.count(name, "megabytes", above, rule, target=target)
 
     def measure_publication(self) -> dict[str, float]:
-        """From masters to weights on every rank: what is behind the update of an optimizer that updates all
-        masters at once and leaves no amaxes.
-        """
+        """From masters to weights on every rank, behind an update of all masters that leaves no amaxes."""
         optimizer, parameters = self.build(torch.optim.SGD, lr=1e-4)
         with_gradients(parameters)
         with torch.no_grad():
@@ -175,9 +169,7 @@ class Ours:
                     self.timer.count(f"{name}_compact_over_bf16", "ratio", found / bf16[name], rule)
 
     def measure_hiding(self, bf16_step: float | None) -> None:
-        """How much of a step is left behind a backward pass of matrix products, whose gradients travel
-        meanwhile. bf16_step: milliseconds of one of bf16, None where there is none to compare with.
-        """
+        """How much of a step is left behind a backward pass. bf16_step: milliseconds of one, or None."""
         optimizer, parameters = self.build(FusedAdamW, overlap="backward")
         passes = Passes(parameters, TOKENS[self.timer.device.type])
 
@@ -228,9 +220,7 @@ TOKENS = {"cuda": 2048, "cpu": 16}
 
 
 class Passes:
-    """Forward and backward passes through layers that do not follow one another, each a product of the same
-    tokens with its weight, whose gradient the backward pass makes, and that of the tokens.
-    """
+    """Forward and backward passes through layers beside one another, each of the same tokens."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], tokens: int):
         options = {"device": parameters[0].device, "dtype": torch.bfloat16}

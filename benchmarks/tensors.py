@@ -1,6 +1,4 @@
-"""Single tensors: quantization to NVFP4 and MXFP8 and back, groups at once, and scales in another order.
-Amaxes are given, and what is written to is there.
-"""
+"""Single tensors, amaxes and outputs given: to NVFP4 and MXFP8 and back, in groups, and scales reordered."""
 
 import argparse
 from collections.abc import Callable
@@ -24,9 +22,7 @@ RHT = {"block": ACTIVATION, "columnwise": True, "hadamard": True}
 
 
 class Input(NamedTuple):
-    """Normal values in bfloat16, and by what quantize calls them, the amaxes of these and of their Hadamard
-    transform.
-    """
+    """Normal values in bfloat16, and quantize's arguments for their amaxes, also of their transform."""
 
     x: torch.Tensor
     amaxes: dict[str, torch.Tensor]
@@ -79,9 +75,7 @@ def time_into(session: Session, name: str, quantize: partial) -> dict:
 
 
 def hadamard(session: Session, name: str, given: Input) -> dict:
-    """Rows of both copies, columnwise with the transform; scales as they are, which is the row that is
-    returned, swizzled too in the same pass, and swizzled after it.
-    """
+    """Rows of both copies with the transform: compact, which is returned, swizzled too, and afterwards."""
     compact = time_quantize(session, f"quantize_1d_rht/{name}", given, **RHT)
     layouts = {"scale_layouts": ("swizzled",)}
     both = time_quantize(session, f"quantize_1d_rht_two_layouts/{name}", given, **RHT, **layouts)
@@ -117,9 +111,7 @@ def amaxes(session: Session, name: str, x: torch.Tensor) -> None:
 
 
 def roundings(session: Session, name: str, given: Input) -> dict[str, dict]:
-    """The other ways to values: stochastic rounding, a choice of scales, no codes at all. Returns the rows by
-    operation of those that others have too.
-    """
+    """Stochastic rounding, a choice of scales, no codes at all. Returns by operation what others have too."""
     rows = {}
     drawn = {"block": ACTIVATION, "stochastic_rounding": True}
     time_quantize(session, f"quantize_1d_stochastic/{name}", given, **drawn)

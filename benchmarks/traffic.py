@@ -18,8 +18,7 @@ from benchmarks.workloads import Shapes, elements_of, tiles_of
 
 class Traffic(NamedTuple):
     """Bytes of a rank in a phase. formula: that of memory, in words. memory: what its GPU's memory reads and
-    writes, with what it serves to other ranks and what they write there. link: what it sends to other GPUs;
-    as much arrives.
+    writes, for other ranks too. link: what it sends to other GPUs; as much arrives.
     """
 
     formula: str
@@ -28,9 +27,7 @@ class Traffic(NamedTuple):
 
 
 Speeds = Mapping[str, float]
-"""Bytes a second of a rank, by the fields of Traffic: of its memory, read and written, as a copy within it
-has them; of its link what it sends to other GPUs, where there are any.
-"""
+"""Bytes a second of a rank, by the fields of Traffic; of a link where there are other GPUs."""
 
 
 class Step(NamedTuple):
@@ -116,9 +113,7 @@ SENT_BYTES = {"cuda": 2 << 30, "cpu": 4 << 20}
 
 
 def measure_speeds(timer: Timer) -> Speeds:
-    """Of a copy within a GPU's memory, as the session has measured it, and of what every rank sends to all
-    others at once. A row says the latter.
-    """
+    """Of a copy within a GPU's memory, and of what every rank sends to all others at once, with a row."""
     memory, ranks = timer.session.copy_before * 1e9, timer.world.world_size
     if ranks == 1:
         return {"memory": memory}
@@ -131,10 +126,7 @@ def measure_speeds(timer: Timer) -> Speeds:
 
 
 def count_floors(timer: Timer, step: Step, speeds: Speeds, measured: Mapping[str, float]) -> None:
-    """Rows of the floors of a step's phases, and of what its parts took over the sums of theirs.
-
-    measured: milliseconds by part.
-    """
+    """Rows of the floors of a step's phases, and of its parts (`measured`: milliseconds) over theirs."""
     floors, of_parts = {}, parts(step)
     used = {phase for names in of_parts.values() for phase in names}
     for phase, traffic in ((phase, found) for phase, found in phases(step).items() if phase in used):

@@ -44,9 +44,7 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A list of weights. Its rows are called operation/name; those of what depends on the owner
-    operation/name/part.
-    """
+    """A list of weights, in rows called operation/name, or operation/name/part where the owner matters."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -101,9 +99,8 @@ def groups(scale: int = 1) -> Workload:
 
 
 def llama_sizes(scale: int) -> Iterator[tuple[tuple[int, int], bool]]:
-    """(rows, cols) of every parameter of Llama-3-8B in module order, and whether it is an NVFP4 weight.
-
-    scale: divides every dimension but the number of layers; dimensions stay even.
+    """(rows, cols), divided by scale, of every parameter of Llama-3-8B in module order, and whether it is an
+    NVFP4 weight.
     """
     vocabulary, width, key_value, hidden = (reduced(size, scale) for size in (128256, 4096, 1024, 14336))
     layer = [(width, width), (key_value, width), (key_value, width), (width, width)]
@@ -123,8 +120,7 @@ def weight_shapes(scale: int) -> list[tuple[int, int]]:
 
 
 def llama(scale: int = 1) -> Workload:
-    """The 224 linear weights of Llama-3-8B's layers; owned is what lies in the second of four equal slices of
-    the whole model's flat buffer, embeddings and norms included.
+    """The 224 linear weights of Llama-3-8B's layers, of which a quarter of the model's flat buffer is owned.
     """
     sizes = list(llama_sizes(scale))
     total = sum(rows * cols for (rows, cols), _ in sizes)
@@ -190,9 +186,8 @@ CONFIGS = ROOT / "examples" / "configs"
 
 
 def causal_model(config: Path, device: torch.device, scale: int = 1, layers: int | None = None) -> nn.Module:
-    """The causal language model of a configuration of transformers, in bfloat16, with random weights.
-
-    scale: divides all dimensions. layers: how many, if not as many as the configuration says.
+    """The causal language model of a configuration of transformers, in bfloat16, with random weights. scale:
+    divides all dimensions. layers: None for those of the configuration.
     """
     import transformers
 
@@ -213,9 +208,8 @@ def causal_step(
     tokens: torch.Tensor,
     context: Callable[[], AbstractContextManager] = contextlib.nullcontext,
 ) -> Callable[[], None]:
-    """A call that trains such a model by one step.
-
-    tokens: int64 [batch, length], each predicted at its own place. context: of the forward pass.
+    """A call that trains such a model by one step. tokens: int64 [batch, length], each predicted at its own
+    place. context: of the forward pass.
     """
 
     def step() -> None:
@@ -230,10 +224,8 @@ def causal_step(
 
 
 class Tensors:
-    """The tensors of a workload: weights with random codes, and masters that are views of one flat buffer of
-    normal values, one piece after the other, at whatever alignment that gives.
-
-    kind: of the weights, as zerofp4.empty takes it.
+    """The tensors of a workload: weights with random codes, of a kind that zerofp4.empty takes, and masters
+    that are views of one flat buffer of normal values, at whatever alignment that gives.
     """
 
     def __init__(self, workload: Workload, device: torch.device, **kind: Any):

@@ -1,8 +1,7 @@
 """The checks of `zerofp4 blackwell-check`: whether this GPU multiplies and quantizes as it must.
 
 The native backend of zerofp4.gemm needs FP4 tensor cores, on which it was never run by those who wrote it.
-In a few minutes this shows whether elements and scales are where such a GPU looks for them: products with
-one-hot operands, which are known exactly, name any element or scale that is not in its place.
+Products with one-hot operands, known exactly, name any element or scale that is not where they look for it.
 """
 
 from __future__ import annotations
@@ -93,13 +92,18 @@ def specified(each: Operand) -> torch.Tensor:
     return reference.mxfp8_operand(data, scale)
 
 
-def product_of(a: Operand, b: Operand) -> torch.Tensor:
+def alpha(a: Operand, b: Operand) -> torch.Tensor | None:
+    """float32 [1], on the CPU; None of MXFP8."""
+    if not a.is_nvfp4:
+        return None
+    maxima = (a.record.e4m3_max, b.record.e4m3_max)
+    return reference.gemm_alpha(a.copy.amax.cpu(), b.copy.amax.cpu(), *maxima)
+
+
+def product_of(a: Operand, b: Operand, bias: torch.Tensor | None = None) -> torch.Tensor:
     """In float64."""
-    alpha = None
-    if a.is_nvfp4:
-        maxima = (a.record.e4m3_max, b.record.e4m3_max)
-        alpha = reference.gemm_alpha(a.copy.amax.cpu(), b.copy.amax.cpu(), *maxima)
-    return reference.gemm(specified(a), specified(b), alpha)
+    bias = None if bias is None else bias.cpu()
+    return reference.gemm(specified(a), specified(b), alpha(a, b), bias)
 
 
 def randoms(rows: int, cols: int, device: torch.device, seed: int) -> torch.Tensor:
@@ -151,7 +155,7 @@ def epilogues(setting: Setting, shape: tuple[int, int, int]) -> None:
         for seed, rows in enumerate((m, n))
     )
     bias, into = randoms(1, n, device, 3)[0], randoms(m, n, device, 4)
-    expected = product_of(a, b) + bias.double().cpu()
+    expected = product_of(a, b, bias)
     found = setting.gemm(a, b, out_dtype=torch.float32, bias=bias)
     expect_close(found, expected, TOLERANCE, "bias")
     expected = expected + into.double().cpu()

@@ -1,7 +1,4 @@
-"""Process groups: one call that works alone, under torchrun and under mpirun.
-
-NCCL is used where there are GPUs (one for each rank of a host) and gloo where there are none.
-"""
+"""Process groups: one call that works alone, under torchrun and under mpirun, by NCCL or else gloo."""
 
 from __future__ import annotations
 
@@ -54,9 +51,7 @@ _groups = 0
 """Made so far: each has keys of its own in the store, or gloo would find the last one's addresses."""
 
 _mpi_job: tuple[Place, dist.Store] | None = None
-"""Of ranks that mpirun started. The store is in rank 0's process and outlives the groups: others may join the
-next one while rank 0 leaves the last. MPI cannot be initialized a second time.
-"""
+"""Of ranks that mpirun started. The store is in rank 0's process; MPI cannot be initialized a second time."""
 
 
 def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> World:
@@ -229,10 +224,8 @@ def find_place(environment: Mapping[str, str]) -> Place:
 
 
 def ask_mpi(expected: int | None, timeout: timedelta) -> tuple[Place, dist.Store]:
-    """This rank's place by mpi4py, and a store in rank 0's process. expected: the ranks that mpirun started.
-
-    MPI is finalized again, unless the program started it: else a rank that fails later would leave the others
-    waiting in MPI_Finalize.
+    """This rank's place by mpi4py, and a store in rank 0's process. MPI is finalized again, unless the
+    program started it: else ranks would wait in MPI_Finalize for one that fails.
     """
     ours = "mpi4py.MPI" not in sys.modules
     try:

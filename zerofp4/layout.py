@@ -15,10 +15,7 @@ def round_up(a: int, b: int) -> int:
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, cols) of a tensor flattened to [product of leading dimensions, last dimension].
-
-    Raises ValueError for fewer than two dimensions.
-    """
+    """(rows, cols): leading dimensions as one, and the last. Raises ValueError for fewer than two."""
     if len(shape) < 2:
         raise ValueError(f"blocks need a tensor of at least 2 dimensions, got shape {tuple(shape)}")
     *leading, cols = shape
@@ -26,10 +23,8 @@ def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def stacked_matrices(shape: Sequence[int], block_rows: int, stacked: bool = False) -> int | None:
-    """E of a stack [E, N, K], whose matrices are quantized separately; None for a single matrix. In blocks of
-    1x16 every shape is flattened to one matrix, unless it is `stacked`.
-
-    Raises ValueError for more than three dimensions in blocks of 16x16, and for a stack without three.
+    """E of a stack [E, N, K], in blocks of 16x16 or `stacked`, whose matrices are quantized separately; None
+    for a single matrix. Raises ValueError for other dimensions of a stack.
     """
     if block_rows > 1 and len(shape) > 3:
         raise ValueError(
@@ -59,9 +54,8 @@ def columnwise_rows(rows: int, hadamard: bool) -> int:
 
 
 def scale_shape(rows: int, cols: int, block_rows: int, layout: str = "compact") -> tuple[int, int]:
-    """Shape of the E4M3 scales of a [rows, cols] matrix with blocks of block_rows x 16.
-
-    Padded layouts repeat a block's byte over its rows, so their shape does not depend on block_rows.
+    """Shape of the E4M3 scales of a [rows, cols] matrix. Padded layouts repeat a block's byte over its rows,
+    so their shape does not depend on block_rows.
     """
     if layout not in SCALE_LAYOUTS:
         raise ValueError(f"scale layout must be one of {SCALE_LAYOUTS}, got {layout!r}")

@@ -21,10 +21,7 @@ class Shard(NamedTuple):
 
 
 def byte_range(shard: Shard) -> tuple[int, int]:
-    """[first, last) bytes of the packed weight that hold the shard's codes.
-
-    A byte at an odd boundary holds a code of the neighbouring shard too.
-    """
+    """[first, last) bytes of the packed weight that hold the shard's codes, at odd ends a neighbor's too."""
     return shard.start // 2, (shard.end + 1) // 2 if shard.numel else shard.start // 2
 
 
@@ -44,9 +41,7 @@ def owned_blocks(shard: Shard, cols: int) -> tuple[int, int]:
 
 
 def cut_blocks(shard: Shard, cols: int) -> tuple[int | None, int | None]:
-    """The 1x16 blocks that the shard cuts at its beginning and at its end; None where it cuts none. Both are
-    the same block if the shard lies inside it.
-    """
+    """The 1x16 blocks that the shard cuts at its beginning and end, or None; maybe the same block."""
     if not shard.numel:
         return None, None
     first, begins = row_block(shard.start, cols)
@@ -104,13 +99,10 @@ def find_gap(shards: Sequence[Shard], numel: int) -> tuple[int, int] | None:
 def equal_slices(
     sizes: Sequence[int], world_size: int, alignment: int, units: Sequence[int] | None = None
 ) -> tuple[list[int], int]:
-    """(offsets of pieces laid one after the other in a flat buffer, length of each rank's equal slice).
+    """(offsets of pieces laid one after the other in a flat buffer, length of each rank's equal slice),
+    multiples of `alignment`: rank r owns [r * slice, (r + 1) * slice).
 
-    Offsets and the slice length are multiples of `alignment`. The buffer has world_size * slice elements, and
-    rank r owns [r * slice, (r + 1) * slice).
-
-    units: by piece, it is cut at multiples of so many of its elements only; None: anywhere. Padding that this
-        needs lies before the piece.
+    units: by piece, it is cut at multiples of so many of its elements, with padding before it; or None.
     """
     steps = [math.lcm(unit, alignment) for unit in units or (1,) * len(sizes)]
     length = max(ceil_div(sum(round_up(size, alignment) for size in sizes), world_size), 1)
@@ -133,10 +125,8 @@ def equal_slices(
 def whole_slices(
     sizes: Sequence[int], owners: Sequence[int], world_size: int, alignment: int
 ) -> tuple[list[int], int]:
-    """As equal_slices(), with each piece whole in the slice of its owner. Slices are as long as the longest;
-    the padding of the others lies at their end.
-
-    owners: by piece, in ascending order, so that offsets ascend too.
+    """As equal_slices(), with each piece whole in the slice of its owner: owners ascend by piece. Slices are
+    as long as the longest, padded at their end.
     """
     ends, starts = [0] * world_size, []
     for size, owner in zip(sizes, owners, strict=True):
@@ -198,9 +188,8 @@ def _boxes(
 
 
 def cut(box: Rectangle, most: int) -> Iterator[Rectangle]:
-    """Boxes of `most` elements at most that a box of rectangles() consists of, in its order.
-
-    They end where those of any other shard of the tensor do, but for the ends of the shards.
+    """Boxes of `most` elements at most that a box of rectangles() consists of, in its order; they end where
+    those of any other shard do, but for the shards' ends.
     """
     dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
     if dim is None:

@@ -91,9 +91,7 @@ def _show(tensor: torch.Tensor, raw: torch.Tensor, index: int) -> str:
 
 
 def weight_buffers(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Every buffer of a weight by name: of an NVFP4Tensor codes, scales in every layout that it keeps, and
-    amaxes; of any other tensor {"data": the weight}.
-    """
+    """Every buffer of an NVFP4 weight by name; of any other tensor {"data": the weight}."""
     if isinstance(weight, NVFP4Tensor):
         return dict(weight.record.buffers())
     return {"data": weight.detach()}

@@ -30,13 +30,12 @@ void on_either(const Target& target, const Run& run) {
 
 void bind_calls(py::module_& m);
 void bind_cast(py::module_& m);
-void bind_gather(py::module_& m);
-void bind_quantize(py::module_& m);
+void bind_comm(py::module_& m);
 void bind_lists(py::module_& m);
 void bind_mxfp8(py::module_& m);
 void bind_optim(py::module_& m);
-void bind_peers(py::module_& m);
 void bind_product(py::module_& m);
+void bind_quantize(py::module_& m);
 void bind_records(py::module_& m);
 
 }  // namespace zerofp4::bindings

@@ -33,13 +33,12 @@ PYBIND11_MODULE(_C, m) {
     py::class_<Target>(m, "Target").def(py::init<int, int64_t, int>(), "device"_a, "stream"_a, "threads"_a);
     bind_calls(m);
     bind_cast(m);
-    bind_gather(m);
-    bind_quantize(m);
+    bind_comm(m);
     bind_lists(m);
     bind_mxfp8(m);
     bind_optim(m);
-    bind_peers(m);
     bind_product(m);
+    bind_quantize(m);
     bind_records(m);
 }
 

@@ -25,12 +25,6 @@ void quantize_mxfp8(const Target& target, uintptr_t input, int dtype, int64_t ro
     on_either(target, [&](const auto& kernels, auto where) { kernels.quantize_mxfp8(args, where); });
 }
 
-void dequantize_mxfp8(const Target& target, uintptr_t data, uintptr_t scale, int64_t rows, int64_t cols,
-                      bool columnwise, int layout, int dtype, uintptr_t output) {
-    const auto item = mxfp8_dequantize_descriptor(data, scale, output, rows, cols, columnwise, layout);
-    Mxfp8DequantizeList(target.is_cpu(), {item}, dtype).run(target);
-}
-
 }  // namespace
 
 void bind_mxfp8(py::module_& m) {
@@ -39,7 +33,6 @@ void bind_mxfp8(py::module_& m) {
         return mxfp8_dequantize_descriptor(f[0], f[1], f[2], f[3], f[4], f[5] != 0, static_cast<int>(f[6]));
     });
     m.def("quantize_mxfp8", &quantize_mxfp8, NoGil());
-    m.def("dequantize_mxfp8", &dequantize_mxfp8, NoGil());
 }
 
 }  // namespace zerofp4::bindings

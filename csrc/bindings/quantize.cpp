@@ -1,5 +1,4 @@
-// Quantization: of a matrix, of a stack of them, of a matrix in groups of rows; and values of
-// groups.
+// Quantization: of a matrix, of a stack of them, of a matrix in groups of rows; and values of groups.
 
 #include "dispatch/quantize.h"
 

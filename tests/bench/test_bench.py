@@ -18,6 +18,7 @@ from benchmarks import checkpoints
 from benchmarks.rules import Moved
 from benchmarks.session import Session
 from benchmarks.workloads import ROOT
+from examples.training.checkpoints import CheckpointError
 
 CPU = torch.device("cpu")
 
@@ -80,7 +81,7 @@ def test_export_in_a_world_of_one(early):
 
 def test_a_folder_that_checkpoints_cannot_be_written_to(monkeypatch):
     monkeypatch.setattr(checkpoints, "TMPFS", "/nonexistent")
-    with pytest.raises(OSError, match="set another TMPDIR"):
+    with pytest.raises(CheckpointError, match="/nonexistent"):
         bench.main(["checkpoint", "--scale", "4096", "--storage", "tmpfs"])
 
 

@@ -110,13 +110,6 @@ def test_a_peer_that_fails_is_named_and_the_rest_is_measured(capsys):
         assert f"{package}_quantize_1d/64 is left out: {error}\n" in said
 
 
-def test_a_reference_that_cannot_be_compiled_is_left_out(monkeypatch, capsys):
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: raising(RuntimeError("no compiler\nand more")))
-    measured = Session("local_step", CPU, 1)
-    ours = {"name": "local_step/32", "ms": 1.0, "bytes": 1000, "elements": 1024}
-    peers.references(measured, Tensors(square(32), CPU), ours)
-    assert [row["name"] for row in measured.rows] == ["reference_eager_local_step/32"]
-    assert "reference_compile_local_step/32 is left out: no compiler\n" in capsys.readouterr().out
 
 
 def share_of_equal_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> float:

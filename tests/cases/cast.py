@@ -22,10 +22,8 @@ def check(weights, masters):
     """Codes, scales and amaxes are those of quantizing the masters."""
     for i, (weight, master) in enumerate(zip(weights, masters, strict=True)):
         expected = reference.quantize(master.float().view(weight.shape).to(weight.dtype))
-        assert_bytes_equal(weight.rowwise_data, expected.rowwise_data, f"codes {i}")
-        assert_bytes_equal(weight.rowwise_scale, expected.rowwise_scale, f"scale {i}")
-        assert_bytes_equal(weight.columnwise_scale, expected.columnwise_scale, f"columnwise scale {i}")
-        assert_bytes_equal(weight.amax, expected.amax, f"amax {i}")
+        for name in ("rowwise_data", "rowwise_scale", "columnwise_scale", "amax"):
+            assert_bytes_equal(getattr(weight, name), getattr(expected, name), f"{name} {i}")
 
 
 TILES, ROWS = (16, 16), (1, 16)
@@ -67,12 +65,13 @@ def run(plan):
     plan.post()
 
 
-def check_replays(weights, masters, starts) -> None:
-    """Of a captured step, on a GPU."""
+def check_replays(weights, masters, starts, update=lambda plan: None) -> None:
+    """Of a captured step behind update(plan), on a GPU."""
     plan = zerofp4.CastPlan(weights, masters, starts)
     run(plan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        update(plan)
         plan.step()
         plan.post()
     for _ in range(2):

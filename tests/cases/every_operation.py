@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 import zerofp4
 from cases.ops import DTYPES, allocate
 from cases.quantize import MODES, with_state
 from zerofp4 import ops
-from zerofp4.format import BLOCK, MXFP8_SCALE_LAYOUTS, SCALE_LAYOUTS
+from zerofp4.format import BLOCK, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div, round_up, scale_shape
 from zerofp4.shard import Shard, byte_range
 
@@ -22,8 +24,6 @@ def matrix_of(shape, dtype, device) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(device, dtype)
 
 
-def buffers_of(record) -> list[tuple[str, torch.Tensor]]:
-    return list(record.buffers())
 
 
 def quantized(x: torch.Tensor):
@@ -77,27 +77,27 @@ def quantize_grouped(x, guards):
 
 
 def dequantize(x, guards):
-    t, outputs = quantized(x), []
-    for side, copy in t.record.sides():
-        for layout, scale in copy.scales.items():
-            for dtype in DTYPES:
-                options = (BLOCK, dtype, layout, 448, side == "columnwise")
-                values = ZEROFP4.dequantize(copy.data, scale, copy.amax, *options)
-                outputs.append((f"{side} {layout} {dtype}", values))
-    for count in (2, MANY):
-        outputs += [(f"list of {count}", values) for values in zerofp4.dequantize_many([t] * count)]
-    return outputs
+    def call(copy, layout, dtype, columnwise):
+        options = (BLOCK, dtype, layout, 448, columnwise)
+        return ZEROFP4.dequantize(copy.data, copy.scales[layout], copy.amax, *options)
+
+    return all_values(quantized(x), call)
 
 
 def mxfp8(x, guards):
+    def call(copy, layout, dtype, columnwise):
+        return ZEROFP4.dequantize_mxfp8(copy.data, copy.scales[layout], columnwise, layout, dtype)
+
     t = zerofp4.quantize_mxfp8(x, columnwise=True, scale_layouts=["swizzled"])
-    outputs = buffers_of(t.record)
+    return [*t.record.buffers(), *all_values(t, call)]
+
+
+def all_values(t, call):
+    """Of each copy, layout and dtype by call(copy, layout, dtype, columnwise); and of lists."""
+    outputs = []
     for side, copy in t.record.sides():
-        for layout in MXFP8_SCALE_LAYOUTS:
-            for dtype in DTYPES:
-                options = (side == "columnwise", layout, dtype)
-                values = ZEROFP4.dequantize_mxfp8(copy.data, copy.scales[layout], *options)
-                outputs.append((f"{side} {layout} {dtype}", values))
+        for layout, dtype in itertools.product(copy.scales, DTYPES):
+            outputs.append((f"{side} {layout} {dtype}", call(copy, layout, dtype, side == "columnwise")))
     for count in (2, MANY):
         outputs += [(f"list of {count}", values) for values in zerofp4.dequantize_many([t] * count)]
     return outputs

@@ -1,10 +1,12 @@
 """What tests of products share: operands with what the specification says that they hold."""
 
+import pytest
 import torch
 from tensor_helpers import values
 
 import zerofp4
-from zerofp4 import Operand, reference
+from zerofp4 import Operand
+from zerofp4.gemm import grouped
 
 SIDES = ("rowwise", "columnwise")
 
@@ -33,22 +35,15 @@ def nvfp4(**options):
     return lambda x, **copies: zerofp4.quantize(x, **copies, **options)
 
 
-def specified(operand: Operand) -> torch.Tensor:
-    """float64 values of an operand without its global scale, from its bytes, on the CPU."""
-    copy, record = operand.copy, operand.record
-    data, scale = copy.data.cpu(), copy.scales["compact"].cpu()
-    if operand.is_nvfp4:
-        return reference.nvfp4_operand(data, scale, record.block[0])
-    if operand.side == "columnwise":
-        data, scale = (t.view(torch.uint8).t().contiguous().view(t.dtype) for t in (data, scale))
-    return reference.mxfp8_operand(data, scale)
 
 
-def alpha(a: Operand, b: Operand) -> torch.Tensor | None:
-    if not a.is_nvfp4:
-        return None
-    amaxes = [each.copy.amax.cpu() for each in (a, b)]
-    return reference.gemm_alpha(*amaxes, *[each.record.e4m3_max for each in (a, b)])
+
+
+def skip_without_grouped_mm(device: torch.device) -> None:
+    if grouped.grouped_mm is None:
+        pytest.skip(f"torch {torch.__version__} has no grouped_mm")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in grouped.CAPABILITIES:
+        pytest.skip("grouped_mm is not one kernel on this GPU")
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

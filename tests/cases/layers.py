@@ -128,11 +128,12 @@ def step(
     module: nn.Module, call, recipe, x: torch.Tensor, *arguments, grad=None
 ) -> list[torch.Tensor | None]:
     """y of a call, the module or what stands for it, and the gradients of x and of the parameters. Random
-    numbers of the backward pass are those after manual_seed(7).
+    numbers of the backward pass are those after manual_seed(7). recipe: or an autocast, or None for none.
     """
     x = x.detach().clone().requires_grad_()
     module.zero_grad()
-    with contextlib.nullcontext() if recipe is None else autocast(recipe):
+    around = autocast(recipe) if isinstance(recipe, NVFP4Recipe | MXFP8Recipe) else recipe
+    with around or contextlib.nullcontext():
         y = call(x, *arguments)
     torch.manual_seed(7)
     y.backward(values(*y.shape, device=y.device, dtype=y.dtype, seed=1) if grad is None else grad)

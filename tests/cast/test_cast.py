@@ -17,11 +17,13 @@ def test_no_weights():
     zerofp4.post_all_gather_processing([])
 
 
-def test_a_weight_that_got_another_record_is_noticed(device):
+@pytest.mark.parametrize("name", ["data", "rowwise_data.data"])
+def test_another_record_and_codes_exchanged_behind_theirs_are_noticed(device, name):
     weights, masters, starts = make(device)
     plan = zerofp4.CastPlan(weights, masters, starts)
     plan.step()
-    weights[1].data = weights[1].data.clone()
+    moved = weights[1] if name == "data" else weights[1].rowwise_data
+    moved.data = moved.data.clone()
     for call in (plan.step, plan.all_gather, plan.post):
         with pytest.raises(RuntimeError, match=r"model_weights\[1\]: rowwise_data has moved"):
             call()
@@ -108,18 +110,10 @@ def refused(error, message, weights, masters, starts, *args, **kwargs):
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
-def test_bad_lists():
-    weights, masters, starts = make("cpu")
-    refused(ValueError, "fsdp_shard_model_weights has 1", weights, masters, starts, None, [None])
-
-
 def test_bad_weights():
-    master = [torch.zeros(256)]
-    plain = [torch.zeros(16, 16)]
-    refused(TypeError, r"model_weights\[0\] must be an NVFP4Tensor, got Tensor", plain, master, [0])
     columnwise = zerofp4.quantize(torch.zeros(16, 16), rowwise=False, columnwise=True)
     with pytest.raises(ValueError, match="has no rowwise data"):
-        zerofp4.CastPlan([columnwise], master, [0])
+        zerofp4.CastPlan([columnwise], [torch.zeros(256)], [0])
     with pytest.raises(ValueError, match="last dimension must be even, got 15"):
         zerofp4.empty((16, 15))
 
@@ -145,6 +139,7 @@ def test_bad_shard_buffers(codes, error, message):
 
 def test_bad_options():
     weights, masters, starts = make("cpu")
+    refused(ValueError, "fsdp_shard_model_weights has 1", weights, masters, starts, None, [None])
     again = [[weights[0]], [weights[0]]]
     refused(ValueError, "in an amax group already", weights, masters, starts, amax_groups=again)
     with pytest.raises(ValueError, match="group was given, but torch"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.cast import ROWS, TILES, check_kinds, check_replays, make_kinds, run
+from cases.cast import ROWS, TILES, check_kinds, make_kinds, run
 from cases.quantize import CHOICES
-from helpers import assert_bytes_equal, needs_gpu
+from helpers import assert_bytes_equal
 
 import zerofp4
 
@@ -44,11 +44,6 @@ def test_a_shard_of_whole_blocks_touches_nothing_else(device):
         assert_bytes_equal(weight.rowwise_scale.view(torch.uint8).flatten(), scale, "scales")
 
 
-@needs_gpu
-@pytest.mark.parametrize("count", [1, 4])
-def test_replays_of_a_captured_step(count):
-    shapes = [(34, 288), (33, 50), (130, 1000), (64, 64)][:count]
-    check_replays(*make_kinds("cuda", shapes, [TILES, ROWS], CHOICES[:1]))
 
 
 # What is refused

@@ -170,9 +170,10 @@ def test_a_captured_post_keeps_scales(monkeypatch, captured):
 @needs_gpu
 @pytest.mark.parametrize("blocks", [[ROWS], [ROWS, TILES]], ids=["rows", "both"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_replays_of_a_captured_step(count, blocks):
+@pytest.mark.parametrize("choice", [None, CHOICES[0]], ids=str)
+def test_replays_of_a_captured_step(choice, count, blocks):
     shapes = [(34, 288), (130, 1000), (33, 50)][:count]
-    check_replays(*make_kinds("cuda", shapes, blocks))
+    check_replays(*make_kinds("cuda", shapes, blocks, [choice]))
 
 
 # What is refused

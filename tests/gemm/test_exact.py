@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from cases.gemm import alpha, nvfp4, operand
+from cases.gemm import nvfp4, operand
 from helpers import assert_bytes_equal
 from tensor_helpers import values
 
 import zerofp4
 from zerofp4 import FourOverSix, Operand, reference
+from zerofp4.blackwell_check import alpha
 from zerofp4.format import SCALE_DTYPE
 from zerofp4.gemm import exact
 

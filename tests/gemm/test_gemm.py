@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import torch
-from cases.gemm import NVFP4, SHAPES, SIDES, TRANSFORMS, alpha, nvfp4, operand, relative_error, specified
+from cases.gemm import NVFP4, SHAPES, SIDES, TRANSFORMS, nvfp4, operand, relative_error
 from helpers import assert_bytes_equal, nothing_waits, poisoned_allocations
 from tensor_helpers import DTYPES, values
 
 import zerofp4
-from zerofp4 import Operand, gemm, ops, reference
+from zerofp4 import Operand, gemm, ops
+from zerofp4.blackwell_check import alpha, product_of, specified
 from zerofp4.gemm.exact import factor_dtype
 
 BOTH_SIDES = list(itertools.product(SIDES, SIDES))
@@ -22,7 +23,7 @@ def tolerance(device) -> float:
 
 def assert_product(a, b, device):
     actual = gemm(a, b, out_dtype=torch.float32)
-    expected = reference.gemm(specified(a), specified(b), alpha(a, b))
+    expected = product_of(a, b)
     assert actual.shape == expected.shape and actual.dtype == torch.float32
     assert relative_error(actual, expected) <= tolerance(device)
     return actual
@@ -119,7 +120,7 @@ def test_one_rounding(device, shape, out_dtype, bias_dtype, make):
     a = operand(m, k, "rowwise", make, device=device, seed=1)
     b = operand(n, k, "rowwise", make, device=device, seed=2)
     bias = None if bias_dtype is None else values(n, device=device, dtype=bias_dtype, seed=3) * k
-    exact = reference.gemm(specified(a), specified(b), alpha(a, b), None if bias is None else bias.cpu())
+    exact = product_of(a, b, bias)
     with poisoned_allocations():
         actual = gemm(a, b, out_dtype=out_dtype, bias=bias)
     assert actual.dtype == out_dtype
@@ -141,7 +142,7 @@ def test_accumulation(device, shape, offset, bias_dtype):
     bias = None if bias_dtype is None else values(n, device=device, dtype=bias_dtype, seed=3)
     flat = values(m * n + 8, device=device, dtype=torch.float32, seed=4)
     before, target = flat.clone(), flat[offset : offset + m * n].view(m, n)
-    expected = reference.gemm(specified(a), specified(b), alpha(a, b), None if bias is None else bias.cpu())
+    expected = product_of(a, b, bias)
     expected = expected + target.cpu().double()
     assert gemm(a, b, bias=bias, accumulate_into=target) is target
     assert relative_error(target, expected) <= tolerance(device)
@@ -184,7 +185,7 @@ def test_nothing_waits_and_a_graph_can_hold_it():
     target.zero_()
     graph.replay()
     assert_bytes_equal(captured, gemm(a, b, bias=bias), "replayed")
-    expected = reference.gemm(specified(Operand(a)), specified(Operand(b)), alpha(Operand(a), Operand(b)))
+    expected = product_of(Operand(a), Operand(b))
     assert relative_error(target, expected) <= tolerance(device)
 
 

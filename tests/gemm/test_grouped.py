@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from cases.gemm import relative_error
+from cases.gemm import relative_error, skip_without_grouped_mm
 from cases.grouped import values
 from helpers import assert_bytes_equal, poisoned_allocations
 
@@ -22,10 +22,7 @@ of_any_width = pytest.mark.parametrize("cols", [8, 48, 264, 280])
 
 @pytest.fixture(autouse=True)
 def needs_grouped_mm(device):
-    if grouped.grouped_mm is None:
-        pytest.skip(f"torch {torch.__version__} has no grouped_mm")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in grouped.CAPABILITIES:
-        pytest.skip("grouped_mm is not one kernel on this GPU")
+    skip_without_grouped_mm(device)
 
 
 def groups_of(splits, cols, device, seed=0, on_device=True, **options):
@@ -227,9 +224,6 @@ def test_splits_that_are_wrong_give_nan(device):
     assert grouped.grouped_wgrad(groups, groups).isnan().all()
 
 
-def test_why_not():
-    on_cpu = grouped.why_not_grouped(torch.device("cpu"), torch.bfloat16, (64, 64))
-    assert on_cpu == "grouped_mm is one kernel on compute capabilities (9, 10) only, got cpu"
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from cases.gemm import skip_without_grouped_mm
 
-from zerofp4.gemm import grouped
 from zerofp4.nn import grouped_linear, operators
 from zerofp4.tensors import Quantizer
 
@@ -13,10 +13,7 @@ def multiplied_at_once(monkeypatch, device):
     """All groups are multiplied in one call: where torch has a kernel for that, and on the CPU, where its
     grouped_mm is a loop, because it is made to.
     """
-    if grouped.grouped_mm is None:
-        pytest.skip(f"torch {torch.__version__} has no grouped_mm")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in grouped.CAPABILITIES:
-        pytest.skip("grouped_mm is not one kernel on this GPU")
+    skip_without_grouped_mm(device)
     why_not = grouped_linear.why_not_grouped
 
     def why_not_here(of: torch.device, *others) -> str | None:

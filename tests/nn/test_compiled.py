@@ -1,6 +1,5 @@
 """Layers under torch.compile: one graph without a break, and the bytes of the layer without it."""
 
-import contextlib
 from functools import partial
 
 import pytest
@@ -115,16 +114,8 @@ def test_other_recipes_for_some_modules(device):
         made("Linear", device), nn.ReLU(), Linear(48, 64, dtype=torch.bfloat16, device=device)
     )
     recipe = NVFP4Recipe(modules=[("2", RECIPES["mxfp8"])])
-    x, run, results = values(32, 64, device=device), compiled(model), []
-    for function in (run, model):
-        leaf = x.clone().requires_grad_()
-        model.zero_grad()
-        with autocast(recipe, model):
-            y = function(leaf)
-        torch.manual_seed(7)
-        y.backward(torch.ones_like(y))
-        results.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
-    assert_all_equal(*results)
+    x, run, around = values(32, 64, device=device), compiled(model), autocast(recipe, model)
+    assert_all_equal(step(model, run, around, x), step(model, model, around, x))
 
 
 def test_blocks_that_are_compiled_alone(device):
@@ -144,18 +135,9 @@ def test_blocks_that_are_compiled_alone(device):
 def test_a_checkpoint_around_compiled_code(device, reentrant):
     """It needs no context around the backward pass, and takes none that the forward pass had not."""
     module, x = made("LayerNormMLP", device), values(32, 64, device=device)
-    run = compiled(module)
-    for inside in (autocast(RECIPES["nvfp4"]), contextlib.nullcontext(), autocast(RECIPES["mxfp8"])):
-        results = []
-        for call in (partial(checkpoint, run, use_reentrant=reentrant, preserve_rng_state=False), module):
-            leaf = x.clone().requires_grad_()
-            module.zero_grad()
-            with inside:
-                y = call(leaf)
-            torch.manual_seed(7)
-            y.sum().backward()
-            results.append([y.detach(), leaf.grad, *(p.grad for p in module.parameters())])
-        assert_all_equal(*results)
+    run = partial(checkpoint, compiled(module), use_reentrant=reentrant, preserve_rng_state=False)
+    for recipe in (RECIPES["nvfp4"], None, RECIPES["mxfp8"]):
+        assert_all_equal(step(module, run, recipe, x), step(module, module, recipe, x))
 
 
 def test_only_the_gradients_that_are_needed(device):
@@ -164,16 +146,9 @@ def test_only_the_gradients_that_are_needed(device):
     with autocast(recipe), torch.no_grad():
         assert_bytes_equal(run(x), module(x), "inference")
     module.weight.requires_grad_(False)
-    results = []
-    for function in (run, module):
-        leaf = x.clone().requires_grad_()
-        with autocast(recipe):
-            y = function(leaf)
-        torch.manual_seed(7)
-        y.sum().backward()
-        results.append((y.detach(), leaf.grad))
-    assert module.weight.grad is None
-    assert_all_equal(*results)
+    found, expected = (step(module, call, recipe, x) for call in (run, module))
+    assert found.pop(2) is expected.pop(2) is None
+    assert_all_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])

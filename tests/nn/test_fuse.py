@@ -1,13 +1,13 @@
 """convert_model(layers=True) with a filter that takes norms: what they become with the layers behind them."""
 
-import contextlib
 import copy
 import pickle
 
 import pytest
 import torch
-from cases.layers import RECIPES
-from helpers import assert_bytes_equal
+from cases.layers import RECIPES, step
+from cases.nodes import assert_named_equal
+from helpers import assert_all_equal, assert_bytes_equal
 from tensor_helpers import values
 from torch import nn
 
@@ -91,23 +91,10 @@ def renamed(key):
     return f"{NEW[name]}.{leaf}"
 
 
-def step(module, recipe, x):
-    x = x.clone().requires_grad_()
-    with contextlib.nullcontext() if recipe is None else autocast(recipe):
-        y = module(x)
-    torch.manual_seed(7)
-    y.float().square().mean().backward()
-    return {"y": y.detach(), "x": x.grad}
-
-
-def assert_same(plain, fused, what):
-    assert plain.keys() == fused.keys()
-    for name in plain:
-        assert_bytes_equal(fused[name], plain[name], f"{what}: {name}")
-
-
-def gradients(module, rename=lambda key: key):
-    return {rename(name): p.grad for name, p in module.named_parameters()}
+def trained(module, recipe, x, rename=lambda key: key):
+    """y of a step, and gradients by name."""
+    names = map(rename, dict(module.named_parameters()))
+    return dict(zip(("y", "x", *names), step(module, module, recipe, x), strict=True))
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -141,10 +128,8 @@ def test_what_is_fused_has_the_values_and_the_report_the_names(norm):
 @pytest.mark.parametrize("norm", NORMS)
 def test_outputs_and_gradients_have_the_bytes_of_the_modules(device, norm, activation, name):
     plain, fused, _ = both(device, norm=norm, activation=activation)
-    recipe = RECIPES[name] if name else None
-    x = values(32, 64, device=device)
-    assert_same(step(plain, recipe, x), step(fused, recipe, x), "results")
-    assert_same(gradients(plain, renamed), gradients(fused), "gradients")
+    given = RECIPES[name] if name else None, values(32, 64, device=device)
+    assert_named_equal(trained(fused, *given), trained(plain, *given, renamed))
 
 
 def test_state_dicts_have_the_names_of_the_layers():
@@ -172,8 +157,8 @@ def test_unconverted_they_are_layers_of_ordinary_parameters():
     assert type(fused[0][0]) is LayerNormMLP and not isinstance(fused[0][0].fc1.weight, NVFP4Tensor)
     for name, p in plain.named_parameters():
         assert_bytes_equal(fused.get_parameter(renamed(name)).detach(), p.detach(), name)
-    x = values(16, 64)
-    assert_same(step(plain, RECIPES["nvfp4"], x), step(fused, RECIPES["nvfp4"], x), "results")
+    given = RECIPES["nvfp4"], values(16, 64)
+    assert_named_equal(trained(fused, *given), trained(plain, *given, renamed))
     report = zerofp4.convert_model(fused, everything, layers=True)
     assert report.converted == ["0.0.fc1", "0.0.fc2", "1.linear", "3"]
     assert (report.fused, report.unfused) == ({}, {})
@@ -220,9 +205,9 @@ def test_a_filter_that_refuses_one_of_them(refused, fused, unfused):
     for chosen in (lambda module, name: linears(module, name) and name != refused, lambda _, n: n != refused):
         module = model()
         report = zerofp4.convert_model(module, chosen, layers=True)
-        results.append(step(module, RECIPES["nvfp4"], values(32, 64)))
+        results.append(step(module, module, RECIPES["nvfp4"], values(32, 64))[:2])
     assert (report.fused, report.unfused) == (fused, unfused)
-    assert_same(*results, "results")
+    assert_all_equal(*results)
 
 
 def test_a_filter_that_raises_changes_nothing():

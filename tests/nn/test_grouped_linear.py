@@ -135,14 +135,11 @@ def test_the_cache_of_a_step():
     assert copy.deepcopy(stack)._weight_cache._tensors is None
 
 
-def test_state_dicts_and_bad_arguments():
+def test_state_dicts_of_values_and_bad_arguments():
     stack, other = pair(primary_weights=True)[1], pair()[1]
     other.weight.data.mul_(2)
-    saved = copy.deepcopy(stack.state_dict())
     stack.load_state_dict(other.state_dict())
     assert_record_equals(stack.weight.record, reference.quantize_experts(other.weight.detach()), "loaded")
-    stack.load_state_dict(saved)
-    assert_bytes_equal(stack.weight.amax[2:3], saved["weight2"].amax, "amax")
     with autocast(RECIPES["nvfp4"]), pytest.raises(ValueError, match="x must have 64 values"):
         stack(values(36, 62), [9] * 4)
     with pytest.raises(RuntimeError, match="which is on the meta device"):

@@ -14,12 +14,11 @@ import pytest
 import torch
 from cases.frames import frames
 from cases.gradient_places import memory_of
-from cases.nodes import assert_named_equal, count_calls, gradients_of, run_in_threads
+from cases.nodes import Mode, assert_named_equal, count_calls, gradients_of, run_in_threads
 from helpers import assert_bytes_equal
 from tensor_helpers import VIEWS, values
 from torch import nn
 from torch._dynamo import compiled_autograd
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zerofp4
@@ -365,9 +364,6 @@ class Subclass(torch.Tensor):
     """With nothing of its own."""
 
 
-class Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 @of_every_kind

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from cases.layers import RECIPES, linear
-from helpers import assert_bytes_equal
+from cases.layers import RECIPES, linear, step
+from cases.nodes import assert_named_equal
 from tensor_helpers import values
 from torch import nn
 from torch.nn import functional as F
@@ -34,19 +34,8 @@ def randomized(module):
 
 
 def train(module, x, grad, recipe, first=None):
-    x = x.clone().requires_grad_()
-    module.zero_grad()
-    with autocast(recipe):
-        y = module(x, first)
-    torch.manual_seed(7)
-    y.backward(grad)
-    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
-
-
-def assert_same(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, mine in actual.items():
-        assert_bytes_equal(mine, expected[name], name)
+    names = "y", "x", *dict(module.named_parameters())
+    return dict(zip(names, step(module, module, recipe, x, first, grad=grad), strict=True))
 
 
 def states(count):
@@ -85,7 +74,7 @@ def test_linear_is_the_composition(name, normalization):
     expected = {"y": y, "x": dx, "linear.weight": dw, "linear.bias": db}
     expected |= {f"norm.{key}": p.grad for key, p in norm.named_parameters()}
     for first in (None, True, False):
-        assert_same(train(module, x, grad, recipe, first), expected)
+        assert_named_equal(train(module, x, grad, recipe, first), expected)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -103,7 +92,7 @@ def test_mlp_is_the_composition(name, activation):
     expected = {"y": y, "x": dx, "fc1.weight": dw1, "fc1.bias": db1, "fc2.weight": dw2, "fc2.bias": db2}
     expected["norm.weight"] = norm.weight.grad
     for cached in (None, True, False):
-        assert_same(train(module, x, grad, recipe, cached), expected)
+        assert_named_equal(train(module, x, grad, recipe, cached), expected)
 
 
 def test_outside_they_are_ordinary_layers():
@@ -124,9 +113,9 @@ def test_primary_weights_and_converted_ones():
     other = LayerNormMLP(32, 64, dtype=BF16)
     x, grad = values(16, 32), values(16, 32, seed=1)
     expected = train(other, x, grad, RECIPES["nvfp4"])
-    assert_same(train(module, x, grad, RECIPES["nvfp4"]), expected)
+    assert_named_equal(train(module, x, grad, RECIPES["nvfp4"]), expected)
     assert zerofp4.convert_model(other).converted == ["fc1", "fc2"]
-    assert_same(train(other, x, grad, RECIPES["nvfp4"]), expected)
+    assert_named_equal(train(other, x, grad, RECIPES["nvfp4"]), expected)
 
 
 def test_saved_activations_have_no_copy_of_the_normalized_input():

@@ -1,10 +1,10 @@
 """fuse_wgrad_accumulation where layers compute by no recipe: their gradients are in main_grad there, too."""
 
-import contextlib
 import copy
 
 import pytest
 import torch
+from cases.layers import step
 from helpers import assert_all_equal, assert_bytes_equal
 from tensor_helpers import values
 from torch import nn
@@ -24,12 +24,9 @@ def weights_of(model: nn.Module) -> list[nn.Parameter]:
     return [layer.weight for layer in layers]
 
 
-def step(model, call, *arguments, around=None):
-    x = values(24, 64, device=next(model.parameters()).device).requires_grad_()
-    with around or contextlib.nullcontext():
-        y = call(x, *arguments)
-    y.backward(values(*y.shape, device=y.device, seed=1))
-    return x.grad
+def gradient_of_x(model, call, *arguments, around=None):
+    x = values(24, 64, device=next(model.parameters()).device)
+    return step(model, call, around, x, *arguments)[1]
 
 
 @pytest.mark.parametrize("excluded", [False, True])
@@ -44,12 +41,13 @@ def test_layers_without_a_recipe(device, name, primary, excluded):
     for module in plain.modules():
         module.fuse_wgrad_accumulation = False
     arguments = ([8, 16],) if isinstance(plain, GroupedLinear) else ()
-    expected = step(plain, plain, *arguments)
+    expected = gradient_of_x(plain, plain, *arguments)
     weights = weights_of(model)
     for weight in weights:
         weight.main_grad = torch.zeros(weight.shape, device=device)
     for _ in range(2):
-        assert_bytes_equal(step(model, model["layer"], *arguments, around=around), expected, "gradient of x")
+        found = gradient_of_x(model, model["layer"], *arguments, around=around)
+        assert_bytes_equal(found, expected, "gradient of x")
     given = dict(plain.named_parameters())
     for key, parameter in model["layer"].named_parameters():
         if any(parameter is weight for weight in weights):
@@ -62,9 +60,9 @@ def test_layers_without_a_recipe(device, name, primary, excluded):
 def test_the_flag_and_a_missing_buffer():
     layer = Linear(64, 48, dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
     with pytest.raises(RuntimeError, match=r"weight\.main_grad, which is not there"):
-        step(layer, layer)
+        gradient_of_x(layer, layer)
     layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.zeros(48, 64), False
-    step(layer, layer)
+    gradient_of_x(layer, layer)
     assert layer.weight.grad_added_to_main_grad is True
     assert not layer.weight.grad.any() and layer.weight.main_grad.any()
     with torch.no_grad():
@@ -85,7 +83,6 @@ def test_compiled_layers(device, name, primary, recipe):
     for call in (torch.compile(layer, backend="aot_eager"), layer):
         for weight in weights_of(layer):
             weight.main_grad = torch.zeros(weight.shape, device=device)
-        around = autocast(recipe) if recipe else None
-        made = step(layer, call, *arguments, around=around)
+        made = gradient_of_x(layer, call, *arguments, around=recipe)
         found.append([made, *(weight.main_grad for weight in weights_of(layer))])
     assert_all_equal(*found, "a gradient")

@@ -92,12 +92,6 @@ def test_own_row_and_squares(device, dtype, n, ranks):
     assert words_of(squares).equal(reference.square_sums(expected))
 
 
-def test_squares_of_memory_that_no_vector_can_be_read_from(device):
-    values = tame(1, 5000, torch.float32, device)[0]
-    moved = torch.empty(5001, device=device)[1:].copy_(values)
-    squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
-    ops.add_squares([moved], squares)
-    assert words_of(squares).equal(reference.square_sums(values.cpu()))
 
 
 @pytest.mark.cpu_kernel

@@ -74,6 +74,10 @@ def scale_part(scale, layout, across: slice, along: slice, block_rows: int, bloc
     return scale[part(across, block_rows if layout == "compact" else 1), part(along, block)]
 
 
+def all_of(shape) -> Corner:
+    return tuple(slice(0, size) for size in shape)
+
+
 def buffers(record, corner: Corner) -> dict[str, torch.Tensor]:
     """What a record in NVFP4 holds of a corner."""
     found = {}
@@ -102,8 +106,7 @@ def test_quantize(x, format):
     amaxes = {"amax": t.amax} | ({"columnwise_amax": t.columnwise_amax} if t.hadamard else {})
     for corner in corners(x.shape):
         alone = zerofp4.quantize(x[corner].contiguous(), **options, **amaxes)
-        whole = tuple(slice(0, size) for size in alone.shape)
-        assert_same(buffers(t.record, corner), buffers(alone.record, whole), f"{corner}")
+        assert_same(buffers(t.record, corner), buffers(alone.record, all_of(alone.shape)), f"{corner}")
 
 
 def test_dequantize(x):
@@ -138,8 +141,8 @@ def test_mxfp8(x):
     columnwise = zerofp4.quantize_mxfp8(x, rowwise=False, columnwise=True).dequantize(torch.float32)
     for corner in corners(x.shape):
         alone = zerofp4.quantize_mxfp8(x[corner].contiguous(), **options)
-        whole = tuple(slice(0, size) for size in alone.shape)
-        assert_same(mxfp8_buffers(t.record, corner), mxfp8_buffers(alone.record, whole), f"{corner}")
+        expected = mxfp8_buffers(alone.record, all_of(alone.shape))
+        assert_same(mxfp8_buffers(t.record, corner), expected, f"{corner}")
         assert_bytes_equal(rowwise[corner].contiguous(), alone.dequantize(torch.float32), f"{corner}")
         only = zerofp4.quantize_mxfp8(x[corner].contiguous(), rowwise=False, columnwise=True)
         assert_bytes_equal(columnwise[corner].contiguous(), only.dequantize(torch.float32), f"{corner}")
@@ -178,9 +181,8 @@ def test_cast_of_all_and_of_a_shard_near_the_end(x):
         plan = zerofp4.CastPlan([each], [shard], [offset])
         plan.step()
         plan.post()
-    whole = tuple(slice(0, size) for size in few.shape)
     actual = buffers(weight.record, (slice(first, rows), slice(0, cols)))
-    assert_same(actual, buffers(few.record, whole), "shard")
+    assert_same(actual, buffers(few.record, all_of(few.shape)), "shard")
     assert few.rowwise_data.any() and not weight.rowwise_data[: max(first, 1) - 1].any()
 
 
@@ -238,15 +240,8 @@ def test_scale_layouts(place, layout):
     padded = ZEROFP4.pad_scale(scale, *shape, 1, layout)
     assert torch.equal(ZEROFP4.unpad_scale(padded, *shape, 1, layout), scale)
     for across, along in corners(shape):
-        alone = ZEROFP4.pad_scale(
-            scale[across, part(along, BLOCK)].contiguous(),
-            across.stop - across.start,
-            along.stop - along.start,
-            1,
-            layout,
-        )
-        whole = scale_part(
-            alone, layout, slice(0, across.stop - across.start), slice(0, along.stop - along.start), 1, BLOCK
-        )
+        sizes = [extent.stop - extent.start for extent in (across, along)]
+        alone = ZEROFP4.pad_scale(scale[across, part(along, BLOCK)].contiguous(), *sizes, 1, layout)
+        whole = scale_part(alone, layout, *map(slice, (0, 0), sizes), 1, BLOCK)
         chosen = scale_part(padded, layout, across, along, 1, BLOCK)
         assert_bytes_equal(chosen.contiguous(), whole.contiguous(), f"{across} {along}")

@@ -17,8 +17,8 @@ import zerofp4._C as _C
 
 data, scale = torch.zeros(16 * 128, dtype=torch.uint8), torch.zeros(16 * 4, dtype=torch.uint8)
 out = torch.empty({elements} * 4 + {shift}, dtype=torch.uint8)
-addresses = data.data_ptr(), scale.data_ptr(), 16, 128, False, 0, 0, out.data_ptr() + {shift}
-_C.dequantize_mxfp8(_C.Target(-1, 0, 1), *addresses)
+words = data.data_ptr(), scale.data_ptr(), out.data_ptr() + {shift}, 16, 128, False, 0
+_C.Mxfp8DequantizeList(True, words, 0).run(_C.Target(-1, 0, 1))
 print("the end")
 """
 

@@ -173,12 +173,9 @@ def test_only_ci_without_a_gpu_compiles_gpu_code_to_see_that_it_compiles(
     monkeypatch.setenv("CI", ci)
     for name in ("ZEROFP4_CUDA_OPTIMIZE", "ZEROFP4_CUDA_ARCHS"):
         monkeypatch.delenv(name, raising=False)
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    (programs / "nvidia-smi").write_text(f"#!/bin/sh\nexit {0 if gpu else 1}\n")
-    (programs / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    made = StandIn(tmp_path, "test.sh", lane, "-k", "a word")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    programs = {"nvidia-smi": f"#!/bin/sh\nexit {0 if gpu else 1}\n"}
+    made = StandIn(tmp_path, "test.sh", lane, "-k", "a word", more=programs)
     made.child()
     assert (tmp_path / "arguments").read_text().splitlines() == ["-m", "pytest", lane, "-k", "a word"]
     assert (tmp_path / "build").read_text() == f"{build}\n"

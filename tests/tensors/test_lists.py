@@ -66,9 +66,9 @@ def test_equal_one_by_one(device, make, count, dtype):
 
 @pytest.mark.parametrize(("dtype", "launches"), [(None, 5), (torch.float16, 2)])
 def test_one_launch_for_a_format_and_dtype(device, dtype, launches, monkeypatch):
-    found, run = [], ops.dequantize.run_list
+    tensors, found, run = mixed_tensors(device, 40), [], ops.dequantize.run_list
     monkeypatch.setattr(ops.dequantize, "run_list", lambda make, *of: (found.append(make), run(make, *of)))
-    zerofp4.dequantize_many(mixed_tensors(device, 40), dtype)
+    zerofp4.dequantize_many(tensors, dtype)
     assert len(found) == launches  # one kind has only tensors without elements
 
 

@@ -1,7 +1,4 @@
-"""Casting sharded master weights to NVFP4: plans, and the functions that find theirs by themselves.
-
-Other rooms see the names that are imported here.
-"""
+"""Casting sharded master weights to NVFP4: plans, and the functions that find theirs by themselves."""
 
 # ruff: noqa: F401
 from zerofp4.cast.function import cast_master_weights_to_nvfp4

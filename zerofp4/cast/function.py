@@ -47,15 +47,13 @@ def cast_master_weights_to_nvfp4(
     members = attempt(_members, amax_groups)[0]
     tensors = [master_weights, fsdp_shard_model_weights or (), () if found_inf is None else [found_inf]]
     options = (members, start_offsets, on_nonfinite, manual_post_all_gather_processing)
-    fingerprint = None if members is None else cache.fingerprint(tensors, *options)
-    kept = cache.find()
-    if kept is None or fingerprint is None or kept.fingerprint != fingerprint:
+    kept, is_known = cache.find(tensors, *options)
+    if not is_known:
         shards = (master_weights, start_offsets, fsdp_shard_model_weights)
         options = (amax_groups, on_nonfinite, found_inf, manual_post_all_gather_processing)
         request, error = attempt(check_request, model_weights, *shards, *options)
         kept = _fitting(kept, request, error, cache, group)
         kept.plan.let_go()
-        kept.fingerprint = fingerprint
         cache.keep(kept)
     late = kept.plan.run(OwnError(), itertools.chain(master_weights, fsdp_shard_model_weights or ()))
     cache.advance_versions()
@@ -74,10 +72,8 @@ def _fitting(
     cache: PlanCache,
     group: dist.ProcessGroup | None,
 ) -> Kept:
-    """The plan of these weights, if there is one and the checked request fits it, with the request's tensors;
-    else a new one, where all ranks come with a request that fits none.
-
-    Raises the error on this rank and, because it joins the step of the others, RuntimeError on them.
+    """The plan of these weights that the checked request fits, with its tensors; else a new one, where all
+    ranks need one. Raises the error here, and RuntimeError on the others, whose step it joins.
     """
     if kept is not None:
         if error:

@@ -36,15 +36,12 @@ def all_gather_nvfp4(
     """
     group = distributed.resolve_group(group)
     cache = PlanCache("gather_plans", model_weights, group)
-    fingerprint = cache.fingerprint([], start_offsets, shard_numels)
-    kept = cache.find()
-    if kept is None or fingerprint is None or kept.fingerprint != fingerprint:
-        parsed, error = attempt(_check_gather, model_weights, start_offsets, shard_numels)
-        kept = _gather_checked(kept, parsed, error, cache, group)
-        kept.fingerprint = fingerprint
-        cache.keep(kept)
-    else:
+    kept, is_known = cache.find([], start_offsets, shard_numels)
+    if is_known:
         kept.plan.run()
+    else:
+        parsed, error = attempt(_check_gather, model_weights, start_offsets, shard_numels)
+        cache.keep(_gather_checked(kept, parsed, error, cache, group))
     cache.advance_versions()
 
 
@@ -106,16 +103,14 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     Raises TypeError or ValueError for anything but a list of distinct weights on one device that can be cast.
     """
     cache = PlanCache("post_plans", model_weights, None)
-    fingerprint = cache.fingerprint([])
-    kept = cache.find()
-    if kept is None or fingerprint is None or kept.fingerprint != fingerprint:
+    kept, is_known = cache.find([])
+    if not is_known:
         check_lists(model_weights=model_weights)
         records = check_weights(model_weights)
         if kept is None:
             device = records[0].device if records else torch.device("cpu")
             kept = Kept(PostStage(device), records, GroupReference(None))
         kept.plan.bind(records)
-        kept.fingerprint = fingerprint
         cache.keep(kept)
     kept.plan.run()
     cache.advance_versions()

@@ -271,9 +271,8 @@ class CastPlan:
         self._amaxes = Amaxes.CAPTURED if ops.is_capturing(self._device) else Amaxes.LEFT
 
     def run(self, error: OwnError, borrowed: Iterable[torch.Tensor | None] = ()) -> OwnError:
-        """A step of a rank whose error, if it has found one, is raised once it has joined the others.
-
-        borrowed: what the step uses and the plan does not hold. Returns what went wrong in an earlier step.
+        """A step, in which a rank with an error raises that once it has joined the others. borrowed: what the
+        step uses and the plan does not hold. Returns what went wrong in an earlier step.
         """
         late = self._take_part(error, borrowed)
         self._reduce()
@@ -281,10 +280,8 @@ class CastPlan:
         return late
 
     def start_step(self) -> RuntimeError | None:
-        """The first half of step(), up to its reduction, beside which other work may be queued; finish_step()
-        is the other half. Every rank must begin its collectives in the same order.
-
-        Raises as step(), and then there is nothing to finish. Returns what went wrong in an earlier step.
+        """The first half of step(), up to its reduction; finish_step() is the other. Every rank must begin
+        its collectives in the same order. Raises, leaving nothing to finish, as step(); returns as run().
         """
         late = self._take_part(OwnError(self.addresses.glance()), ())
         if self._sharded:
@@ -293,10 +290,8 @@ class CastPlan:
         return late.take()
 
     def finish_step(self, halfway: tuple[int, int, Callable[[], object]] | None = None) -> None:
-        """What is queued after it on the current stream finds the scales and this rank's codes.
-
-        halfway: a weight's position, one of its rows (of the E * N of a stack) or their number, and what to
-        call once the codes before that row are queued.
+        """halfway: a weight's position, one of its rows (of the E * N of a stack) or their number, and what
+        to call once the codes before that row are queued.
         """
         self._settle()
         self._write(halfway)
@@ -393,9 +388,8 @@ class CastPlan:
         )
 
     def decline(self) -> bool:
-        """Join the reduction of a step of the other ranks, so that no rank writes, because this rank has
-        other shards or options. Whether all ranks declined. Raises RuntimeError where a rank has an
-        error.
+        """Join the reduction of a step of the other ranks, so that no rank writes, as this rank has others in
+        mind. Whether all ranks declined. Raises RuntimeError where a rank has an error.
         """
         self._stages.run("begin", True)
         self._vector.decline()
@@ -420,10 +414,8 @@ class CastPlan:
         )
 
     def stage_scales(self, zeros: Callable[..., torch.Tensor]) -> torch.Tensor | None:
-        """For a caller that gathers the codes itself: uint8 [ranks, bytes], where from now on a step leaves
-        this rank's scales that travel, and derive_columns() finds those of all. None where none do.
-
-        zeros: makes it, from a shape and dtype.
+        """For a caller that gathers the codes itself: uint8 [ranks, bytes], made by zeros(shape, dtype),
+        where a step leaves this rank's scales that travel, and derive_columns() finds all; or None.
         """
         travel = any(record.scales_travel for record in self.records)
         if not travel or not self._sharded:

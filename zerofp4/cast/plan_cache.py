@@ -1,6 +1,5 @@
-"""Plans that functions find by themselves: kept with the first weight, by the process group and the records
-of all weights. A call whose fingerprint equals that of a checked call is not checked again: a fingerprint is
-all else that the checks and a plan's addresses depend on, and is taken in loops that run in C.
+"""Plans that functions find by themselves, kept with the first weight. A call is not checked again if its
+fingerprint, all that the checks and a plan's addresses depend on, equals that of a checked one.
 """
 
 import dataclasses
@@ -46,21 +45,26 @@ class PlanCache:
             self._plans = self._records[0].attachments.setdefault(kind, {})
         self._group, self._key = group, (id(group), *map(id, self._records))
 
-    def fingerprint(self, tensors: Sequence[Sequence[torch.Tensor | None]], *others: Any) -> list | None:
-        """Identifies a call by its tensors and the repr of others; holds no tensor. None: check the call."""
-        return attempt(self._fingerprint, tensors, others)[0]
+    def find(
+        self, tensors: Sequence[Sequence[torch.Tensor | None]], *others: Any
+    ) -> tuple[Kept | None, bool]:
+        """The plan of a call, and whether the call need not be checked: by its tensors and the repr of others
+        it equals the last one.
+        """
+        self._fingerprint = attempt(self._identify, tensors, others)[0]
+        kept = self._plans.get(self._key)
+        if kept is None or not kept.group.refers_to(self._group):
+            return None, False
+        return kept, self._fingerprint is not None and kept.fingerprint == self._fingerprint
 
-    def _fingerprint(self, tensors, others) -> list:
+    def _identify(self, tensors, others) -> list:
         codes = map(_CODES, self._records)  # which may be exchanged behind a record (.data assigned)
         facts = [tensor_facts(list(each)) for each in (codes, *tensors)]
         return [rebindings(), facts, repr([list(each) if type(each) is tuple else each for each in others])]
 
-    def find(self) -> Kept | None:
-        kept = self._plans.get(self._key)
-        return kept if kept is not None and kept.group.refers_to(self._group) else None
-
     def keep(self, kept: Kept) -> None:
-        """Those of groups that were destroyed go."""
+        """For calls like the one that find() was told of. Plans of groups that were destroyed go."""
+        kept.fingerprint = self._fingerprint
         for key in [key for key, other in self._plans.items() if not other.group.is_alive()]:
             del self._plans[key]
         self._plans[self._key] = kept

@@ -23,9 +23,8 @@ _NO_HASH = -1.0
 
 
 class _Words(NamedTuple):
-    """Of one matrix: [first, last) are its own amaxes. Those of its tiles; or, where scales travel, that of
-    the whole, then those of `cut`, the blocks of 1x16 that a boundary of shards cuts, in order. group: the
-    word of its amax group.
+    """Of one matrix: [first, last) are its own amaxes, of its tiles or, where scales travel, of the whole and
+    then of `cut`, the 1x16 blocks that boundaries of shards cut. group: the word of its amax group.
     """
 
     first: int
@@ -35,11 +34,8 @@ class _Words(NamedTuple):
 
 
 class ReducedVector:
-    """Header words, one amax per amax group, then the amaxes of each weight. A stack of E matrices is E
-    weights here, and an amax group of stacks E groups.
-
-    records, amax_groups: by weight, as in CastRequest. rank_shards: [rank][weight].
-    words: float32, zeros at first.
+    """Header words, one amax per amax group, then the amaxes of each weight; a stack of E matrices is E
+    weights here. records, amax_groups: by weight, as in CastRequest. rank_shards: [rank][weight].
     """
 
     def __init__(
@@ -121,9 +117,7 @@ class ReducedVector:
         self.words[HASH_WORD] = _NO_HASH
 
     def declined(self) -> bool | None:
-        """After a reduction in which this rank declined: whether all did; None where a rank has an error.
-        Waits for the device.
-        """
+        """After a reduction in which this rank declined: whether all did; None where a rank has an error."""
         error_word, hash_word = self.words[[ERROR_WORD, HASH_WORD]].tolist()
         return hash_word == _NO_HASH if error_word == _DECLINED else None
 

@@ -28,11 +28,8 @@ MASTER_DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclasses.dataclass
 class CastRequest:
-    """Checked arguments of a cast on this rank.
-
-    codes[i]: the uint8 bytes shard.byte_range of weight i that this rank writes, None where it owns nothing.
-    amax_groups[i]: the index of weight i's amax group, 0 <= index < group count, numbered by first
-    appearance.
+    """Checked arguments of a cast. codes[i]: the uint8 bytes shard.byte_range of weight i that this rank
+    writes, None where it owns nothing. amax_groups[i]: weight i's amax group, numbered by first appearance.
     """
 
     weights: list[Any]
@@ -102,9 +99,8 @@ def check_lists(**lists: Sequence | None) -> None:
 
 
 def check_castable(name: str, record: NVFP4Storage, *, has_codes: bool = True) -> None:
-    """Raises ValueError for a weight that masters cannot be cast into: what may be cast is said here.
-
-    has_codes: whether the codes go to the weight itself, and not to buffers of shards.
+    """Raises ValueError for a weight that masters cannot be cast into. has_codes: whether the codes go to the
+    weight itself, and not to buffers of shards.
     """
     if record.block != (BLOCK, BLOCK) and record.columnwise is not None:
         raise ValueError(
@@ -167,9 +163,8 @@ def check_shard(what: str, name: str, record: NVFP4Storage, start: int | None, n
 def check_master(i: int, record: NVFP4Storage, master: torch.Tensor | None, start: int | None) -> Shard:
     what, name = f"master_weights[{i}]", weight_name(i, record)
     if (master is None) != (start is None):
-        missing, given = "master_weights", "start_offsets"
-        if start is None:
-            missing, given = given, missing
+        names = "master_weights", "start_offsets"
+        missing, given = names if master is None else names[::-1]
         raise ValueError(
             f"{missing}[{i}] is None, but {given}[{i}] is not; a rank that owns nothing passes None for both"
         )
@@ -207,9 +202,7 @@ def number_groups(
 ) -> list[int]:
     """The amax group of each weight, numbered by first appearance; a weight in no list is a group of its own.
 
-    weights: records, which members of groups are, or have; or tensors that will be weights in blocks of this
-    size, which members are. names: of tensors that are no weights yet, for messages.
-
+    weights: records; or tensors that will be weights in blocks of this size. names: of those, for messages.
     Raises TypeError or ValueError for wrong groups, and for members that cannot share an amax.
     """
     positions = {id(weight): i for i, weight in enumerate(weights)}
@@ -294,9 +287,8 @@ def check_request(
 
 
 def check_refresh(request: CastRequest, names: Sequence[str]) -> None:
-    """Checks a request's tensors again, after any of them moved, and takes the weights' present records.
-
-    Raises TypeError or ValueError where something is not, but for its storage, what was checked before.
+    """Checks a request's tensors again, after any of them moved, and takes the present records. Raises
+    TypeError or ValueError where more than storage has changed.
     """
     records = check_weights(request.weights, has_codes=request.shard_codes is None)
     for i, (old, new, shard) in enumerate(zip(request.records, records, request.shards, strict=True)):

@@ -28,9 +28,7 @@ class Signature(NamedTuple):
     amax_groups: list[int]
     on_nonfinite: str
     number: int
-    """How many plans this rank has built in the group: two plans of the same weights have different
-    hashes.
-    """
+    """How many plans this rank has built in the group, which tells two plans of the same weights apart."""
     shards: list[Shard]
     into_weights: bool
 

@@ -28,9 +28,8 @@ def _release_finished() -> None:
 
 
 class StepStatus:
-    """The word that a step or a gather leaves when the ranks did not agree, and the end of the last one.
-
-    word: int32 [1] on the CPU, pinned for a GPU, that the device writes and only take() clears.
+    """The word, int32 [1] on the CPU, pinned for a GPU, that a step or a gather leaves when the ranks did not
+    agree, and that only take() clears; and the end of the last one.
     """
 
     def __init__(self, device: torch.device):

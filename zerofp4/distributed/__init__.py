@@ -1,7 +1,4 @@
-"""What ranks tell each other: collectives, and agreement on errors.
-
-Other rooms see the names that are imported here.
-"""
+"""What ranks tell each other: collectives, and agreement on errors."""
 
 # ruff: noqa: F401
 from zerofp4.distributed.collectives import (

@@ -1,7 +1,4 @@
-"""Collectives of process groups, agreement of ranks on errors, and the phases that a profiler shows.
-
-A group is a torch.distributed process group, or None for a world of one.
-"""
+"""Collectives of groups, None for a world of one; agreement on errors; phases that a profiler shows."""
 
 import os
 import weakref
@@ -79,10 +76,8 @@ def timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:
 
 class CollectiveError(dist.DistBackendError):
     """A collective failed: a rank has died, was stopped or runs other code, and the process group is of no
-    more use. The message names the stage and this rank; of two ranks also the other one.
-
-    Code that reports errors to other ranks raises a CollectiveError as it is: a second collective would wait
-    for the same rank, as long again.
+    more use. The message names the stage, this rank, and of two ranks the other one. Code that reports errors
+    to other ranks raises it as it is: a second collective would wait as long again.
     """
 
     all_ranks_raise = True
@@ -90,9 +85,7 @@ class CollectiveError(dist.DistBackendError):
 
 class Stage:
     """`with Stage(name, group):` around calls of torch.distributed, and nothing else: a RuntimeError from
-    them becomes a CollectiveError that names the stage, which errors of torch do not say.
-
-    name: what the ranks do together, as in "averaging gradients".
+    them becomes a CollectiveError. name: what the ranks do together, as in "averaging gradients".
     """
 
     __slots__ = ("_group", "_name")
@@ -195,10 +188,8 @@ def raised_by_all(error: BaseException) -> BaseException:
 
 
 def exchange(payload: Any, error: OwnError | None, group: dist.ProcessGroup | None, stage: str) -> list[Any]:
-    """All-gather a picklable payload and agree on errors: the payloads in rank order.
-
-    Every rank must call it, with or without an error. If any rank has one, all raise an exception of its kind
-    whose message names the first such rank. A world of one raises its own error as it is.
+    """All-gather a picklable payload and agree on errors: the payloads in rank order. If a rank has an error,
+    all raise an exception of its kind whose message names the first such rank; a world of one its own.
     """
     rank, size = rank_and_size(group)
     own = error.take() if error else None
@@ -224,9 +215,7 @@ def exchange(payload: Any, error: OwnError | None, group: dist.ProcessGroup | No
 
 
 def first_difference(by_rank: Sequence[Sequence[Any]]) -> tuple[int, int | None] | None:
-    """(rank, position) of the first entry that differs from rank 0's; None if all lists are equal. A list of
-    another length comes before all others, with position None.
-    """
+    """(rank, position) of the first entry that differs from rank 0's, None for another length; or None."""
     first = by_rank[0]
     for rank, other in enumerate(by_rank):
         if len(other) != len(first):
@@ -294,10 +283,8 @@ def start_exchange(
     group: dist.ProcessGroup,
     stage: str,
 ) -> Pending:
-    """Begin to send the messages sent[r] to every other rank r, and to receive received[r] from it.
-
-    Messages are contiguous, and match those of the other rank in number, lengths and dtypes. Those of this
-    rank itself are ignored.
+    """Begin to send the messages sent[r] to every other rank r, and to receive received[r] from it:
+    contiguous, and like those of the other rank in number, lengths and dtypes.
     """
     rank, size = rank_and_size(group)
     calls: list[tuple[Callable, torch.Tensor, int]] = []
@@ -338,10 +325,8 @@ Work = TypeVar("Work", bound=Callable[..., Any])
 
 
 def in_phase(phase: str, work: Work) -> Work:
-    """`work` itself; while a profiler is on, `work` inside a range with the phase's name. Of nested ranges
-    the innermost one counts.
-
-    A record_function takes the host 10 us even without a profiler, and a step calls this a hundred times.
+    """`work` itself; while a profiler is on, `work` inside a range with the phase's name. (A record_function
+    takes the host 10 us without one, too.)
     """
     if not profiler._is_profiler_enabled:
         return work

@@ -17,12 +17,11 @@ class PackedGather:
     """Gathers packed codes in place: every rank's shard of every weight to every rank, in one collective.
 
     The shards [rank][buffer] must cover every buffer exactly once, at any offset. Each rank packs the bytes
-    it has a code in into its slot of a staging buffer, which is padded to the longest; a byte at an odd
-    boundary comes from two ranks, a nibble from each. Buffers are contiguous uint8, two codes a byte, one per
-    weight; bytes that are no codes count as two.
+    it has a code in into its slot of a staging buffer; a byte at an odd boundary comes from two ranks.
+    Buffers are contiguous uint8, two codes a byte; bytes that are no codes count as two.
 
-    header: of the plan whose steps write the codes, for queue().
-    zeros: makes the staging buffer in memory of the caller, who gathers it between pack() and unpack().
+    header: of the plan whose steps write the codes, for queue(). zeros: makes the staging buffer in memory of
+    the caller, who gathers it between pack() and unpack().
     """
 
     def __init__(
@@ -104,10 +103,8 @@ class PackedGather:
             self._stages.run("unpack")
 
     def queue(self, error: OwnError) -> None:
-        """Gather, without waiting for the device. Every rank of the group must call it.
-
-        A rank that brings an error raises it. If one did, or the step before did not take place, no rank
-        changes a weight, and the others find that in the header's status.
+        """Gather, on every rank, without waiting for the device. A rank that brings an error raises it; then,
+        or if the step before did not take place, no rank changes a weight, and the header's status says so.
         """
         if self._stages is not None:
             self._exchange(ops.GATHER_FAILED if error else ops.GATHER_PRESENT)
@@ -116,10 +113,8 @@ class PackedGather:
         error.raise_if_any()
 
     def run(self, state: int = ops.GATHER_PRESENT, error: OwnError | None = None) -> bool:
-        """Gather. Every rank of the group must call it; False if all ask for another gather (GATHER_OTHER).
-
-        A rank that brings an error raises it. If one did, or only some ranks ask for another gather, all
-        others raise RuntimeError, and none has changed a weight. The states are read back on the host.
+        """Gather, on every rank; False if all ask for another gather (GATHER_OTHER). A rank that brings an
+        error raises it; then, or if only some ask for another, all others raise RuntimeError.
         """
         state = ops.GATHER_FAILED if error else state
         states = [state]
@@ -147,9 +142,7 @@ class PackedGather:
 
 
 def _offsets(shards: Sequence[Shard]) -> tuple[list[int], int]:
-    """Where a rank's runs of bytes lie in its slot, after the word with its state, and the end of the last.
-    A run lies between vectors as it does in its weight, so that it is copied in vectors.
-    """
+    """Where a rank's runs lie in its slot, after its state, between vectors as in weights; and the end."""
     offsets, length = [], ops.GATHER_VECTOR
     for shard in shards:
         first, last = byte_range(shard)

@@ -1,7 +1,4 @@
-"""Products of quantized matrices: one function, two backends; and those of groups of rows.
-
-Other rooms see the names that are imported here.
-"""
+"""Products of quantized matrices: one function, two backends; and those of groups of rows."""
 
 # ruff: noqa: F401
 from zerofp4.gemm.grouped import GroupedOperand, grouped_gemm, grouped_wgrad, groups_of_rows, why_not_grouped

@@ -1,10 +1,9 @@
-"""Exact products of groups of rows, each with its own matrix, in one launch of torch's grouped_mm, without
-reading the groups' sizes back from the device.
+"""Exact products of groups of rows, each with its own matrix, in one launch of torch's grouped_mm.
 
-Groups are a tensors.GroupedNVFP4. grouped_mm multiplies bfloat16, sums in float32 and has no factor for a
-group. So a group's factor, amax * amax * (1/2688)^2, is multiplied into the values of its rows (of the first
-operand in grouped_wgrad), which adds one rounding to bfloat16: an error of at most 2^-9 in each product. The
-values of weights are exact. Invalid splits, which only the device knows, give NaN.
+grouped_mm multiplies bfloat16, sums in float32 and has no factor for a group. So a group's factor, amax *
+amax * (1/2688)^2, is multiplied into the values of its rows (of the first operand in grouped_wgrad), which
+adds one rounding to bfloat16: an error of at most 2^-9 in each product. The values of weights are exact.
+Invalid splits, which only the device knows, give NaN.
 """
 
 from collections.abc import Sequence
@@ -38,11 +37,8 @@ def why_not_grouped(device: torch.device, dtype: torch.dtype, sizes: Sequence[in
 
 
 class GroupedOperand:
-    """The other factor of products of groups: one side of a record for each group, or of a stack's record.
-
-    transposed: take the transposes of that side.
-
-    Raises ValueError for a missing side, and for matrices of four over six with different largest scales.
+    """The other factor of products of groups: one side, or its transposes, of a record for each group or of a
+    stack's. Raises ValueError for a missing side, and for four over six with different largest scales.
     """
 
     def __init__(self, records: Sequence[NVFP4Storage], side: str, transposed: bool = False):

@@ -33,9 +33,7 @@ def multiply(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
 
 
 def codes(operand: Operand, rows: int, contraction: int) -> torch.Tensor:
-    """The elements with zeros behind them up to [rows, contraction], row-major, in the dtype that scaled_mm
-    takes. Scales need nothing: they are padded with zeros to more than that.
-    """
+    """The elements padded with zeros to [rows, contraction], row-major, in the dtype that scaled_mm takes."""
     data = operand.copy.data
     check_memory(f"{operand.side}_data", data)  # scaled_mm does not ask
     raw = data.view(torch.uint8)

@@ -76,9 +76,8 @@ def gemm(
 
 
 def chosen_backend(device: torch.device, backend: str = "auto") -> str:
-    """The backend that gemm uses for operands on `device`.
-
-    Raises ValueError for an unknown name, RuntimeError where the one asked for cannot run there.
+    """The backend that gemm uses on `device`. Raises ValueError for an unknown name, RuntimeError where the
+    one asked for cannot run there.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")

@@ -40,10 +40,8 @@ class CheckpointError(Exception):
 
 @dataclasses.dataclass
 class Row:
-    """A tensor of a checkpoint.
-
-    elements: how many of them the checkpoint has. amax: None for dtypes without one, such as integers.
-    is_weight: whether its elements are parameters: neither optimizer state nor integers.
+    """A tensor of a checkpoint. elements: how many of them it has. amax: None for dtypes without one.
+    is_weight: neither optimizer state nor integers.
     """
 
     name: str
@@ -58,11 +56,8 @@ class Row:
 
 @dataclasses.dataclass
 class Contents:
-    """The contents of a checkpoint.
-
-    format: of the files. ranks: how many ranks wrote them, None if the files do not say.
-    optimizers: by the keys that lead to each, the steps counted by a ZeroFP4Optimizer, if it is one, and the
-        distinct step counts of its parameters.
+    """The contents of a checkpoint. ranks: how many wrote it, None if the files do not say. optimizers: by
+    the keys that lead to each, the steps of a ZeroFP4Optimizer, and of its parameters.
     """
 
     format: str

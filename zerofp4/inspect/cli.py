@@ -8,9 +8,7 @@ from zerofp4.inspect import blackwell, checkpoint, info, memory
 from zerofp4.version import VERSION
 
 COMMANDS = {"info": info, "inspect": checkpoint, "memory": memory, "blackwell-check": blackwell}
-"""By name, modules with SUMMARY, DESCRIPTION, add_options(parser) and run(options), which returns the exit
-code.
-"""
+"""By name, modules with SUMMARY, DESCRIPTION, add_options(parser), and run(options) -> exit code."""
 
 EPILOG = """\
 exit codes:

@@ -233,10 +233,7 @@ def _count(data: torch.Tensor, mask: int, bits: int) -> torch.Tensor:
 
 
 def _underflows(data: torch.Tensor, scale: torch.Tensor, block_rows: int) -> torch.Tensor:
-    """By matrix, how many blocks that are not zero have a scale byte of 0, or 1, the smallest subnormal.
-
-    A scale of 0 makes codes of 6 from what is not 0, so codes say which blocks are.
-    """
+    """By matrix, the blocks of other codes than 0 with a scale of 0, or with the smallest subnormal."""
     count, rows, columns = scale.shape
     missing = (0, columns * BLOCK // 2 - data.shape[2], 0, rows * block_rows - data.shape[1])
     is_used = nn.functional.pad((data & 0b0111_0111) != 0, missing)

@@ -1,7 +1,4 @@
-"""What plugs ZeroFP4 into other frameworks, a folder for each; nothing else here imports them.
-
-Each is imported when somebody asks for it: `zerofp4.integrations.fsdp2`.
-"""
+"""What plugs ZeroFP4 into other frameworks, a folder for each, which nothing else here imports."""
 
 import importlib
 

@@ -99,9 +99,8 @@ def choose_weights(
     tensor_parallel: bool = False,
     block: tuple[int, int] = (BLOCK, BLOCK),
 ) -> tuple[ConversionReport, list[Chosen]]:
-    """The weights that convert_model would convert, and a report of all others. Changes nothing.
-
-    tensor_parallel: also those that are DTensors, by the shape of this rank's slice.
+    """The weights that convert_model would convert, and a report of all others. tensor_parallel: also those
+    that are DTensors, by the shape of this rank's slice.
     """
     report = ConversionReport()
     owners, heads = collections.defaultdict(list), _output_heads(model)
@@ -116,8 +115,8 @@ def choose_weights(
         tied = [other for other in owners[_address(parameter)] if other != name]
         is_head = id(module) in heads
         reason = _why_not(module, module_name, parameter_name, tied, is_head, filter_fn, tensor_parallel)
-        if reason is None and block[0] == 1:
-            reason = _why_not_rows(module)
+        if reason is None and block[0] == 1 and linear_forward(module) not in (None, nn.Linear.forward):
+            reason = "blocks of 1x16 lie along the inputs of a layer, and its weight is [inputs, outputs]"
         report.shares[name] = _numel(parameter) / max(total, 1)
         if reason is None:
             chosen.append(Chosen(_called(module, module_name, parameter_name), module, parameter_name))
@@ -180,9 +179,8 @@ def _possible_head(model: nn.Module, chosen: list[Chosen]) -> str | None:
 
 
 def linear_forward(module: nn.Module) -> Callable | None:
-    """The forward of the linear layer that a module is; None for one that is none.
-
-    transformers' Conv1D is known by its name and its attribute nf, so that transformers need not be there.
+    """The forward of the linear layer that a module is, or None. transformers need not be there: its Conv1D
+    is known by its name and its attribute nf.
     """
     if isinstance(module, nn.Linear):
         return nn.Linear.forward
@@ -257,11 +255,6 @@ def why_not_quantized(parameter: nn.Parameter, dimensions: int = 2) -> str | Non
     return None
 
 
-def _why_not_rows(module: nn.Module) -> str | None:
-    """Why a parameter of a module that is converted in blocks of 16x16 is not in blocks of 1x16."""
-    if linear_forward(module) not in (None, nn.Linear.forward):
-        return "blocks of 1x16 lie along the inputs of a layer, and its weight is [inputs, outputs]"
-    return None
 
 
 def _why_not_chosen(filter_fn: FilterFn | None, module: nn.Module, name: str) -> str | None:

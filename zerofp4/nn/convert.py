@@ -164,10 +164,8 @@ def _warn_of_shards(model: nn.Module, report: ConversionReport) -> None:
 
 
 def free_frozen(parameters: Iterable[torch.Tensor]) -> None:
-    """Free the initial values of frozen weights when an optimizer has these parameters: of the frozen ones
-    among them and beside them in converted models. The optimizer may not have adapters' base weights at all.
-
-    What is trained beside frozen weights is trained beside their codes.
+    """Free the initial values of frozen weights among these parameters of an optimizer and beside them in
+    converted models: it may not have adapters' base weights, whose codes count from now on.
     """
     candidates = list(parameters)
     ids = set(map(id, candidates))

@@ -27,9 +27,7 @@ _ARGUMENTS = ["self", "hidden_states", "top_k_index", "top_k_weights"]
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Whether a module is one of transformers' experts with a gate: gate_up_proj [E, 2 I, H], the gate's rows
-    first, and down_proj [E, H, I], without biases.
-    """
+    """Whether a module has the experts of transformers, gate_up_proj [E, 2 I, H] and down_proj, unbiased."""
     parameters = dict(module.named_parameters())
     return (
         sorted(parameters) == sorted(PARAMETERS)
@@ -83,7 +81,8 @@ def _by_recipe(experts: Experts, x, index: torch.Tensor, weights: torch.Tensor) 
     splits = torch.zeros(count + 1, dtype=torch.int64, device=x.device)
     splits.scatter_add_(0, expert, torch.ones_like(expert))  # bincount would wait for a GPU
     splits, others = splits[:-1], splits[-1]
-    if gate_up.reads_splits(x):
+    if why_one_by_one(by_autocast(x[:1]), gate_up.weight.shape[1:], current_recipe(experts)) is not None:
+        # The host reads the splits, which may be on a GPU.
         splits = splits.tolist()
         order = order[: sum(splits)]
     else:
@@ -118,9 +117,6 @@ class _Product(GroupedLinear):
     def _recipe(self) -> Recipe | None:
         return current_recipe(self._of[0])
 
-    def reads_splits(self, x: torch.Tensor) -> bool:
-        """Whether the host reads the splits of a call with x, which may be on a GPU."""
-        return why_one_by_one(by_autocast(x[:1]), self.weight.shape[1:], self._recipe()) is not None
 
 
 @functools.cache

@@ -20,9 +20,7 @@ class _Part(NamedTuple):
 
 
 class Fusions:
-    """What convert_model is going to fuse in one model: filter_fn is asked, and nothing changed, before the
-    weights of its linear layers, `chosen`, are converted; fuse() does it then.
-    """
+    """What convert_model fuses: filter_fn is asked before `chosen` are converted, and fuse() follows."""
 
     def __init__(self, model: nn.Module, filter_fn: FilterFn, report: ConversionReport, chosen: list[Chosen]):
         self._filter, self._report = filter_fn, report

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from zerofp4.gemm import chosen_backend, why_not_grouped
 from zerofp4.nn.linear import Linear, by_autocast, gradient_after_sum, main_grad_of, plain_weight, sets_flag
-from zerofp4.nn.operators import layer_product
+from zerofp4.nn.operators import layer_product, outside_of_the_graph
 from zerofp4.nn.quantizers import WeightCache, check_primary, make_primary, quantizers_of, weight_state
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe, current_recipe, recipe_of_key
 from zerofp4.storage import NVFP4Storage, Storage
@@ -130,7 +130,7 @@ class GroupedLinear(nn.Module):
         breaks = torch.compiler.is_compiling() and not is_simple
         if recipe is None:
             splits = self._splits(x, m_splits)
-            return _outside_of_the_graph(self, x, splits, None) if breaks else self._plain(x, splits)
+            return outside_of_the_graph(self, x, splits) if breaks else self._plain(x, splits)
         features = self.weight.shape[2]
         if x.shape[1] != features:
             raise ValueError(f"x must have {features} values in its last dimension, got {tuple(x.shape)}")
@@ -139,7 +139,7 @@ class GroupedLinear(nn.Module):
             return self._at_once(x, m_splits, recipe, is_first_microbatch)
         splits = self._splits(x, m_splits)
         if breaks:
-            return _outside_of_the_graph(self, x, splits, is_first_microbatch)
+            return outside_of_the_graph(self, x, splits, is_first_microbatch)
         return self._one_by_one(x, splits, recipe, is_first_microbatch)
 
     def _at_once(self, x, m_splits, recipe: NVFP4Recipe, is_first: bool | None) -> torch.Tensor:
@@ -149,7 +149,7 @@ class GroupedLinear(nn.Module):
         else:
             splits = sizes_on(self._splits(x, m_splits), x.device)
         if torch.compiler.is_compiling() and sets_flag(self):
-            return _outside_of_the_graph(self, x, splits, is_first)
+            return outside_of_the_graph(self, x, splits, is_first)
         options = {"cache": self._weight_cache, "is_first": is_first, "main_grad": main_grad_of(self)}
         return layer_product(x, self.weight, self.bias, recipe, splits=splits, **options)
 
@@ -213,32 +213,20 @@ class GroupedLinear(nn.Module):
         return splits
 
 
-@torch.compiler.disable
-def _outside_of_the_graph(layer: GroupedLinear, x, splits, is_first) -> torch.Tensor:
-    """What torch.compile cannot trace: matrices of an NVFP4Tensor, the flag of a main_grad."""
-    return layer(x, splits, is_first)
 
 
 def why_one_by_one(x: torch.Tensor, features: Sequence[int], recipe: Recipe) -> str | None:
-    """Why the products of groups are not one launch each under a recipe; None where they are.
-
-    x: what is multiplied, in the dtype of the product. features: of input and output.
+    """Why the products of groups are not one launch each under a recipe, or None. x: what is multiplied, in
+    the dtype of the product. features: of input and output.
     """
     if len(x) == 0:
         return "there are no tokens"
-    if torch.compiler.is_compiling():
-        return _why_not_traced(x.device, x.dtype, tuple(features), recipe.key)
-    return _why_not(x.device, x.dtype, features, recipe)
+    return _why_not(x.device, x.dtype, tuple(features), recipe.key)
 
 
 @torch.compiler.assume_constant_result
-def _why_not_traced(
-    device: torch.device, dtype: torch.dtype, features: tuple[int, ...], key: str
-) -> str | None:
-    return _why_not(device, dtype, features, recipe_of_key(key))
-
-
-def _why_not(device: torch.device, dtype: torch.dtype, features: Sequence[int], recipe: Recipe) -> str | None:
+def _why_not(device: torch.device, dtype: torch.dtype, features: tuple[int, ...], key: str) -> str | None:
+    recipe = recipe_of_key(key)
     if not isinstance(recipe, NVFP4Recipe):
         return f"{type(recipe).__name__} has no groups"
     if recipe.four_over_six is not None or recipe.backward != "quantized":

@@ -5,7 +5,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from zerofp4.nn.operators import layer_product
+from zerofp4.nn.operators import layer_product, outside_of_the_graph
 from zerofp4.nn.quantizers import WeightCache, make_primary
 from zerofp4.nn.recipe import Recipe, current_recipe
 from zerofp4.tensors import QuantizedTensor
@@ -101,7 +101,7 @@ def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: b
     if x.shape[-1:] != shape[1:]:
         raise ValueError(f"x must have {shape[1]} values in its last dimension, got shape {tuple(x.shape)}")
     if torch.compiler.is_compiling() and (isinstance(x, QuantizedTensor) or sets_flag(layer)):
-        return _outside_of_the_graph(layer, x, recipe, is_first)
+        return outside_of_the_graph(quantized_linear, layer, x, recipe, is_first)
     return layer_product(
         by_autocast(x),
         weight,
@@ -111,12 +111,6 @@ def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: b
         is_first=is_first,
         main_grad=main_grad_of(layer),
     )
-
-
-@torch.compiler.disable
-def _outside_of_the_graph(layer, x, recipe, is_first) -> torch.Tensor:
-    """What torch.compile cannot trace: an input that is quantized already, the flag of a main_grad."""
-    return quantized_linear(layer, x, recipe, is_first)
 
 
 # main_grad
@@ -152,12 +146,9 @@ def gradient_after_sum(parameter: nn.Parameter) -> torch.Tensor | None:
 
 def plain_weight(layer: nn.Module) -> torch.Tensor:
     """A layer's weight for products of torch, whose gradient goes where the layer's own products add it."""
-    return _adding_to_main_grad(layer) if layer.fuse_wgrad_accumulation else layer.weight
-
-
-@torch.compiler.disable
-def _adding_to_main_grad(layer: nn.Module) -> torch.Tensor:
-    return _AddToMainGrad.apply(layer.weight, layer)
+    if not layer.fuse_wgrad_accumulation:
+        return layer.weight
+    return outside_of_the_graph(_AddToMainGrad.apply, layer.weight, layer)
 
 
 class _AddToMainGrad(torch.autograd.Function):

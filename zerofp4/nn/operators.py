@@ -1,10 +1,11 @@
-"""zerofp4::linear and zerofp4::linear_gradients: a layer inside of autocast, an operator each way, and
-zerofp4::cache_weight, which keeps its quantized weight.
+"""zerofp4::linear and zerofp4::linear_gradients, a layer inside of autocast, and zerofp4::cache_weight, which
+keeps its quantized weight.
 
-csrc/autograd/layer.cpp has the formula of autograd, for eager and for compiled code, and multiplies what an
-NVFP4 recipe quantizes for the exact backend. What it does not multiply comes here, and gets the same bytes.
+csrc/autograd/layer.cpp has the formula of autograd, and multiplies what an NVFP4 recipe quantizes for the
+exact backend. What it does not multiply comes here, and gets the same bytes.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -66,9 +67,8 @@ def layer_product(
     """y [..., N] of a layer by a recipe, from x [..., K], which may be quantized already.
 
     weight: [N, K]; with splits, of the groups of x's rows, a stack [groups, N, K]. cache, is_first: of a
-    high-precision weight. records: of a weight that was quantized before, and is_current, whether they still
-    are what they were. main_grad: float32, to which the gradient of the weight is added, and which autograd
-    does not get.
+    high-precision weight. records: of one that was quantized before, and is_current, whether they still are
+    what they were. main_grad: float32, to which its gradient is added in place of autograd's.
     """
     is_primary = isinstance(weight, NVFP4Tensor)
     cached = not is_primary and is_first is not None
@@ -98,6 +98,12 @@ def layer_product(
     needs = grows and x.requires_grad, grows and weight.requires_grad
     of_weight = weight, primary, weight.dtype, int(E4M3_MAX), recipe.key, handle
     return torch.ops.zerofp4.linear(x, [], splits, bias, *of_weight, main_grad, *needs)[0]
+
+
+@torch.compiler.disable
+def outside_of_the_graph(call: Callable[..., torch.Tensor], *arguments) -> torch.Tensor:
+    """A call that torch.compile cannot trace: it reads buffers of quantized tensors, or sets a flag."""
+    return call(*arguments)
 
 
 # Buffers
@@ -183,9 +189,8 @@ def _restored(quantizers: Quantizers, role: str, shape, dtype: torch.dtype, buff
 
 @ops.backend("linear")
 def _linear(x, x_copies, splits, bias, *others) -> list[torch.Tensor]:
-    """[y; of groups where they begin, and whether splits are wrong; x as it is kept for the weight's
-    gradient, if that is needed; the weight as it is kept for x's, if that is needed and the weight was
-    quantized for this call].
+    """[y; of groups where they begin, and whether splits are wrong; x and the weight as they are kept for the
+    gradients of each other, where needed; the weight if it was quantized for this call].
     """
     weight, (_, x_needs, weight_needs) = _weight_first(others)
     quantizers, own = weight.quantizers(x.device), []
@@ -256,9 +261,8 @@ def _(x, x_copies, splits, bias, *others):
 def _linear_gradients(grad, groups, x, cols, own, *others) -> tuple[torch.Tensor, ...]:
     """(x's gradient, the weight's, the bias'), empty where none is needed, or where `out` has the weight's.
 
-    groups: splits, where groups begin, whether splits are wrong. x, own: what _linear kept; of x nothing
-    where the weight needs no gradient. out: memory for the weight's gradient, or, if `adds`, the float32 sum
-    to which it is added unrounded.
+    groups: splits, where groups begin, whether splits are wrong. x, own: what _linear kept. out: memory for
+    the weight's gradient, or, if `adds`, the float32 sum to which it is added unrounded.
     """
     weight, (out, adds, x_dtype, x_needs, bias_needs) = _weight_first(others)
     quantizers, features, dtype = weight.quantizers(grad.device), grad.shape[-1], weight.dtype
@@ -293,10 +297,8 @@ def _linear_gradients(grad, groups, x, cols, own, *others) -> tuple[torch.Tensor
 
 
 def _quantized(quantizers, grad, x: Storage | None, weight: Storage | None, dtypes, out, adds: bool):
-    """(dx, dw) of y's gradient [T, N], in its own quantization.
-
-    - dx: the gradient g rowwise, w columnwise, or the same values from its rows; in x's dtype.
-    - dw: g columnwise and x columnwise, in the weight's dtype, or added unrounded.
+    """(dx, dw) of y's gradient g [T, N], in its own quantization: dx from g rowwise and w columnwise, or the
+    values of w's rows, in x's dtype; dw from g and x columnwise, in the weight's dtype, or added unrounded.
     """
     grad_x = grad_weight = None
     if x is None and weight is None:

@@ -33,10 +33,9 @@ from zerofp4.tensors import (
 class Quantizers:
     """The quantizers of a recipe, for the roles "input", "weight" and "gradient".
 
-    layout: of the scales that its products read, "compact" for the exact backend and "swizzled" for the
-    native one. weight_columns: whether a weight is quantized with a columnwise copy, for a gradient of x that
-    reads it. has_tiles: whether that is in blocks of 16x16, a stack of weights in one call. scheme: of the
-    products in C++; None where Python multiplies.
+    layout: of the scales that its products read. weight_columns: whether a weight is quantized with a
+    columnwise copy, for a gradient of x that reads it. has_tiles: whether that is in blocks of 16x16, a stack
+    in one call. scheme: of the products in C++; None where Python multiplies.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device):
@@ -96,9 +95,8 @@ class Quantizers:
         return (weight,) if self.has_tiles or weight.dim() == 2 else weight.unbind()
 
     def input(self, x: torch.Tensor, *, columnwise: bool) -> Storage:
-        """x as a layer's input, with a rowwise copy: x may be quantized already.
-
-        Raises ValueError where that was done in another way than the recipe's, or a copy is missing.
+        """x as a layer's input, with a rowwise copy. Raises ValueError for one that was quantized already, in
+        another way than the recipe's or without a copy.
         """
         if not isinstance(x, QuantizedTensor):
             return self.record("input", x, rowwise=True, columnwise=columnwise)
@@ -204,10 +202,8 @@ def with_columns(record: Storage) -> Storage:
 
 class WeightCache:
     """The quantized weight of a layer for the micro-batches of a step. Its buffers stay where they are as
-    long as the weight's shape, dtype and device do, so that captured CUDA graphs go on reading them.
-
-    handle: a number in a tensor, by which operators know the cache: so they say what is read and written in
-    which order, and layers that are alike share a graph. Copies of a cache, with its layer, begin empty.
+    long as the weight's shape, dtype and device do, for captured CUDA graphs. handle: a number in a tensor,
+    by which operators know the cache, and layers that are alike share a graph. Copies of a cache begin empty.
     """
 
     _caches: ClassVar[weakref.WeakValueDictionary[int, "WeightCache"]] = weakref.WeakValueDictionary()
@@ -235,9 +231,7 @@ class WeightCache:
 
     def get(self, weight: torch.Tensor, quantizers: Quantizers, is_first_microbatch: bool) -> list[Storage]:
         """Records as of Quantizers.weights: made anew for a first micro-batch, for another recipe, and where
-        the weight was written to since.
-
-        Raises RuntimeError for a later micro-batch where there was no first.
+        the weight was written to since. Raises RuntimeError for a later micro-batch without a first.
         """
         if self._tensors is None and not is_first_microbatch:
             raise RuntimeError(
@@ -318,9 +312,8 @@ def primary_parameter(
     four_over_six: FourOverSix | None = None,
     amax: torch.Tensor | None = None,
 ) -> nn.Parameter:
-    """The parameter in NVFP4 that takes the place of `weight`, with its value as the initial one. columnwise:
-    whether it has that copy; None where a layer of zerofp4.nn reads it. amax: that it shares with others; its
-    own if None.
+    """The parameter in NVFP4 that takes the place of `weight`, whose value is its initial one. columnwise:
+    None where a layer of zerofp4.nn reads that copy. amax: that it shares with others; None for its own.
     """
     if columnwise is None:
         columnwise = reads_columns(block, weight.device)

@@ -101,9 +101,8 @@ def _finish(recipe: Recipe) -> None:
 
 
 class _Recipes(dict[str, Recipe | None]):
-    """The recipes of a module, by the mark of the model's autocast. The module keeps them, because
-    torch.compile guards on what it finds in a layer, but not on a layer that it looks up elsewhere: of equal
-    blocks it would take one for the other. A copy of a module is in no model yet.
+    """The recipes of a module, by the mark of the model's autocast. The module keeps them: torch.compile
+    guards on what it finds in a layer, not on a layer that it looks up elsewhere. Copies are in no model yet.
     """
 
     def __deepcopy__(self, memo: dict) -> "_Recipes":
@@ -166,10 +165,8 @@ _this_module = sys.modules[__name__]
 
 
 def __getattr__(name: str) -> Contexts:
-    """`contexts`: those that compiled code follows.
-
-    torch.compile can neither trace a context variable nor guard on whether a backward pass runs. What it
-    reads of a module, however, it reads again before each call, to compare it with what it has traced.
+    """`contexts`: those that compiled code follows. torch.compile can neither trace a context variable nor
+    guard on whether a backward pass runs, but before each call it compares what it has read of a module.
     """
     global _last_compiled
     if name != "contexts":

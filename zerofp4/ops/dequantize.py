@@ -12,9 +12,8 @@ from zerofp4.ops.schemas import backend, grouped_rows, is_plain_call, values_sha
 from zerofp4.storage import Side, address_of
 
 Copy = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, bool]
-"""A copy of a quantized matrix [M, K]: data uint8 [M, K/2], columnwise [K, M/2]; scale, E4M3 or its bytes, of
-the matrix as it is stored; amax float32 [1]; block_rows; e4m3_max; whether it is columnwise. Or of a stack of
-E matrices: each of the tensors has E as its first dimension.
+"""A copy of a matrix [M, K]: data uint8 [M, K/2], columnwise [K, M/2]; scale, E4M3 or its bytes; amax float32
+[1]; block_rows; e4m3_max; whether it is columnwise. Of a stack the tensors have E as first dimension.
 """
 
 _COMPACT = SCALE_LAYOUTS.index("compact")
@@ -45,11 +44,8 @@ def neutral_amax(device: torch.device) -> torch.Tensor:
 def values_of(
     data, scale, amax, block_rows, e4m3_max, columnwise, dtype, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[M, K] or [E, M, K] values of a Copy in a record, with compact scales. The record has checked its
-    buffers.
-
-    out: where to write them: contiguous, of that shape and dtype. This calls the kernel directly, past
-    autograd and tracing: `out` is FSDP2's all-gather buffer, which FSDP2 resizes itself.
+    """[M, K] or [E, M, K] values of a Copy in a record, with compact scales. out: where to write them,
+    contiguous, past autograd and tracing: FSDP2's all-gather buffer, which FSDP2 resizes itself.
     """
     if out is None:
         if not is_plain_call(data):
@@ -122,17 +118,23 @@ _autograd.implement(without_backend("dequantize"))
 # MXFP8
 
 
-def mxfp8_values_of_many(
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor, bool]], dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """[M, K] values of each (data, compact scale, columnwise) of a record, in one launch."""
+Mxfp8Copies = Sequence[tuple[torch.Tensor, torch.Tensor, bool]]
+"""By item data, scale, and whether they are columnwise."""
+
+
+def mxfp8_values_of_many(copies: Mxfp8Copies, dtype: torch.dtype) -> list[torch.Tensor]:
+    """[M, K] values of copies in records, with compact scales, in one launch."""
     if copies and not is_plain_call(copies[0][0]):
         return [torch.ops.zerofp4.dequantize_mxfp8(*copy, "compact", dtype) for copy in copies]
+    return _mxfp8_values(copies, dtype, "compact")
+
+
+def _mxfp8_values(copies: Mxfp8Copies, dtype: torch.dtype, layout: str) -> list[torch.Tensor]:
     outputs, words = [data.new_empty(data.shape, dtype=dtype) for data, *_ in copies], []
     for (data, scale, columnwise), out in zip(copies, outputs, strict=True):
         if out.numel():
             words += address_of("data", data), address_of("scale", scale), out.data_ptr()
-            words += *data.shape, columnwise, _COMPACT
+            words += *data.shape, columnwise, SCALE_LAYOUTS.index(layout)
     if words:
         on_cpu, device, code = outputs[0].is_cpu, outputs[0].device, DTYPE_CODES[dtype]
         run_list(lambda part: _C.Mxfp8DequantizeList(on_cpu, part, code), words, _MXFP8_FIELDS, device)
@@ -141,13 +143,7 @@ def mxfp8_values_of_many(
 
 @backend("dequantize_mxfp8")
 def _dequantize_mxfp8(data, scale, columnwise, layout, dtype) -> torch.Tensor:
-    """[M, K] values in dtype of one copy; its scales may be compact or swizzled."""
-    out = data.new_empty(data.shape, dtype=dtype)
-    if out.numel():
-        options = (columnwise, SCALE_LAYOUTS.index(layout), DTYPE_CODES[dtype])
-        inputs = (address_of("data", data), address_of("scale", scale), *data.shape)
-        _C.dequantize_mxfp8(target_of(data.device), *inputs, *options, out.data_ptr())
-    return out
+    return _mxfp8_values([(data, scale, columnwise)], dtype, layout)[0]
 
 
 # Groups of rows
@@ -158,13 +154,12 @@ def grouped_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, ends) of one side of a grouped storage [tokens, K], K a multiple of 8. values: bfloat16
     [tokens, K], the rows of all groups without the padding between them; columnwise [K, R] of R padded rows,
-    each group's columns from data_offsets[g] on, zeros after the last. ends: int32 [groups], of the groups in
-    values. Products of groups are not traced, so this is no operator.
+    each group's columns from data_offsets[g] on, zeros after the last. ends: int32 [groups], of the groups.
 
-    other_amax: float32 [groups], of what each group will be multiplied with, whose global scale is
-    other_amax * (1 / (6 * other_e4m3_max)). Then values are `element * ((scale * (other * amax)) *
-    (1/2688))`, rounded. Without it they are element times scale, exactly.
-    If the splits were not valid (error is 1), all values are NaN, and ends such that products are.
+    other_amax: float32 [groups], of what each group will be multiplied with, whose global scale is other_amax
+    * (1 / (6 * other_e4m3_max)). Then values are `element * ((scale * (other * amax)) * (1/2688))`, rounded.
+    Without it they are element times scale, exactly. If splits were not valid (error is 1), all values are
+    NaN, and ends such that products are.
     """
     count, (tokens, cols), data = offsets.shape[0] - 1, shape, side.data
     padded = grouped_rows(tokens, count)[0]

@@ -32,16 +32,12 @@ def _slow_on_cpu() -> tuple[torch.dtype, ...]:
 
 
 SLOW_ON_CPU = _slow_on_cpu()
-"""Dtypes that this CPU has no instructions for: torch multiplies them at a fraction of float32's speed. It
-follows ONEDNN_MAX_CPU_ISA, as torch does.
-"""
+"""Dtypes that this CPU has no instructions for, and torch multiplies slowly. ONEDNN_MAX_CPU_ISA counts."""
 
 
 def code_for(capability: Sequence[int], architectures: Sequence[str]) -> str | None:
-    """The architecture, out of those compiled in, whose code a GPU runs; None when there is none.
-
-    Machine code (sm_90) runs on its own major version from its minor version on. PTX (compute_90) runs on
-    that version and on all that are newer, and is compiled when it is first used.
+    """The architecture, out of those compiled in, whose code a GPU runs, or None: machine code (sm_90) runs
+    on its own major version from its minor version on, PTX (compute_90) on all that are newer, too.
     """
     usable = []
     for name in architectures:
@@ -55,10 +51,7 @@ def code_for(capability: Sequence[int], architectures: Sequence[str]) -> str | N
 
 
 def check_capability(gpu: str, capability: Sequence[int], architectures: Sequence[str]) -> None:
-    """Raises RuntimeError unless a build for these architectures runs on a GPU of this compute capability.
-
-    gpu: what messages call it.
-    """
+    """Raises RuntimeError unless a build for these architectures runs on `gpu`, as messages call it."""
     has = f"{gpu} has {capability[0]}.{capability[1]}"
     if tuple(capability) < OLDEST_CAPABILITY:
         oldest = ".".join(map(str, OLDEST_CAPABILITY))
@@ -113,9 +106,7 @@ def _current_stream(index: int) -> int:
 
 
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
-"""The handle of a GPU's current stream, by its index. torch gives it to its own Triton kernels in a tenth of
-the time of a Stream object, and without a frame of Python.
-"""
+"""The handle of a GPU's current stream, by its index, in a tenth of the time of a Stream object."""
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -135,10 +126,9 @@ def scale_addresses(name: str, side: Side | None) -> list[int]:
 
 
 def run_list(make: Callable[[Sequence[int]], Any], words: Sequence[int], fields: int, device) -> None:
-    """Run the native list that make(words) returns, on the current stream. Each item is `fields` words.
-
-    A short list travels in the kernel's arguments, a longer one in a table in the GPU's memory; nothing waits
-    for its copy. A replay of a CUDA graph could not copy it: during capture the list takes several launches.
+    """Run the native list that make(words) returns, of items of `fields` words. A short one travels in the
+    kernel's arguments, a longer one in a table in the GPU's memory, which a replay of a CUDA graph could not
+    copy: during capture it takes several launches.
     """
     target, most = target_of(device), _C.ARGUMENT_ITEMS * fields
     if device.type != "cuda" or len(words) <= most:
@@ -174,9 +164,7 @@ class Filled:
             self.stream = current_stream(self._device.index)
 
     def wait(self) -> None:
-        """Let the current stream wait for that. Not while a CUDA graph is captured, which nothing outside can
-        be waited for in: torch.cuda.graph has waited for everything.
-        """
+        """Let the current stream wait for that. Not in a CUDA graph: torch.cuda.graph has waited for all."""
         if self.stream is None:
             return
         stream = current_stream(self._device.index)
@@ -218,10 +206,9 @@ class NativePlan:
     ) -> None:
         """Take this native plan from now on; launches that are queued already keep theirs.
 
-        needs_table: whether its descriptors do not travel in a kernel's arguments. Nothing waits for the copy
-        of a table, and one with the same contents is not copied again.
-        memory: what every launch uses besides, which the allocator must not reuse before.
-        items: whose addresses the descriptors have; a graph that captures a launch keeps them alive.
+        needs_table: whether its descriptors do not travel in a kernel's arguments. memory: what every launch
+        uses besides, which the allocator must not reuse before. items: whose addresses the descriptors have;
+        a graph that captures a launch keeps them alive.
 
         Raises RuntimeError for a copy while a CUDA graph is captured, and has then changed nothing.
         """

@@ -57,9 +57,8 @@ def configure_layer(quantizers_of: Callable, cached_rows: Callable) -> None:
     """Dispatch zerofp4::linear and zerofp4::linear_gradients in C++, which hands what it does not multiply to
     their implementations in Python.
 
-    quantizers_of(recipe, device): of a recipe by its key; their `scheme` is that of layer_scheme().
-    cached_rows(quantizers, weight, cache): rows, as native_layer takes them, of the weight that a cache
-    keeps, or None.
+    quantizers_of(recipe, device): of a recipe by its key. cached_rows(quantizers, weight, cache): rows, as
+    native_layer takes them, of the weight that a cache keeps, or None.
     """
     python = map(without_backend, ("linear", "linear_gradients"))
     _autograd.configure_layer(neutral_amax, *python, quantizers_of, cached_rows)

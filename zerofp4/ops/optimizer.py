@@ -29,9 +29,8 @@ exponents; the last two count infinite chunks and those with NaN.
 
 
 class PeerRows(NamedTuple):
-    """A matrix [ranks, n] of which every rank has its row in memory that all can read.
-
-    addresses: by rank, where its row begins, at a multiple of 16 bytes; this rank's own too.
+    """A matrix [ranks, n] of which every rank has its row in memory that all can read. addresses: by rank,
+    where its row begins, at a multiple of 16 bytes; this rank's own too.
     """
 
     addresses: tuple[int, ...]
@@ -44,8 +43,7 @@ def average(pieces: torch.Tensor | PeerRows, out, own=None, rank: int = 0, squar
 
     pieces: float32, bfloat16 or float16 [ranks, n], contiguous, or rows of that in the memory of ranks. out:
     float32 [n]. own: [n] of the dtype of pieces, which is read instead of pieces[rank]. squares: int64
-    SQUARES, to which those of the means are added, of each 128 neighbors from the first on; for
-    norm_of_squares().
+    SQUARES, to which those of the means are added, for norm_of_squares().
     """
     if isinstance(pieces, PeerRows):
         count, numel = len(pieces.addresses), pieces.numel
@@ -80,14 +78,13 @@ def norm_of_squares(words: torch.Tensor) -> torch.Tensor:
 
 
 class Barrier:
-    """Makes the streams of all ranks wait for one another; no host waits.
+    """Makes the streams of all ranks wait for one another; no host waits. Every rank must run barriers with
+    the same flags equally often, one after another, also in CUDA graphs.
 
     flags: by rank, where its uint32 [ranks] flags are, zeros at first, in memory that all ranks can write,
     and that the caller keeps alive.
     status: int32 [1], pinned: 1 + the number of a rank that did not come in time, to this rank or to one that
     this rank meets. From then on nothing is waited for, and `failed`, float32 [] on the device, is not 0.
-
-    Every rank must run barriers with the same flags equally often, one after another, also in CUDA graphs.
     """
 
     def __init__(self, flags: Sequence[int], rank: int, status, failed, timeout_s: float):
@@ -116,12 +113,10 @@ VOTE_FLAGS: int = _C.VOTE_FLAGS
 
 
 class Decision:
-    """Whether a step writes: the words that the update and the cast read, in one block on the device.
+    """Whether a step writes: the words that the update and the cast read, in one block on the device. A word
+    stands for a gradient with a NaN or Inf: it is above 0, and the larger the earlier the parameter.
 
-    A word stands for a gradient with a NaN or Inf: it is above 0, and the larger the earlier the parameter.
-
-    count: how many presence flags there are.
-    failed: float32 [], not 0 once a rank did not come to a barrier, as of Barrier.
+    count: how many presence flags there are. failed: as of Barrier.
     """
 
     def __init__(self, count: int, device: torch.device, failed: torch.Tensor | None = None):
@@ -178,11 +173,10 @@ class Decision:
 
 
 class MultiTensor:
-    """Launches over contiguous tensors of format.WEIGHT_DTYPES, which may move in between.
+    """Launches over contiguous tensors of format.WEIGHT_DTYPES, which may move in between: the caller sets
+    `addresses`, as of pointers(), before each launch.
 
     tensors: None for a missing one. words: of each tensor, above 0, for find_nonfinite().
-    addresses: of the tensors now, as of pointers() and TensorFacts. The caller sets it before each launch,
-        once lengths and dtypes are known to be the same.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor | None], words: Sequence[int] | None = None):
@@ -227,10 +221,9 @@ def find_nonfinite(
     when: torch.Tensor | None = None,
 ) -> None:
     """Raise found[0], int32, to the largest word of a tensor that holds a NaN or Inf, in one pass over them.
-    Waits for nothing.
 
-    tensors: contiguous, of format.WEIGHT_DTYPES, on the device of `found`. words: of each, above 0.
-    when: int64 [2] on the device: nothing is looked at where both are 0.
+    tensors: contiguous, of format.WEIGHT_DTYPES, on the device of `found`. words: of each, above 0. when:
+    int64 [2] on the device: nothing is looked at where both are 0.
     """
     launches = MultiTensor(tensors, words)
     launches.addresses = pointers_of("tensors", tensors)
@@ -256,10 +249,7 @@ RANDOM_COLUMNS: int = _C.RANDOM_COLUMNS
 
 
 class AdamWItem(NamedTuple):
-    """One tensor of an update: contiguous, on the device of the others.
-
-    The state is None where there is none yet: then only the amaxes are taken.
-    """
+    """One tensor of an update: contiguous. Its state is None where there is none: only amaxes are taken."""
 
     master: torch.Tensor
     """float32; in compact state also bfloat16, with `low`. Without pieces its last dimension is a row of
@@ -283,9 +273,7 @@ class AdamWItem(NamedTuple):
     scales: torch.Tensor | None = None
     """float32 [groups, 2]: the owned groups of rows of STATE_GROUP elements, row by row."""
     low: torch.Tensor | None = None
-    """uint8, as many as masters: their lowest bytes. None for float32 masters, and for zeros that only amaxes
-    are taken of.
-    """
+    """uint8, as many as masters: their lowest bytes. None for float32 masters."""
     number: int = 0
     """Of the parameter in its optimizer, below 2**32: it chooses the random bytes that round its masters."""
     first_row: int = 0
@@ -293,12 +281,10 @@ class AdamWItem(NamedTuple):
 
 
 class RankGradients(NamedTuple):
-    """Unreduced gradients of all ranks. The kernel averages in rank order in float32, bit for bit as
-    average() does.
+    """Unreduced gradients of all ranks, which the kernel averages as average() does.
 
-    received: [ranks, n] contiguous, or rows in the memory of the ranks. This rank's row is ignored; its
-    gradient comes from begin().
-    masters: float32 [n], a slice in which every item's master lies where its gradients lie in the rows.
+    received: [ranks, n] contiguous, or rows in the memory of the ranks; this rank's gradient comes from
+    begin(). masters: float32 [n], in which every item's master lies where its gradients lie in the rows.
     """
 
     received: torch.Tensor | PeerRows
@@ -317,10 +303,8 @@ class RankGradients(NamedTuple):
 
 
 class _Split:
-    """An item as one for each of its pieces, which follow one another in its arrays.
-
-    parts: those items. begins: where each begins, in elements. Each part after the first has its own copy of
-    the step counter, because every part increments it.
+    """An item as one for each of its pieces. parts: those items. begins: where each begins, in elements. Each
+    after the first has its own copy of the step counter, which every part increments.
     """
 
     def __init__(self, item: AdamWItem):
@@ -397,8 +381,7 @@ class AdamWStage:
     reduced: the vector that the amaxes of items with a piece go to, cleared since the last update: words of
     tiles with owned elements are written, words of amax groups and of weights whose scales travel raised.
 
-    Nothing synchronizes with a GPU. Holds addresses: the caller keeps the items' tensors alive, also for CUDA
-    graphs that captured calls. A GPU accesses tensors below a vector's alignment (4 columns) by elements.
+    Holds addresses: the caller keeps the items' tensors alive, also for CUDA graphs that captured calls.
     """
 
     def __init__(self, items: Sequence[AdamWItem], reduced: torch.Tensor | None):
@@ -417,9 +400,8 @@ class AdamWStage:
         self._plan.load(native, True)
 
     def begin(self, options: _C.AdamWOptions, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Count the step of items [first, first + len(gradients)), which share their options.
-
-        gradients: contiguous, of the item's gradient_dtype and length; None leaves the item as it is.
+        """Count the step of items [first, first + len(gradients)), which share their options. gradients:
+        contiguous, of the item's gradient_dtype; None leaves the item as it is.
         """
         addresses = tensor_facts(list(gradients)).addresses
         if self._splits is not None:
@@ -441,12 +423,11 @@ class AdamWStage:
 def adamw_options(
     *, lr: float | torch.Tensor, betas, eps, weight_decay, maximize, skip=None, factor=None, **others
 ) -> _C.AdamWOptions:
-    """The options of a parameter group, whose other entries are passed over. Kernels read an lr that is a
-    float32 tensor on a GPU.
+    """The options of a parameter group, whose other entries are passed over. An lr on a GPU is read there.
 
     skip: float32, one element, on the device of the items, or None. If it is not 0 when begin() runs, the
-    update leaves the items as they are, uncounted, and only takes their amaxes.
-    factor: likewise; gradients are multiplied by it, in float32, as they are read, but not RankGradients.
+    update leaves the items as they are, uncounted, and only takes their amaxes. factor: likewise; gradients
+    are multiplied by it, in float32, as they are read, but not RankGradients.
     """
     on_gpu = isinstance(lr, torch.Tensor) and lr.is_cuda
     return _C.AdamWOptions(

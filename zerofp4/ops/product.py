@@ -1,7 +1,6 @@
 """The exact backend of a product: values and alpha in one launch, multiplied by cuBLASLt or by torch."""
 
 import functools
-from collections.abc import Sequence
 
 import torch
 
@@ -18,25 +17,16 @@ Copy = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
 
 
 def product_values(a: Copy, b: Copy, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of two copies of records, data uint8 [M, K/2] and compact scales of them as they are stored: their
-    values [M, K] without the global scale, and alpha, float32 [1], the product of both global scales. One
-    launch.
-    """
-    if not is_plain_call(a[0]):
-        return torch.ops.zerofp4.product_values(*map(list, zip(a, b, strict=True)), dtype)
-    outputs = [data.new_empty((data.shape[0], 2 * data.shape[1]), dtype=dtype) for data, *_ in (a, b)]
-    return _write_factors([a, b], (*outputs, a[0].new_empty(1, dtype=torch.float32)))
+    """(values [M, K] of a, those of b, alpha): alpha, float32 [1], is the product of the global scales."""
+    run = _product_values if is_plain_call(a[0]) else torch.ops.zerofp4.product_values
+    return run(*map(list, zip(a, b, strict=True)), dtype)
 
 
 @backend("product_values")
 def _product_values(*arguments) -> tuple[torch.Tensor, ...]:
-    return _write_factors(list(zip(*arguments[:-1], strict=True)), new_factors(*arguments))
-
-
-def _write_factors(copies: Sequence[Copy], results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    *outputs, alpha = results
+    *outputs, alpha = results = new_factors(*arguments)
     neutral, operands = neutral_amax(alpha.device), []
-    for (data, scale, amax, block_rows, e4m3_max), out in zip(copies, outputs, strict=True):
+    for data, scale, amax, block_rows, e4m3_max, out in zip(*arguments[:-1], outputs, strict=True):
         places = address_of("data", data), address_of("scale", scale), out.data_ptr()
         operands.append((*places, *out.shape, block_rows, address_of("amax", amax), e4m3_max))
     code = DTYPE_CODES[outputs[0].dtype]
@@ -48,10 +38,7 @@ def _write_factors(copies: Sequence[Copy], results: tuple[torch.Tensor, ...]) ->
 
 
 def scaled_product(a, b, alpha, bias, out_dtype: torch.dtype) -> torch.Tensor:
-    """round(alpha * (a b^T) + bias) of a [M, K] and b [N, K]: float32 sums, one rounding to out_dtype.
-
-    alpha: float32 [1], bias: [N], or None.
-    """
+    """round(alpha * (a b^T) + bias) of a [M, K] and b [N, K], in float32. alpha: float32 [1] or None."""
     run = _run if is_plain_call(a) else torch.ops.zerofp4.scaled_product
     return run(a, b, alpha, bias, out_dtype)
 
@@ -152,8 +139,7 @@ def products_by() -> str:
 
 
 def multiply(a, b, alpha, bias, out: torch.Tensor, accumulate: bool) -> bool:
-    """alpha a b^T + bias into out, rounded once, or added to it. False, and nothing done, if cuBLASLt has no
-    algorithm for that.
+    """alpha a b^T + bias into out, rounded once, or added to it; False if cuBLASLt has no algorithm for that.
 
     a [M, K], b [N, K] of one of INPUT_DTYPES, row-major or transposes; out [M, N] contiguous, of float32 or
     their dtype; bias of out's dtype. No size is 0.

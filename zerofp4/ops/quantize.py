@@ -1,7 +1,5 @@
 """Matrices, stacks and groups of rows into given buffers, NVFP4 and MXFP8; and their values without buffers.
-
-The matrices of a stack [E, N, K] have an amax and a random state each. They take one launch, but in blocks of
-1x16, with stochastic rounding or four over six one after the other.
+A stack [E, N, K] takes one launch, but in blocks of 1x16, with stochastic rounding or four over six E.
 """
 
 from collections.abc import Sequence
@@ -133,13 +131,11 @@ torch.library.register_autograd("zerofp4::quantize_dequantize", lambda ctx, grad
 def _quantize_grouped(
     x, splits, given_amax, given_columnwise_amax, hadamard, random_signs, rng_state, *outputs
 ) -> None:
-    """x [tokens, K] in groups of splits[g] rows, blocks of 1x16, into a storage (grouped_shapes), of which
-    every byte is written.
+    """x [tokens, K] in groups of splits[g] rows, blocks of 1x16, into a storage (grouped_shapes), all of it.
 
-    rng_state: int64 [groups, 2], rounding is stochastic then, each group's by its own.
-    amax, columnwise_amax: float32 [groups], the ones used, the given ones or each group's own. offsets: int64
-    [3, groups + 1], where groups begin in the rows of x, of the data and of the padded scales. error: int32
-    [1], 1 where a split is negative or their sum is not the number of rows; then the storage is all zeros.
+    rng_state: int64 [groups, 2], rounding is stochastic then. offsets: int64 [3, groups + 1], where groups
+    begin in the rows of x, of the data and of the padded scales. error: int32 [1], 1 where a split is
+    negative or their sum is not the number of rows; then the storage is all zeros.
     """
     *buffers, offsets, error = outputs
     sides, given = _sides_of(buffers), (given_amax, given_columnwise_amax)
@@ -150,11 +146,7 @@ def _quantize_grouped(
 
 @backend("quantize_mxfp8")
 def _quantize_mxfp8(x, skip, *buffers) -> None:
-    """x [M, K] into the buffers that are given, in one pass: data [M, K], compact scales [M, ceil(K/32)] or
-    columnwise [ceil(M/32), K], swizzled ones padded with 0 (layout.mxfp8_scale_shape).
-
-    skip: float32 [1], nothing is written where it is not 0.
-    """
+    """x [M, K] into the buffers that are given, in one pass, unless skip, float32 [1], is not 0."""
     check_skip(skip, x.device)
     addresses = [address_of("out", buffer) for buffer in buffers]
     if x.numel() and any(addresses):

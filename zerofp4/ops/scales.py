@@ -44,9 +44,8 @@ def padded_scale(record: NVFP4Storage | MXFP8Storage, side: str, layout: str) ->
 
 
 def change_scales(scales, rows, cols, block_rows, layout, pad: bool) -> list[torch.Tensor]:
-    """pad_scale or unpad_scale of each of a list, in one launch. What this returns lies in one storage for
-    each shape: to allocate a list one by one takes the host longer than all the rest. (An operator may not
-    return tensors that share one: traced, each has its own.)
+    """pad_scale or unpad_scale of each of a list, in one launch. Results of a shape share a storage: to
+    allocate them one by one takes the host longer than all the rest.
     """
     matrices = list(zip(rows, cols, block_rows, strict=True))
     if not all(map(is_plain_call, scales[:1])):
@@ -121,9 +120,8 @@ def _words(sources, targets, matrices, layout: str) -> list[int]:
 def padded_scale_list(
     scales: Sequence[tuple[torch.Tensor, torch.Tensor, tuple[int, int, int], str]], device: torch.device
 ) -> tuple[_C.ScaleLayoutList, int] | None:
-    """The native list that fills padded scales from compact ones, and its number of items; None of none.
-
-    scales: (compact, padded, matrix as in _change_layouts, layout).
+    """The native list that fills padded scales, and its number of items; None of none. scales: (compact,
+    padded, matrix as in _change_layouts, layout).
     """
     words = [word for c, p, matrix, layout in scales for word in _words([c], [p], [matrix], layout)]
     return (_C.ScaleLayoutList(device.type == "cpu", words, True), len(words) // _FIELDS) if words else None

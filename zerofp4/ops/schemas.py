@@ -1,8 +1,7 @@
-"""Every operator of zerofp4: its schema, and its results without values.
+"""Every operator of zerofp4: its schema, and, under @operator, its results without values.
 
-The function under @operator is the fake implementation. Backends, which the other files register, share its
-checks. Operators take buffers of records and values that public functions have checked; what is left to check
-are the tensors that a user gives beside them (amaxes, skip, m_splits, scales).
+Backends, which the other files register, share the checks. Public functions have checked records and values;
+what is left are the tensors that a user gives beside them (amaxes, skip, m_splits, scales).
 """
 
 from collections.abc import Callable
@@ -51,9 +50,7 @@ def without_backend(name: str) -> Callable:
 
 
 def is_plain_call(x: torch.Tensor) -> bool:
-    """True if x is a plain tensor and neither tracing nor a dispatch mode is active. Callers then skip the
-    dispatcher and call the backend directly, which saves most of the host's time.
-    """
+    """True if x is plain and neither tracing nor a mode is active: then callers skip the dispatcher."""
     return (
         (type(x) is torch.Tensor or type(x) is torch.nn.Parameter)
         and (x.is_cpu or x.is_cuda)
@@ -225,9 +222,7 @@ def scale_shapes(rows: int, cols: int, block_rows: int, layout: str, pad: bool) 
 
 
 def new_scale(scale, rows, cols, block_rows, layout, *, pad: bool, name="scale", device=None) -> torch.Tensor:
-    """The scales to make from `scale`, E4M3 or its bytes; those of a stack of matrices have three dimensions.
-    Raises TypeError or ValueError for a `scale` that is not of this matrix.
-    """
+    """The scales to make from `scale`. Raises TypeError or ValueError for one that is not of this matrix."""
     given, made = scale_shapes(rows, cols, block_rows, layout, pad)
     if scale.dim() == 3:
         given, made = (scale.shape[0], *given), (scale.shape[0], *made)

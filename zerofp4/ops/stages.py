@@ -1,7 +1,4 @@
-"""Stages of plans: casts, the gather, and what completes gathered weights. One launch for all weights.
-
-They are not torch operators: a schema cannot declare writes through a table of addresses.
-"""
+"""Stages of plans, one launch for all weights; no operators: schemas declare no writes by tables."""
 
 import itertools
 from collections.abc import Sequence
@@ -31,10 +28,9 @@ class MasterPiece(NamedTuple):
     """What this rank owns of a weight, and where its amaxes belong in a plan's reduced vector.
 
     matrix, dtype: the weight's [rows, cols] and dtype. The amax of its tile (0, 0) is word tile_offset, those
-    of the others follow, row-major [ceil(rows/16), ceil(cols/16)]; the amax of its group is word amax_offset.
-    An amax is the largest magnitude of the owned elements rounded to `dtype`, +inf where one of them is NaN
-    or Inf. Tile words, which were cleared, are written: on a rank every tile belongs to one piece. A group's
-    word is raised by maximum with what is there.
+    of the others follow, row-major; the amax of its group is word amax_offset. An amax is the largest
+    magnitude of the owned elements rounded to `dtype`, +inf where one of them is NaN or Inf. Tile words are
+    written: every tile belongs to one piece. A group's word is raised by maximum with what is there.
     """
 
     master: torch.Tensor | None
@@ -102,12 +98,11 @@ def load_cast(
 
     - begin(error) clears the vector and writes its header; the flag `error` keeps every rank from writing
     - begin_amax() does so too, and takes the amaxes of the owned elements; then comes a MAX all-reduce
-    - scale_cast() makes all amaxes and scales from the reduced vector (of scales that travel those of owned
-      blocks), and the codes of owned elements
+    - scale_cast() makes all amaxes and scales from the reduced vector, and the codes of owned elements
     - scale(), cast_before(weight, row), cast_from(weight, row): scale_cast() with a break in it
 
-    reduced: float32, HEADER_WORDS words, then what the items' offsets point to. hash: below 2**24.
-    found_inf: float32 [1]. status: int32 [1] on the CPU (pinned for a GPU): PEER_ERROR or PLAN_MISMATCH.
+    reduced: float32, HEADER_WORDS words, then what the items' offsets point to. hash: below 2**24. found_inf:
+    float32 [1]. status: int32 [1] on the CPU (pinned for a GPU): PEER_ERROR or PLAN_MISMATCH.
 
     Holds addresses: the caller keeps the items' tensors alive. Raises as plan.load().
     """
@@ -131,9 +126,7 @@ class PostStage:
         self._transposes, self._padding, self._spreading = (NativePlan(device) for _ in range(3))
 
     def bind(self, records: Sequence[NVFP4Storage]) -> None:
-        """Take the addresses of these records from now on; what is queued already keeps the old ones. Raises
-        as NativePlan.load().
-        """
+        """Take the addresses of these records from now on. Raises as NativePlan.load()."""
         on_cpu = self._transposes.device.type == "cpu"
         matrices = [matrix for record in records for matrix in record.matrices()]
         pairs = [(m.rowwise.data, m.columnwise.data) for m in matrices if m.rowwise and m.columnwise]
@@ -187,14 +180,10 @@ GATHER_OTHER: int = _C.GATHER_OTHER
 GATHER_REFUSED: int = _C.GATHER_REFUSED
 GATHER_WITHOUT_STEP: int = _C.GATHER_WITHOUT_STEP
 STATUS_RANK_SHIFT: int = _C.STATUS_RANK_SHIFT
-"""Status bits set by a gather: some rank reported an error, or some rank skipped its last step. The lowest
-such rank is stored above STATUS_RANK_SHIFT.
-"""
+"""Status bits of a gather: a rank had an error, or skipped its step. The lowest such rank is stored above."""
 
 GATHER_VECTOR: int = _C.GATHER_VECTOR
-"""Bytes. A run whose input and output leave the same remainder of it is copied fastest, then one where that
-is so of 4.
-"""
+"""Bytes. A run whose input and output leave the same remainder of it is copied fastest."""
 
 
 class GatherRun(NamedTuple):
@@ -208,9 +197,8 @@ class GatherRun(NamedTuple):
 
 
 class GatherHeader(NamedTuple):
-    """The step that a gather belongs to: where it did not take place, no rank takes anything.
-
-    reduced, hash, status: as load_cast() takes them. What kept the ranks from taking anything goes to status.
+    """The step that a gather belongs to: where it did not take place, no rank takes anything. reduced, hash,
+    status: as load_cast() takes them; status gets what kept the ranks from it.
     """
 
     reduced: torch.Tensor
@@ -229,8 +217,7 @@ def load_gather(
 ) -> None:
     """Load the stages around an all-gather of the staging buffer, each a single launch. pack(state) copies
     the runs `own` from weights to this rank's slot, in state GATHER_PRESENT only, and the state. unpack()
-    copies `received` from slots to weights if all ranks take part and their step took place, as the device
-    sees.
+    copies `received` from slots to weights if all ranks take part and their step took place.
 
     staging: uint8 [ranks, bytes of a slot, a multiple of GATHER_VECTOR]; a slot begins with its rank's state,
     int32. buffers: of the weights, in which the runs lie; the caller keeps them alive. Raises as plan.load().

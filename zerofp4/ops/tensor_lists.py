@@ -58,11 +58,8 @@ def addresses_of(name: str, tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class TensorFacts(NamedTuple):
-    """What is compared of plain tensors and Nones.
-
-    addresses: int64, -1 for None.
-    kinds: length, dimensions, dtype, device, and whether a tensor is contiguous, and at a multiple of the
-        size of its elements.
+    """What is compared of plain tensors and Nones. addresses: int64, -1 for None. kinds: length, dimensions,
+    dtype, device, whether a tensor is contiguous, and whether it is aligned to its elements.
     """
 
     addresses: bytes
@@ -74,10 +71,7 @@ def tensor_facts(tensors: list[torch.Tensor | None]) -> TensorFacts:
 
 
 def plain_facts(tensors: list[torch.Tensor | None]) -> TensorFacts | None:
-    """tensor_facts(), if each tensor is plain and dense, has memory and no lazy sign; else None.
-
-    Who checked tensors need not check others of equal kinds.
-    """
+    """tensor_facts(), or None unless each tensor is plain and dense, has memory and no lazy sign."""
     facts = _native.plain_facts(tensors)
     return None if facts is None else TensorFacts(*facts)
 
@@ -85,18 +79,14 @@ def plain_facts(tensors: list[torch.Tensor | None]) -> TensorFacts | None:
 def state_facts(
     tensors: list[torch.Tensor], state: dict[torch.Tensor, Any], keys: list[tuple[str, ...]]
 ) -> TensorFacts | None:
-    """plain_facts() of the tensors, and of what `state` has of each under its keys, one after another: Nones
-    where it has nothing of a tensor. None where a key is missing.
-    """
+    """plain_facts() of the tensors and of what `state` has of each under its keys; None where one lacks."""
     facts = _native.state_facts(tensors, state, keys)
     return None if facts is None else TensorFacts(*facts)
 
 
 class Versions:
-    """autograd's counts of the writes to some tensors, when somebody last looked. They tell of any write in
-    place, but not of one through .data.
-
-    tensors: None for a missing one.
+    """autograd's counts of the writes to some tensors, or None, when somebody last looked. They tell of any
+    write in place, but not of one through .data.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]):

@@ -174,11 +174,7 @@ def _codes(x: torch.Tensor, codes: int) -> torch.Tensor:
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c of float32 values, rounded once.
-
-    The product is exact in double. Where the sum is not, it is made odd, so that rounding it again is
-    rounding the exact sum.
-    """
+    """a * b + c of float32, rounded once: the product is exact in double, and an inexact sum made odd."""
     product, c = a.double() * b.double(), c.double()
     total = product + c
     rest = (product - (total - (total - product))) + (c - (total - product))

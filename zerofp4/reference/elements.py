@@ -6,10 +6,8 @@ from zerofp4.format import E2M1_VALUES, E4M3_MAX, SCALE_DTYPE
 
 
 def float_to_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """uint8 codes 0..15 of float32 values: nearest, ties to the even code, saturating at 6, NaN to code 7.
-
-    Thresholds are the midpoints of neighbouring values; `>` sends a tie down, `>=` up, whichever code is
-    even.
+    """uint8 codes 0..15 of float32 values: nearest, ties to the even code, saturating at 6, NaN to code 7. At
+    the midpoints `>` sends a tie down, `>=` up.
     """
     a = x.abs()
     code = (a > 0.25).to(torch.uint8)

@@ -1,6 +1,4 @@
-"""Four over six: of two scales for a block, one that maps its amax to 6 and one that maps it to 4, the one
-with the smaller error.
-"""
+"""Four over six: of two scales for a block, which map its amax to 6 and to 4, that of the smaller error."""
 
 import torch
 
@@ -12,9 +10,8 @@ from zerofp4.reference.scales import block_amax, blocks, divide, encode, encode_
 def scale_candidates(
     amax_of_blocks: torch.Tensor, amax: torch.Tensor, e4m3_max: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The E4M3 scales of each block that map its amax to 6 and to 4.
-
-    Here the block's amax is divided by 6 before it meets the tensor's scale, unlike in block_scale.
+    """The E4M3 scales of each block that map its amax to 6 and to 4. Unlike in block_scale, the amax is
+    divided by 6 before it meets the tensor's scale.
     """
     base = divide(amax_of_blocks, E2M1_MAX) * encode_scale(amax, e4m3_max)
     return base.clamp(max=E4M3_MAX).to(SCALE_DTYPE), (base * 1.5).clamp(max=E4M3_MAX).to(SCALE_DTYPE)

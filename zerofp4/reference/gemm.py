@@ -34,9 +34,7 @@ def gemm_alpha(
 def gemm(
     a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None = None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """float64 [M, N] of operands [M, K] and [N, K]: what every backend comes close to; rounding to the
-    output's dtype is the caller's.
-    """
+    """float64 [M, N] of operands [M, K] and [N, K], which every backend comes close to, not rounded."""
     out = a @ b.t()
     out = out if alpha is None else out * alpha.double()
     return out if bias is None else out + bias.double()

@@ -24,9 +24,7 @@ def block_amax(x: torch.Tensor, block_rows: int) -> torch.Tensor:
 
 
 def divide(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
-    """a / b, at least one of them a tensor, rounded once. With a number, Python's `/` would multiply with a
-    reciprocal and round twice.
-    """
+    """a / b, at least one a tensor, rounded once: with a number `/` would multiply by a reciprocal."""
     if not isinstance(a, torch.Tensor):
         a = torch.full_like(b, a)
     if not isinstance(b, torch.Tensor):
@@ -35,9 +33,8 @@ def divide(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
 
 
 def encode_scale(amax: torch.Tensor, e4m3_max: float = E4M3_MAX) -> torch.Tensor:
-    """S_enc, the global factor that maps the tensor's amax to the largest product of scale and code: 448 * 6,
-    or 256 * 6 under four over six with that maximum. 1 for what is not the amax of numbers: 0, inf, and given
-    ones that are negative or NaN.
+    """S_enc, which maps the tensor's amax to the largest product of scale and code: 448 * 6, or e4m3_max * 6.
+    1 for an amax of 0, inf, NaN or below 0.
     """
     encode = divide(e4m3_max * E2M1_MAX, amax).clamp(max=FLOAT32_MAX)
     return torch.where((amax > 0) & (amax < torch.inf), encode, 1.0)
@@ -50,9 +47,7 @@ def block_scale(amax_of_blocks: torch.Tensor, amax: torch.Tensor) -> torch.Tenso
 
 
 def scale_value(scale: torch.Tensor) -> torch.Tensor:
-    """float32 values of E4M3 scales. Scales are not negative: the sign of a byte means nothing, and no reader
-    of scales looks at it.
-    """
+    """float32 values of E4M3 scales, which are not negative: the sign of a byte means nothing."""
     return scale.float().abs()
 
 

@@ -10,9 +10,7 @@ from zerofp4.reference.scales import block_amax, block_scale, encode, magnitude
 
 
 def place_shard(master: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The shard's elements rounded to the weight's dtype, at their place in a [M, K] matrix of zeros
-    (float32).
-    """
+    """The shard's elements, rounded to the weight's dtype, in their places of [M, K] zeros (float32)."""
     flat = torch.zeros(math.prod(shape), dtype=torch.float32, device=master.device)
     flat[start : start + master.numel()] = master.to(dtype).float()
     return flat.view(-1, shape[-1])
@@ -21,9 +19,7 @@ def place_shard(master: torch.Tensor, start: int, shape: torch.Size, dtype: torc
 def partial_amax(
     master: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype, block_rows: int = BLOCK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block amaxes [ceil(M/block_rows), ceil(K/16)] and amax [1] of a 1D shard; what it does not own counts
-    as 0.
-    """
+    """Block amaxes [ceil(M/block_rows), ceil(K/16)] and amax [1] of a 1D shard, the rest as 0."""
     placed = place_shard(master, start, shape, dtype)
     return block_amax(placed, block_rows), magnitude(placed).amax().reshape(1)
 

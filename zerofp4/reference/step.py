@@ -158,9 +158,7 @@ def _update(p: ShardedParameter, gradient: torch.Tensor, options: dict[str, Any]
 
 
 def cast_and_gather(parameters: Sequence[ShardedParameter], group: dist.ProcessGroup | None = None) -> bool:
-    """Have the weights follow their masters. Collective. Returns whether a NaN or Inf among its masters kept
-    an NVFP4 weight as it was.
-    """
+    """Have the weights follow their masters. Collective. Returns whether any NVFP4 weight was skipped."""
     # Amaxes of tiles and of weights: each rank's of its own masters, and one MAX all-reduce.
     shards = [(p.master[: p.owned], p.start, p.shape, p.dtype) for p in parameters]
     pairs = [partial_amax(*shard) for p, shard in zip(parameters, shards, strict=True) if p.scale is not None]

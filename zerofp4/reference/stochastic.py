@@ -43,9 +43,8 @@ def philox_bytes(counter: Sequence[torch.Tensor], key: Sequence[torch.Tensor]) -
 
 
 def random_bytes(rng_state: torch.Tensor, shape: Sequence[int], stream: int) -> torch.Tensor:
-    """uint8 of `shape` on the device of rng_state, int64 [2] = (seed, offset), the low 32 bits of the offset.
-
-    The bytes of a Philox block go to 16 neighbours in row-major order.
+    """uint8 of `shape`, of rng_state int64 [2] = (seed, offset), the offset's low 32 bits. A Philox block has
+    16 neighbours in row-major order.
     """
     numel = torch.Size(shape).numel()
     seed, offset = rng_state.unbind()

@@ -25,12 +25,9 @@ _OLDER = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|hf_quant_config\.json
 
 
 class Export:
-    """The files of an export, in a folder that may have an older one.
-
-    begin() makes `draft`, a folder inside of that, to which all files are written; publish() moves them out.
-    Tensors come one at a time. Those of a file are in memory until all of them have come.
-
-    Raises ImportError without the libraries that write the files.
+    """The files of an export, in a folder that may have an older one: begin() makes `draft` in it, to which
+    all files are written, and publish() moves them out. Tensors come one at a time; those of a file are in
+    memory until all of them have come. Raises ImportError without the libraries that write the files.
     """
 
     def __init__(self, folder: Path, tensors: Sequence[Served]):

@@ -19,9 +19,7 @@ FUSED: list[tuple[str, ...]] = [
     ("in_proj_qkv", "in_proj_z"),  # linear attention of Qwen3.5
     ("in_proj_b", "in_proj_a"),
 ]
-"""Last names of sibling modules that engines fuse, with the models that have them. Append a tuple for an
-architecture that is not here. Siblings that a model lacks are ignored.
-"""
+"""Last names of siblings that engines fuse, with the models that have them. Append a tuple for another."""
 
 
 def fused_groups(names: Iterable[str]) -> Iterator[list[str]]:

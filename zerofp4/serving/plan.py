@@ -76,13 +76,10 @@ def _modelopt(ignore: list[str], has_inputs: bool) -> tuple[dict[str, Any], File
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """codes, global_scale, input_scale: what fields of a linear module are called; its block scales are
-    `weight_scale` in both formats.
-
-    divides: whether dequantization divides by the global scales, or multiplies with them.
-    scalar_shape: of a global scale.
+    """codes, global_scale, input_scale: what fields of a linear module are called, beside `weight_scale`.
+    divides: whether dequantization divides by the global scales. scalar_shape: of a global scale.
     configuration: (names of linear modules that are not quantized, whether inputs are) -> quantization_config
-        of config.json, and other files.
+    of config.json, and other files.
     """
 
     codes: str
@@ -126,10 +123,7 @@ class Served(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Which part of a tensor a rank has: rows from `first` on, as many as its piece has. shape: of the whole.
-
-    A scalar is whole, with first 0.
-    """
+    """Which part of a tensor a rank has: rows from `first` on, of a scalar 0. shape: of the whole."""
 
     shape: tuple[int, ...]
     first: int
@@ -140,10 +134,7 @@ Piece = tuple[str, torch.Tensor, Part]
 
 
 class Rows(NamedTuple):
-    """Rows of a parameter that a checkpoint has as a matrix of its own: all of them, or a part of an expert.
-
-    name: in the checkpoint. first, count: rows of the parameter, flattened to two dimensions.
-    """
+    """Rows of a parameter, flattened to two dimensions, that a checkpoint has as a matrix of that name."""
 
     name: str
     first: int
@@ -151,10 +142,7 @@ class Rows(NamedTuple):
 
 
 class Matrix:
-    """A quantized matrix of an export: rows of an NVFP4 weight of the model.
-
-    amax: of these rows' matrix. input_amax: of the inputs that it multiplies; None for weights only.
-    """
+    """A quantized matrix of an export. input_amax: of what it multiplies; None for weights only."""
 
     def __init__(self, rows: Rows, record: NVFP4Storage, amax: float, format: Format):
         self.rows, self.record, self.amax, self.format, self.input_amax = rows, record, amax, format, None
@@ -257,11 +245,9 @@ class PlainTensor:
 
 
 class Plan:
-    """All tensors of an export, in the order of the model's state dict.
+    """All tensors of an export, in the order of the model's state dict: `parts` makes them, one for each key.
 
-    parts: what makes them, one for each key. matrices: of quantized weights, by module. served: the tensors.
-    ignored: the modules with a matrix that is not quantized. configuration: as Format's, of these.
-
+    matrices: of quantized weights, by module. ignored: the modules with a matrix that is not quantized.
     Raises ValueError for what serving engines would not load, or would load wrongly.
     """
 
@@ -468,9 +454,8 @@ def as_saved(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, to
 
 
 def rows_as_saved(model: nn.Module, key: str, shape: torch.Size) -> list[Rows]:
-    """The matrices that transformers cuts a parameter into when it saves, as experts are cut.
-
-    Raises ValueError unless they are pieces of its rows, in their order.
+    """The matrices that transformers cuts a parameter into when it saves. Raises ValueError unless they are
+    pieces of its rows, in their order.
     """
     numbers = torch.arange(shape[:-1].numel(), dtype=torch.int64, device="cpu")
     numbers = numbers.view(*shape[:-1], 1).repeat_interleave(2, dim=-1)

@@ -11,9 +11,7 @@ from zerofp4.tensors import NVFP4Tensor, quantize
 
 
 class Source(Protocol):
-    """The codes of one weight.
-
-    record: its shape, block and options. amax: float32 [1], or [E] of experts that are quantized each alone;
+    """The codes of one weight. record: its shape, block and options. amax: float32 [1], or [E] of experts,
     the same on every rank. is_collective: whether whole() is.
     """
 
@@ -73,9 +71,8 @@ class Averaged:
 
 
 def find_sources(model: nn.Module) -> dict[str, Source]:
-    """By key of the model's state dict, the sources of its quantized weights.
-
-    A module whose weights are sharded has them by name in `zerofp4_weights`, with their source().
+    """By key of the model's state dict, the sources of its quantized weights. A module whose weights are
+    sharded has them by name in `zerofp4_weights`, with their source().
     """
     sources: dict[str, Source] = {}
     for prefix, module in model.named_modules():

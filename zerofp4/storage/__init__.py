@@ -1,7 +1,4 @@
-"""Records of quantized tensors: which buffers they have, what those mean, and whether they were exchanged.
-
-Other rooms see the names that are imported here.
-"""
+"""Records of quantized tensors: which buffers they have, what those mean, and whether they were exchanged."""
 
 # ruff: noqa: F401
 from zerofp4.storage.memory import (

@@ -1,7 +1,4 @@
-"""Whether a tensor has memory that a kernel may be handed, and whether it was exchanged.
-
-Kernels take addresses. For a tensor without memory they would read and write other tensors' memory.
-"""
+"""Whether a tensor has memory that a kernel may be handed, by its address, and whether it was exchanged."""
 
 from collections.abc import Sequence
 
@@ -81,10 +78,8 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 def address_of(name: str, tensor: torch.Tensor | None) -> int:
-    """The address of a tensor's elements, for a kernel; 0 for None and an empty tensor.
-
-    Raises RuntimeError, as check_memory, for a whole storage that was freed in place: FSDP frees what it has
-    gathered after it was handed over and checked.
+    """The address of a tensor's elements, for a kernel; 0 for None and an empty tensor. Raises RuntimeError,
+    as check_memory, for a whole storage that was freed in place since it was checked.
     """
     if tensor is None:
         return 0

@@ -16,10 +16,8 @@ from zerofp4.storage.sides import unstack
 class NVFP4Storage(Storage):
     """rowwise.data uint8 [M, K/2]; columnwise.data uint8 [K, M/2], the packed transpose; scales E4M3:
     compact, or expanded and swizzled, which are padded (layout.scale_shape); amaxes float32 [1], one tensor
-    unless the columnwise copy is of the transform.
-
-    A shape [E, N, K] in blocks of 16x16, or `stacked`, is a stack of E matrices [N, K], each quantized alone,
-    as the weights of experts are: every buffer has E as its first dimension, amaxes are float32 [E].
+    unless the columnwise copy is of the transform. A shape [E, N, K] in blocks of 16x16, or `stacked`, is a
+    stack of E matrices [N, K], each quantized alone: every buffer has E as its first dimension.
     """
 
     context_fields: ClassVar = ("dtype", "block", "hadamard", "random_signs", "four_over_six", "stacked")
@@ -78,9 +76,7 @@ class NVFP4Storage(Storage):
 
     @property
     def scales_travel(self) -> bool:
-        """Whether a cast from shards gathers the compact rowwise scales, because a rank can compute those of
-        its own blocks only. Else every rank computes all scales from the amaxes.
-        """
+        """Whether a cast gathers compact rowwise scales, of which a rank computes its blocks' alone."""
         return self.block[0] == 1 or self.four_over_six is not None
 
     @property

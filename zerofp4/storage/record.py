@@ -1,7 +1,4 @@
-"""Records of quantized tensors: what every format has.
-
-Plans, adapters and groups work on records. Tensors are autograd and torch sugar over one record.
-"""
+"""Records of quantized tensors: what every format has. Tensors are autograd and torch sugar over one."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,10 +15,8 @@ from zerofp4.storage.sides import SIDES, Side, Sides, side_and_layout, sides_of
 @dataclasses.dataclass(eq=False)
 class Storage(Sides):
     """Buffers of a quantized tensor with logical `shape` and `dtype`, [M, K] after flattening to two
-    dimensions.
-
-    rowwise.data may be rebound to another view of the same shape (`rebind`); every other buffer is allocated
-    once. A format is a subclass with
+    dimensions. rowwise.data may be rebound (`rebind`); every other buffer is allocated once. A format is a
+    subclass with
 
     - context_fields: the fields that context() is made of;
     - buffer_dtype(buffer name), data_shape(side), scale_shape(side, layout);
@@ -130,9 +125,8 @@ class Storage(Sides):
         return self._copied(self.shape, self.context(), buffers, self.name)
 
     def rebind(self, rowwise_data: torch.Tensor) -> None:
-        """Make another buffer the codes of this tensor. Its contents are taken as they are.
-
-        Raises TypeError or ValueError as check_buffer, and without a rowwise copy.
+        """Make another buffer the codes of this tensor, as it is. Raises TypeError or ValueError as
+        check_buffer, and without a rowwise copy.
         """
         if self.rowwise is None:
             raise ValueError("rowwise_data cannot be rebound: there is no rowwise copy")
@@ -154,10 +148,8 @@ def record_of(tensor: Any) -> Any:
 
 
 adapters: list[Callable[[torch.Tensor], Storage | None]] = []
-"""Functions that give the records of another library's tensors, None for a tensor that is not theirs.
-
-A tensor keeps its record. An adapter puts the tensor's present buffers into it, calls note_rebinding() if
-they have changed, and leaves errors to the record's check().
+"""Functions that give the records of another library's tensors, or None. A tensor keeps its record; an
+adapter puts its present buffers into it, calls note_rebinding() if they have changed, and does not check().
 """
 
 

@@ -57,11 +57,9 @@ class Side:
     """One copy of a quantized matrix.
 
     data: its elements; None if no whole copy of them exists. scales: by layout, "compact" among them unless
-    only a kernel reads them. amax: float32, NVFP4's second level; None in a format without one.
-
-    gate: what a read of `data` waits for, on a GPU in the current stream only; None if nothing ever travels.
-    Whoever keeps the tensor itself, or its address, waits at the gate before each use.
-    scale_gate: the same for `scales`. (Amaxes never travel: every rank computes them.)
+    only a kernel reads them. amax: float32, NVFP4's second level, or None. gate: what a read of `data` waits
+    for, on a GPU in the current stream only, and who keeps it or its address before each use; None if nothing
+    ever travels. scale_gate: the same for `scales`. (Amaxes never travel: every rank computes them.)
     place, scale_places: data and scales without waiting; use them only for addresses and shapes.
     """
 
@@ -164,9 +162,7 @@ class Sides:
 
 
 def unstack(sides: Sides, count: int, first: int = 0) -> list[Sides]:
-    """The sides of `count` matrices of a stack, from number `first` on: views of its buffers, whose first
-    dimension counts matrices. If two sides share their amax, so do the sides of each matrix.
-    """
+    """The sides of `count` matrices of a stack, from `first` on, as views. What shares an amax still does."""
 
     def chosen(buffer: torch.Tensor) -> torch.Tensor:
         return buffer.narrow(0, first, count)

@@ -1,7 +1,4 @@
-"""Quantized tensors: autograd and torch over records, and the functions that make them.
-
-Other rooms see the names that are imported here.
-"""
+"""Quantized tensors: autograd and torch over records, and the functions that make them."""
 
 # ruff: noqa: F401
 from zerofp4.tensors.arguments import reads_columns, weight_columns

@@ -49,9 +49,7 @@ def kernel_input(x: torch.Tensor) -> torch.Tensor:
 
 
 def weight_columns(block: tuple[int, int], columnwise: bool | None) -> bool:
-    """Whether a weight that masters are cast into has a columnwise copy. Raises ValueError for a block that
-    NVFP4 does not have, and for a copy that a cast cannot write.
-    """
+    """Whether a weight to cast into has a columnwise copy. Raises ValueError where a cast cannot write it."""
     check_block(block)
     has_tiles = tuple(block) == (BLOCK, BLOCK)
     if columnwise and not has_tiles:

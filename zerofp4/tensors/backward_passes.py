@@ -1,12 +1,9 @@
 """Backward passes that torch's functions run when they are given quantized tensors.
 
 A backward pass calls other people's code: recomputation of checkpoints, hooks, autograd functions. A product
-of a quantized weight must be ours there, as in the forward pass. One of torch's saves other tensors, and a
-checkpoint, which identifies saved tensors by number and shape, would mix them up.
-
-Inside __torch_function__ subclass overrides are disabled, and would stay so for the whole backward pass. We
-re-enable them and pass GradientEdges in place of tensors, so that torch.autograd does not dispatch to
-__torch_function__ again.
+of a quantized weight must be ours there too: a checkpoint identifies saved tensors by number and shape. So we
+re-enable subclass overrides, which are disabled inside __torch_function__, and pass GradientEdges in place of
+tensors, so that torch.autograd does not dispatch to __torch_function__ again.
 """
 
 from collections.abc import Callable, Sequence

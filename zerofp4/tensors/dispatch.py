@@ -39,10 +39,8 @@ _BETWEEN += ("torch.distributed.c10d_logger",)
 
 
 def dispatch(func, args: tuple, kwargs: dict):
-    """Run an operator that has a quantized tensor among its arguments.
-
-    One without a handler sees dequantized copies. Raises RuntimeError where it would write to the tensor,
-    NotImplementedError where FSDP or DTensor ask, which would train the copies.
+    """Run an operator of a quantized tensor, by its handler or with dequantized copies. Raises RuntimeError
+    where it would write to those, NotImplementedError where FSDP or DTensor would train them.
     """
     handler = HANDLERS.get(func)
     if handler is not None:
@@ -76,10 +74,7 @@ def writes(tensor) -> str:
 
 
 def _refuse_copies(func) -> None:
-    """Raise NotImplementedError where the caller would make plain parameters of the tensor's values.
-
-    torch gives a tensor no other way to know than the caller's frame.
-    """
+    """Raise NotImplementedError where the caller, as its frame tells, would make parameters of values."""
     module = _who_asks()
     for name, message in _REFUSED.items():
         if module.startswith(name):

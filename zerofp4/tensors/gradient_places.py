@@ -4,12 +4,11 @@ result as p.grad without a copy.
 A gradient in the wrong memory is silently wrong. So a product uses the buffer only if all of this holds:
 
 - The engine is about to accumulate into this very parameter in a plain backward pass: not autograd.grad, not
-  create_graph, not a copy of the parameter, whose accumulation is another node.
+create_graph, not a copy of the parameter, whose accumulation is another node.
 - p.grad is None. (Autograd adds to an existing one, with its rounding, and calls the parameter's hooks.)
 - The parameter has no hook that may keep its gradients, and autocast, which may choose another dtype, is off.
 - Nobody else holds the gradient that lay there last: `b.grad = a.grad` makes it that of another parameter.
-- The buffer is free: no other product of this backward pass wrote to it, and no gradient tensor over it from
-  an earlier pass (one that failed, or that encloses this one) is alive.
+- The buffer is free: no gradient tensor over it, of this pass or of one that failed or encloses it, is alive.
 
 If autograd adds another gradient first, it does so in new memory, since the buffer's storage is shared.
 """
@@ -32,9 +31,7 @@ class GradientPlace:
     def __init__(self, parameter: torch.Tensor, view: torch.Tensor):
         self._parameter, self._view = parameter, view
         self._given: TensorWeakRef | None = None
-        """Until it is p.grad. Weak, as autograd clones a gradient with a second strong reference; and no
-        longer, as torch swaps no tensor with a weak one.
-        """
+        """Until it is p.grad. Weak: autograd clones a gradient with a second strong reference."""
         self._last: torch.Tensor | None = None
         self._last_pass = -1
         self._lock = threading.Lock()

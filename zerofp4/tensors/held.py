@@ -14,9 +14,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 
 class Holder:
-    """The parameters of one optimizer, and what others have done to them.
-
-    parameters: of the optimizer, which keeps them alive. Earlier holders of any of them are taken over.
+    """The parameters of one optimizer, which keeps them alive, and what others have done to them. Earlier
+    holders of any are taken over.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]):
@@ -78,9 +77,8 @@ def is_held(parameter: torch.Tensor, apart_from: Holder | None) -> bool:
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """tensor.grad of a quantized tensor.
 
-    [Note: who reads a gradient] Clipping leaves no trace that tells it from a gradient that was divided by
-    hand, or from one that DDP has averaged and a trainer has clipped: version counters count all three. So
-    the caller is looked at, and only until a first step.
+    [Note: who reads a gradient] Clipping leaves no trace that tells it from a division by hand, or from what
+    DDP and a trainer do: version counters count all. So the caller is looked at, and only until a first step.
     """
     if _averaging and not torch.compiler.is_compiling():
         frame = sys._getframe(2)  # 1 is __torch_function__

@@ -11,9 +11,7 @@ INIT_VAL = "high_precision_init_val"
 """Where a record's attachments hold the value that convert_model quantized, on the CPU."""
 
 HAD_MASTER = "had_master"
-"""In a record's attachments where an optimizer has made a master of the value: what is in the codes since
-then is that master quantized.
-"""
+"""In a record's attachments where an optimizer has made a master of the value, whose codes it has since."""
 
 
 def note_master(parameter: torch.Tensor) -> None:
@@ -30,9 +28,8 @@ def had_master(parameter: torch.Tensor) -> bool:
 
 
 def initial_value(record: NVFP4Storage) -> torch.Tensor | None:
-    """What the record's codes were quantized from, on the CPU; None where there is none, or its codes have
-    been written since by something that did not say so (a cast, a collective, a compiled function): the value
-    is quantized again, and what gives other bytes is dropped.
+    """What the record's codes were quantized from, on the CPU; None where there is none, or where quantizing
+    it again shows that something else has written the codes since.
     """
     value = record.attachments.get(INIT_VAL)
     if value is None or _has_codes_of(record, value):
@@ -68,9 +65,8 @@ def replace_initial_value(record: Storage, values: torch.Tensor) -> None:
 
 
 def is_kept_by(record: Storage, values: torch.Tensor, present: Callable[[], torch.Tensor]) -> bool:
-    """Whether a record that has an initial value, or a master, holds these very values already, which
-    present() gives: DDP copies them back into every weight, and what they were quantized from must outlive
-    that.
+    """Whether a record with an initial value, or a master, holds present(), these values, already: DDP copies
+    them back into every weight, and what they were quantized from must outlive that.
     """
     if record.attachments.keys().isdisjoint((INIT_VAL, HAD_MASTER)) or ops.is_capturing(record.device):
         return False

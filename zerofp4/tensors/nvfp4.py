@@ -17,9 +17,8 @@ from zerofp4.tensors.quantized_tensor import QuantizedTensor, buffer_property
 
 
 def values_source(record: NVFP4Storage) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, bool]:
-    """(data, compact scale, amax, block_rows, e4m3_max, columnwise) of the copy that gives the values.
-
-    Raises ValueError where there is none: a columnwise copy with hadamard holds those of the transform.
+    """(data, compact scale, amax, block_rows, e4m3_max, columnwise) of the copy that gives the values. Raises
+    ValueError where there is none but a columnwise copy of the transform.
     """
     copy = record.rowwise or record.columnwise
     columnwise = record.rowwise is None

@@ -2,7 +2,6 @@
 
 The products save the quantized tensor itself, so the dequantized weight lives no longer than one GEMM. They
 take values from the record, because a trip through __torch_dispatch__ costs the host more than most kernels.
-(torch.compile traces such trips, and merges the dequantizations of forward and backward.)
 
 The node of F.linear is in C++ (csrc/autograd/linear.cpp). It multiplies a plain x with an NVFP4 weight, and
 calls linear_product() and linear_gradients() for all else: modes and subclasses, MXFP8 weights, and gradients
@@ -26,10 +25,8 @@ def is_quantized(tensor: torch.Tensor) -> bool:
 
 
 def plain(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The values that a product computes with, as a plain tensor of dtype.
-
-    dtype None (forward): in the tensor's dtype and detached, since autocast caches casts of leaves. dtype
-    given (backward): differentiable under create_graph=True.
+    """The values that a product computes with, of dtype and differentiable in a backward pass; without dtype
+    in the tensor's and detached, since autocast caches casts of leaves.
     """
     if not is_quantized(tensor):
         return tensor.detach() if dtype is None else tensor.to(dtype)
@@ -93,9 +90,7 @@ def linear_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 def linear_gradients(
     node: Any, grad: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, bias_needs: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Of x, weight and bias. node: the one of F.linear that runs; x and weight: what it has saved, x for the
-    weight's gradient and the weight for that of x.
-    """
+    """Of x, weight and bias, by what the node of F.linear saved: x for the weight's, weight for x's."""
     grad_x = grad_weight = grad_bias = None
     with torch._C.DisableTorchFunctionSubclass():
         if weight is not None:

@@ -15,10 +15,8 @@ from zerofp4.tensors.held import gradient_of
 
 
 def buffer_property(name: str) -> property:
-    """The property of a tensor that is a buffer of its record.
-
-    Its getter has no frame: torch 2.10 compiles that of a getter as a function that begins by reading the
-    same property.
+    """The property of a tensor that is a buffer of its record. Its getter has no frame: torch 2.10 compiles a
+    getter's as a function that reads the same property.
     """
     return property(ops.buffer_reader(name))
 
@@ -229,10 +227,8 @@ def _kept_by_autograd(tensor: QuantizedTensor) -> dict[str, object]:
 
 
 def _take_from_autograd(tensor: QuantizedTensor, kept: dict[str, object]) -> None:
-    """Give the tensor what autograd keeps of the one that it is about to be swapped with.
-
-    Module.to(), also where it changes nothing, swaps each quantized parameter with a new tensor. To autograd
-    that parameter is another one then, without the hooks of the old.
+    """Give the tensor what autograd keeps of the one that it is about to be swapped with: Module.to() swaps
+    each parameter, and to autograd a new one has not the hooks of the old.
     """
     note_rebinding()
     with torch._C.DisableTorchFunctionSubclass():
@@ -256,9 +252,7 @@ _FUNCTIONS = {
 
 
 def wrap(cls: type[QuantizedTensor], record: Storage) -> QuantizedTensor:
-    """A tensor over the record. Also where torch.compile traces the call, which it does only for a
-    constructor of tensors and constants.
-    """
+    """A tensor over the record, also where torch.compile traces the call."""
     if not torch.compiler.is_compiling():
         return cls(record)
     buffers = dict(record.buffers())

@@ -128,8 +128,7 @@ class Attachment:
 
 class Caster:
     """The cast of the weights that one optimizer holds, or none does, and that one group of ranks shares.
-
-    leaves_amaxes: whether that optimizer, if it can, leaves the amaxes of its updates for this cast.
+    leaves_amaxes: whether that optimizer, if it can, leaves the amaxes of its updates for it.
     """
 
     def __init__(

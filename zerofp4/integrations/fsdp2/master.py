@@ -21,10 +21,8 @@ class MasterShard(torch.Tensor):
     """FP32 values of a weight that `prepare` has taken over: an optimizer's parameter, inside of a DTensor
     once fully_shard has cut it. FSDP2 asks it what to gather, and what to make of that.
 
-    local: the plain float32 tensor. weight: what all pieces and copies of one parameter have in common.
-
-    Operations compute with `local`. What FSDP2 makes of a master when it cuts, pads, moves or copies it is a
-    master; other results are plain. A product with it raises: the layer's weight is what FSDP2 gathers.
+    local: the plain float32 tensor, with which operations compute. weight: what all pieces and copies of one
+    parameter have in common. What FSDP2 cuts, pads, moves or copies is a master again; a product raises.
     """
 
     local: torch.Tensor

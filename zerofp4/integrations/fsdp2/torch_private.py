@@ -1,7 +1,4 @@
-"""All that is read from FSDP2's private API: where fully_shard has put prepared weights.
-
-Tried with torch 2.10, 2.11 and 2.13.
-"""
+"""All that is read from FSDP2's private API, tried with 2.10 to 2.13: where it put prepared weights."""
 
 from __future__ import annotations
 
@@ -19,13 +16,11 @@ from zerofp4.launch import backend_for
 
 
 class Placement:
-    """Where FSDP2 has put the master of a weight. It holds weak references: a strong one to FSDP2's objects
-    would form a cycle through tensor views, which gc cannot collect.
+    """Where FSDP2 has put the master of a weight; weakly, as a cycle through tensor views is never collected.
 
-    group: the ranks that the weight is sharded over.
-    shape: of the gathered weight; under tensor parallelism of this rank's slice.
-    first_row, rows: this rank's shard. padded_rows: every rank's input to the all-gather.
-    device: where the weight is gathered. dtype: that layers compute in.
+    group: the ranks that the weight is sharded over. shape: of the gathered weight; under tensor parallelism
+    of this rank's slice. first_row, rows: this rank's shard. padded_rows: every rank's input to the
+    all-gather. device: where the weight is gathered. dtype: that layers compute in.
     """
 
     def __init__(self, found: FoundParam, dtype: torch.dtype):
@@ -105,10 +100,8 @@ def _param_groups(state) -> list:
 
 
 def placement_of(found: FoundParam | None, called: str, dtype: torch.dtype) -> Placement:
-    """Where a prepared weight is. called, dtype: its name, and its dtype before prepare.
-
-    Raises RuntimeError if it is not sharded or has no values yet, ValueError if it cannot be gathered in 4
-    bits.
+    """Where a prepared weight, called so before prepare, is. Raises RuntimeError if it is not sharded or has
+    no values yet, ValueError if it cannot be gathered in 4 bits.
     """
     if found is None:
         raise RuntimeError(f"{called!r} was prepared, but is not sharded: call fully_shard before attach")

@@ -23,8 +23,7 @@ class Weight:
     """One parameter that prepare has taken over, shared by all tensors that are its master or a piece of it.
 
     name: the parameter's in the model. dtype: before prepare. takes_codes: whether its module multiplies
-    codes. columnwise: whether the module gets their transposed copy too; None: on FP4 tensor cores. block,
-    four_over_six: how it is cast.
+    codes. columnwise: whether it gets their transposed copy too; None: on FP4 tensor cores.
     """
 
     def __init__(
@@ -145,10 +144,8 @@ class Weight:
     # Gathers
 
     def all_gather_input(self, local: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], None]:
-        """The packed rows, half a byte per element, and the scales of blocks of 1x16; every rank has those of
-        16x16 blocks. local: of the master that FSDP2 asks, which is a copy if masters are offloaded.
-
-        Raises RuntimeError if they are not those of the master.
+        """The packed rows, and the scales of blocks of 1x16; every rank has those of 16x16 blocks. Raises
+        RuntimeError unless they are those of `local`, the master that FSDP2 asks.
         """
         if not self.is_current(local):
             self._check_current()
@@ -194,9 +191,8 @@ class Weight:
         return None
 
     def _is_given_as_values(self) -> bool:
-        """Whether its module gets plain values: if it multiplies no codes, and has them for a forward or a
-        backward pass alone, or if it needs a DTensor. Asked at the first gather: FSDP2 fills one tensor from
-        then on.
+        """Whether its module gets plain values: if it multiplies no codes and has them for one pass alone, or
+        if it needs a DTensor. Asked at the first gather: FSDP2 fills one tensor from then on.
         """
         return self.placement.param.is_dtensor or (not self.takes_codes and self.placement.reshards())
 
@@ -208,13 +204,12 @@ def _version(local: torch.Tensor) -> int:
 class Gathered:
     """The whole weight while a module computes with it, over memory that FSDP2 frees and gives back.
 
-    source: the record with the weight's scales, and no codes.
-    rows: uint8, the all-gather buffers, whose storage FSDP2 frees and fills: the codes, and the compact
-        scales if these travel.
-    as_values: whether `tensor` is plain, dequantize() of the whole weight; else it is an NVFP4Tensor over
-        rows, scales and what is derived from both: columns, if the record has any, and swizzled scales.
+    source: the record with the weight's scales, and no codes. rows: uint8, the all-gather buffers: the codes,
+    and the compact scales if these travel. as_values: whether `tensor`, which the module gets, is plain,
+    dequantize() of the whole weight; else it is an NVFP4Tensor over rows, scales and what is derived from
+    both.
 
-    tensor: what the module gets instead of its master. inner: the other tensors whose storage FSDP2 frees.
+    inner: the other tensors whose storage FSDP2 frees.
     """
 
     def __init__(self, source: NVFP4Storage, rows: Sequence[torch.Tensor], as_values: bool):

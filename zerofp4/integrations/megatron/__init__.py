@@ -1,6 +1,4 @@
-"""Megatron-Core trains NVFP4 weights: its own DistributedDataParallel and DistributedOptimizer, our tensor
-and our cast, and no TransformerEngine. See docs/megatron.md.
-"""
+"""Megatron-Core trains NVFP4 weights by its own distributed optimizer: docs/megatron.md."""
 
 from zerofp4.integrations.megatron.convert import convert_model
 from zerofp4.integrations.megatron.hook import install, uninstall

@@ -1,6 +1,5 @@
 """What Megatron asks of TransformerEngine, for our weights: codes that live in its buffer, the cast of its
-shards, the columnwise copies. Other weights go to what was there before. Its checkpoints hold the weights'
-values, and the masters.
+shards, the columnwise copies. Other weights go to what was there before.
 """
 
 import functools

@@ -16,11 +16,8 @@ def make_packed_layout(original: Callable, is_packed: Callable[[Any], bool]) -> 
 
     def _compute_nvfp4_packed_layout(self, params_with_names: Sequence[tuple[Any, str]]) -> None:
         """The layout of gradients and masters, halved: a rank casts the elements of its slice of each bucket,
-        and gathers the same slice of the bucket of bytes. Padded on their own, some bytes would lie in the
-        slice of a rank that did not cast them. Slices of whole bytes need buckets of a multiple of 2 * ranks
-        elements (make_buffer_layout).
-
-        Raises ValueError for what cannot work with our weights.
+        and gathers the same slice of the bucket of bytes, which needs buckets of a multiple of 2 * ranks
+        elements (make_buffer_layout). Raises ValueError for what cannot work with our weights.
         """
         params = [param for param, _ in params_with_names]
         ours = [(param, name) for param, name in params_with_names if isinstance(param, NVFP4Tensor)]
