@@ -298,9 +298,11 @@ class Agreement:
         if not self._unread:
             self.steps += 1
 
-    def steps_taken(self) -> int:
-        """How many steps the ranks have taken, skipped ones too. Waits for an unread vote."""
-        with contextlib.suppress(RuntimeError):  # the next step raises it
+    def look(self) -> int:
+        """Wait for an unread vote. It breaks the optimizer if ranks took a part of the last step; the next
+        step raises its error. Returns the number of steps that the ranks have taken, skipped ones too.
+        """
+        with contextlib.suppress(RuntimeError):
             self.read()
             return self.steps + (self.last.taken > 0)
         return self.steps

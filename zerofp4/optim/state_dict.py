@@ -234,7 +234,7 @@ class SavedState(Mapping):
     of its optimizer of masters. Each access makes new pieces of the same values.
 
     token: of the ids of saves, the same on every rank; a new one after each load.
-    steps: returns how many steps the ranks have taken, skipped ones too.
+    steps: as of Agreement.look().
     """
 
     def __init__(

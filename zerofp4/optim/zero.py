@@ -148,7 +148,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             announced=announced,
             rank=rank,
             token=token,
-            steps=self._agreement.steps_taken,
+            steps=self._agreement.look,
         )
         self.state = self._saved
         # The parts of a step
@@ -646,7 +646,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        self._find_if_sound()
+        self._agreement.look()
         self.inners.sync_options(self.param_groups)
         state_dict = self._saved.state_dict()
         if self._saved.consolidated is not None:
@@ -656,15 +656,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return state_dict
 
     def _check_sound(self) -> None:
-        """Raise RuntimeError if masters may be of two steps."""
-        self._find_if_sound()
+        """Raise RuntimeError if masters may be of two steps. Waits for the device."""
+        self._agreement.look()
         self._shards.check_sound()
-
-    def _find_if_sound(self) -> None:
-        """Find out if ranks took some buckets of the last step and not all. Waits for the device."""
-        if self._early is not None and not self._early.has_begun:
-            with contextlib.suppress(RuntimeError):  # the next step raises it
-                self._agreement.read()
 
     @torch.no_grad()
     def consolidate_state_dict(self, to: int = 0) -> None:
