@@ -27,7 +27,6 @@ from zerofp4.engine import (
     is_sendable,
 )
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.ops import is_capturing
 from zerofp4.optim.build import Slots
 from zerofp4.optim.inner import InnerOptimizers, OptionsHash, show_options
 from zerofp4.optim.sharded import ShardedParameters
@@ -41,7 +40,7 @@ class Call(NamedTuple):
     max_norm: float = 0.0
     norm_type: float = 0.0
     # begin() fills in these two:
-    step: int = 0  # how many steps there were
+    step: int = 0  # the number of steps taken before
     options: int = 0  # the first of OptionsHash.of()
 
 
@@ -249,18 +248,18 @@ class Agreement:
         With on_nonfinite="raise" waits for the device, and raises FloatingPointError for a NaN or Inf; not
         while a CUDA graph is captured, whose update reads the decision.
         """
-        made, vote, count = self.decision, None, 0
+        decision, vote, count = self.decision, None, 0
         if self.world_size > 1:
             count = len(self.slots.labels) if bucket is None else bucket
             vote = self._vector[-count - 2 * _EQUAL - _FLAGS :]
             if is_shared:
                 vote[-2] = word
         elif looks and word is None:
-            made.own.zero_()
-        elif looks and word is not made.own:
-            made.own.copy_(word)
-        raises = self._raises and looks and not is_capturing(self._vector.device)
-        made.decide(
+            decision.own.zero_()
+        elif looks and word is not decision.own:
+            decision.own.copy_(word)
+        raises = self._raises and looks and not ops.is_capturing(self._vector.device)
+        decision.decide(
             vote,
             count,
             found_inf=found_inf,

@@ -146,7 +146,6 @@ class Checked:
             _check_updates_early(self.classes, on_nonfinite)
         _check_gradients(communication, self.trained, self.classes)
         self.why_collective = self._find_why_collective(group)
-        """Why parameters keep the ranks from sharing memory, or None."""
         if masters_from is not None and not hasattr(masters_from, "_hand_over"):
             raise TypeError(f"masters_from must be a ZeroFP4Optimizer, got {type(masters_from).__name__}")
         self.held: Mapping = {} if masters_from is None else masters_from._hand_over(self.trained, group)
@@ -219,7 +218,9 @@ class Checked:
         return found
 
     def _find_why_collective(self, group: dist.ProcessGroup | None) -> str | None:
-        """Raises ValueError for options that parameters of some ranks do not support."""
+        """Why parameters keep the ranks from sharing memory, or None. Raises ValueError for options that need
+        parameters of all ranks.
+        """
         if all(place.sharding.group is group for place in self.places):
             return None
         why = "parameter groups name a process_group of some ranks"
