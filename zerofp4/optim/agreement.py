@@ -22,6 +22,7 @@ from zerofp4.engine import (
     Gradients,
     Sent,
     are_as_sent,
+    are_sendable,
     check_gradients,
     in_place,
     is_sendable,
@@ -445,11 +446,14 @@ class OwnGradients:
         self, gradients: Gradients, words: Sequence[int], when: torch.Tensor | None = None
     ) -> torch.Tensor:
         """find_word() of gradients of any layouts and dtypes. words: the larger the earlier."""
-        plain: list[tuple[int, torch.Tensor]] = []
+        plain = [(word, g) for word, g in zip(words, gradients, strict=True) if g is not None and g.numel()]
         others: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
-        for word, g in zip(words, gradients, strict=True):
-            if g is not None and g.numel():
-                is_plain = _keeps_values(g.dtype, self._wire) and is_sendable(g, g.dtype)
+        dtypes = [g.dtype for _, g in plain]
+        keeps = {dtype: _keeps_values(dtype, self._wire) for dtype in set(dtypes)}
+        if not (all(keeps.values()) and are_sendable([g for _, g in plain], dtypes)):
+            present, plain = plain, []
+            for word, g in present:
+                is_plain = keeps[g.dtype] and is_sendable(g, g.dtype)
                 (plain if is_plain else others.setdefault(g.dtype, [])).append((word, g))
         found = torch.zeros((), dtype=torch.int32, device=self.squares.device)
         ops.find_nonfinite([g for _, g in plain], [word for word, _ in plain], found, when)

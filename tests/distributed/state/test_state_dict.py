@@ -238,7 +238,7 @@ def test_every_entry_is_whole_on_the_rank_that_is_named(world, name):
     step_of(world, [(net, optimizer)], 0)
     saved = copy.deepcopy(optimizer.state_dict())
     if world.rank == 1:
-        optimizer._sound.broken = RuntimeError("on this rank alone")
+        optimizer._shards.broken = RuntimeError("on this rank alone")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="on this rank alone"):
             optimizer.consolidate_state_dict()
