@@ -51,8 +51,6 @@ def test_a_way_without_memory_is_left_out_and_the_others_run(tmp_path: Path, mon
     assert {name.split("/")[0] for name in rows} == {"compact"}
 
 
-
-
 # Few tokens
 
 SMALL = argparse.Namespace(scale=64, layers=3)

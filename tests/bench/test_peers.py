@@ -110,8 +110,6 @@ def test_a_peer_that_fails_is_named_and_the_rest_is_measured(capsys):
         assert f"{package}_quantize_1d/64 is left out: {error}\n" in said
 
 
-
-
 def share_of_equal_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     ours, theirs = (tensor.contiguous().view(torch.uint8).flatten() for tensor in (ours, theirs))
     assert ours.shape == theirs.shape

@@ -44,8 +44,6 @@ def test_a_shard_of_whole_blocks_touches_nothing_else(device):
         assert_bytes_equal(weight.rowwise_scale.view(torch.uint8).flatten(), scale, "scales")
 
 
-
-
 # What is refused
 
 

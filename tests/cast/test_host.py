@@ -116,8 +116,6 @@ def test_a_moved_shard_buffer_is_noticed(device):
     assert_bytes_equal(buffer, expected.view(-1), "codes")
 
 
-
-
 @needs_gpu
 def test_what_a_plan_still_reads_stays_allocated():
     """Until the exchange is noticed, steps cast the old values, in memory that nobody else was given."""

@@ -224,8 +224,6 @@ def test_splits_that_are_wrong_give_nan(device):
     assert grouped.grouped_wgrad(groups, groups).isnan().all()
 
 
-
-
 @pytest.mark.parametrize(
     ("capability", "dtype", "sizes", "message"),
     [

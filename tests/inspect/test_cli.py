@@ -61,8 +61,6 @@ def test_the_module_runs(early):
     assert (run.returncode, run.stdout) == (0, f"zerofp4 {zerofp4.__version__}\n"), run.stderr
 
 
-
-
 # An editable installation finds the extension wherever Python runs.
 _NOT_EDITABLE = """
 import runpy, sys

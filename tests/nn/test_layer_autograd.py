@@ -364,8 +364,6 @@ class Subclass(torch.Tensor):
     """With nothing of its own."""
 
 
-
-
 @of_every_kind
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_dispatch_mode(device, where, kind, name):

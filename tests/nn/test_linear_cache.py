@@ -122,8 +122,6 @@ def test_what_inference_mode_made_serves_no_training(first):
     assert_bytes_equal(y.detach(), expected, "y")
 
 
-
-
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4, weights 1x16", "mxfp8"])
 def test_a_layer_that_moves_drops_its_cache(name):
     """And nothing of one that stays where it is: captured graphs read it there."""

@@ -19,8 +19,6 @@ LAYERS = {
 }
 
 
-
-
 @needs_gpu
 @pytest.mark.parametrize("primary", [False, True])
 @pytest.mark.parametrize("name", LAYERS)

@@ -92,8 +92,6 @@ def test_own_row_and_squares(device, dtype, n, ranks):
     assert words_of(squares).equal(reference.square_sums(expected))
 
 
-
-
 @pytest.mark.cpu_kernel
 def test_squares_of_many_tensors(device):
     """More than travel in one launch, of several dtypes and lengths, at any address; each as if alone."""

@@ -255,7 +255,5 @@ def why_not_quantized(parameter: nn.Parameter, dimensions: int = 2) -> str | Non
     return None
 
 
-
-
 def _why_not_chosen(filter_fn: FilterFn | None, module: nn.Module, name: str) -> str | None:
     return None if filter_fn is None or filter_fn(module, name) else "filter_fn is false for it"

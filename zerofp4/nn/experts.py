@@ -118,7 +118,6 @@ class _Product(GroupedLinear):
         return current_recipe(self._of[0])
 
 
-
 @functools.cache
 def _class_of(original: type[nn.Module]) -> type[Experts]:
     return type(f"Quantized{original.__name__}", (Experts, original), {})

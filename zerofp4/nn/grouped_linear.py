@@ -213,8 +213,6 @@ class GroupedLinear(nn.Module):
         return splits
 
 
-
-
 def why_one_by_one(x: torch.Tensor, features: Sequence[int], recipe: Recipe) -> str | None:
     """Why the products of groups are not one launch each under a recipe, or None. x: what is multiplied, in
     the dtype of the product. features: of input and output.
