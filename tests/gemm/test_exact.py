@@ -52,7 +52,7 @@ def test_mxfp8_values_are_those_of_bfloat16(device):
     assert torch.equal(values_of(a, torch.float32)[normal], whole[normal])
 
 
-@pytest.mark.parametrize("maxima", [(448, 448), (448, 256), (256, 448)], ids=str)
+@pytest.mark.parametrize("maxima", [(448, 448), (448, 256), (256, 448), (256, 256)], ids=str)
 def test_alpha_comes_with_the_values(device, maxima):
     options = [{} if each == 448 else {"four_over_six": FourOverSix(each)} for each in maxima]
     a, b = (
@@ -63,6 +63,7 @@ def test_alpha_comes_with_the_values(device, maxima):
     b.copy.amax.mul_(7e5)
     *_, found = exact.factors(a, b, torch.bfloat16)
     assert_bytes_equal(found.cpu(), alpha(a, b), "alpha")
+    assert_bytes_equal((a.global_scale() * b.global_scale()).cpu(), alpha(a, b), "of the native backend")
 
 
 @pytest.mark.parametrize("make", [zerofp4.quantize, zerofp4.quantize_mxfp8])

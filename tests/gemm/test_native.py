@@ -2,8 +2,6 @@
 sizes, dtypes, strides and counts of scales on meta tensors too.
 """
 
-import itertools
-
 import pytest
 import torch
 from cases.gemm import SIDES, nvfp4, operand
@@ -87,16 +85,6 @@ def test_mxfp8_columns_are_transposed():
     assert_bytes_equal(
         data[:18, :50].contiguous(), a.copy.data.view(torch.uint8).t().contiguous().view(data.dtype), ""
     )
-
-
-def test_global_scales_are_what_alpha_is_made_of():
-    options = itertools.product([{}, {"four_over_six": zerofp4.FourOverSix()}], repeat=2)
-    for left, right in options:
-        a, b = (
-            Operand(zerofp4.quantize(values(32, 64, seed=i), **each)) for i, each in enumerate((left, right))
-        )
-        expected = reference.gemm_alpha(a.copy.amax, b.copy.amax, a.record.e4m3_max, b.record.e4m3_max)
-        assert_bytes_equal(a.global_scale() * b.global_scale(), expected, "alpha")
 
 
 def test_auto_is_exact_without_the_hardware():

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.fsdp2 import Experts
+from cases.fsdp2 import BF16, Experts
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zerofp4
 from zerofp4.integrations import fsdp2
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class TakesCodes(nn.Linear):

@@ -218,12 +218,9 @@ def layers_of(experts, filter_fn=takes_experts):
     return report.layers, len(report.converted)
 
 
-def test_what_stays_as_it_is():
+def test_what_stays_as_it_is_and_what_does_not():
     assert layers_of(Plain(), lambda module, name: name.endswith("down_proj")) == ([], 1)
     assert layers_of(Transposed()) == layers_of(Normed()) == ([], 2)
-
-
-def test_versions_of_transformers_with_a_norm_and_without():
     assert layers_of(Plain()) == layers_of(NotNormed()) == (["experts"], 2)
 
 

@@ -91,18 +91,12 @@ def test_a_context_belongs_to_its_thread():
 
 
 def test_it_ends_with_an_error_and_works_as_a_decorator():
-    with pytest.raises(ZeroDivisionError), autocast(MXFP8Recipe()):
-        raise ZeroDivisionError
-    assert current_recipe() is None
-    assert autocast(MXFP8Recipe())(current_recipe)() == MXFP8Recipe()
-
-
-def test_one_inside_another():
     with autocast(NVFP4Recipe()):
-        with autocast(MXFP8Recipe()):
-            assert current_recipe() == MXFP8Recipe()
+        with pytest.raises(ZeroDivisionError), autocast(MXFP8Recipe()):
+            raise ZeroDivisionError
         assert current_recipe() == NVFP4Recipe()
     assert current_recipe() is None
+    assert autocast(MXFP8Recipe())(current_recipe)() == MXFP8Recipe()
 
 
 @pytest.mark.parametrize("inner", ["teacher", "student"])

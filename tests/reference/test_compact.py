@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 from helpers import assert_bytes_equal
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zerofp4 import reference
@@ -26,22 +26,12 @@ def exact(y: Fraction) -> Fraction:
 
 
 @given(a=FLOATS, b=FLOATS, c=FLOATS)
+@example(1 + 2.0**-23, 1 + 2.0**-23, 2.0**-77)
+@example(1 + 2.0**-12, 1 + 2.0**-12, -(2.0**-60))
+@example(1 + 2.0**-12, 1 + 2.0**-12, 2.0**-60)
+@example(3.0, 2.0**-24, 1 - 2.0**-24)
 def test_a_fused_multiply_add_rounds_once(a, b, c):
-    assert_rounded_once(a, b, c)
-
-
-def test_sums_that_double_cannot_hold():
-    """Where rounding to double and then to float gives another float than rounding once."""
-    for a, b, c in (
-        (1 + 2.0**-23, 1 + 2.0**-23, 2.0**-77),
-        (1 + 2.0**-12, 1 + 2.0**-12, -(2.0**-60)),
-        (1 + 2.0**-12, 1 + 2.0**-12, 2.0**-60),
-        (3.0, 2.0**-24, 1 - 2.0**-24),
-    ):
-        assert_rounded_once(a, b, c)
-
-
-def assert_rounded_once(a: float, b: float, c: float) -> None:
+    """In the examples, rounding to double and then to float gives another float than rounding once."""
     a, b, c = (torch.tensor(value, dtype=torch.float32) for value in (a, b, c))
     result = reference.fma(a, b, c)
     total = Fraction(a.item()) * Fraction(b.item()) + Fraction(c.item())

@@ -14,7 +14,7 @@ SYLVESTER = torch.tensor(
 
 
 def integers(rows: int, cols: int) -> torch.Tensor:
-    """Small enough for every sum of 16 to be a bfloat16, and for the sums of those."""
+    """Small enough for every sum of 16 to be a bfloat16."""
     return torch.randint(-8, 9, (rows, cols), generator=torch.Generator().manual_seed(0)).float()
 
 
@@ -36,19 +36,6 @@ def test_equals_the_matrix_product(device, random_signs):
     actual = reference.hadamard_transform(x.to(device), random_signs).cpu().double()
     # half an ulp of bfloat16, and 6 float32 roundings of sums of 16 values
     assert ((actual - expected).abs() <= expected.abs() * 2**-8 + 16 * x.abs().max() * 2**-22).all()
-
-
-def test_transform_of_both_operands_cancels_in_their_product():
-    a, b = integers(64, 24), integers(64, 32).flip(0)
-    product = a.double().t() @ b.double()
-    transformed = reference.hadamard_transform(a).double().t() @ reference.hadamard_transform(b).double()
-    assert torch.equal(transformed, product)
-
-
-def test_transform_without_signs_is_its_own_inverse():
-    x = integers(32, 16).bfloat16()
-    twice = reference.hadamard_transform(reference.hadamard_transform(x, False), False)
-    assert_bytes_equal(twice, x, "x")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 15, 17, 40])

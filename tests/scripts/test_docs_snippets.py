@@ -1,6 +1,6 @@
 """Every Python block of README.md and docs/ runs as it stands, in a world of one on the CPU.
 
-docs_cases.py says which blocks are one program, and has the names that a reader brings.
+cases/docs.py says which blocks are one program, and has the names that a reader brings.
 """
 
 from __future__ import annotations

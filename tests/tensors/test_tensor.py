@@ -115,8 +115,7 @@ def test_a_module_gets_another_dtype_as_a_whole(device, dtype, convert):
         module.to(*[device] * (convert != "to"), dtype)
     assert {p.dtype for p in module.parameters()} == {dtype}
     assert module[1].weight is weight and isinstance(weight, zerofp4.NVFP4Tensor)
-    for (name, mine), (_, expected) in zip(weight.record.buffers(), before.record.buffers(), strict=True):
-        assert_bytes_equal(mine, expected, name)
+    assert_record_equal(weight, before)
     assert_bytes_equal(weight.dequantize(), before.dequantize(dtype), "values")
     assert_bytes_equal(weight.get_high_precision_init_val(), initial, "initial value")
     module(torch.arange(8, device=device)).sum().backward()

@@ -110,8 +110,7 @@ def test_an_optimizer_of_torch_is_sent_to_ours(optimizer_class, foreach):
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-QUANTIZE = {"nvfp4": zerofp4.quantize, "mxfp8": zerofp4.quantize_mxfp8}
-formats = pytest.mark.parametrize("quantize", QUANTIZE.values(), ids=QUANTIZE)
+formats = pytest.mark.parametrize("quantize", [zerofp4.quantize, zerofp4.quantize_mxfp8])
 
 
 def weight(device, *shape, quantize=zerofp4.quantize, **options):
@@ -287,10 +286,9 @@ def test_linear_without_gradients_has_the_same_bytes(device, bias, autocasts):
 
 
 def test_inference_mode(device):
+    """Products in it are looked at above."""
     p, x = weight(device, 48, 80), values(4, 80, device=device, dtype=torch.float32)
-    expected = F.linear(x, p).detach()
     with torch.inference_mode():
-        assert torch.equal(F.linear(x, p), expected)
         made = zerofp4.quantize(x)
         assert made.is_inference() and made.detach().is_inference()
         assert not p.detach().is_inference() and not p.data.is_inference()
