@@ -12,7 +12,6 @@ from torch import nn
 
 from zerofp4 import reference
 from zerofp4.distributed import Stage, exchange, resolve_group
-from zerofp4.layout import as_matrix
 from zerofp4.tensors import NVFP4Tensor
 
 __all__ = [
@@ -193,31 +192,12 @@ def _expected_buffers(
     """The buffers of a weight as the specification makes them."""
     if not isinstance(weight, NVFP4Tensor):
         return {"data": rounded}
-    if weight.record.experts is None:
-        return _matrix_buffers(rounded.view(as_matrix(weight.shape)), weight, amax)
-    amaxes = (_amaxes(weight, rounded) if amax is None else amax).split(1)
-    each = [_matrix_buffers(matrix, weight, own) for matrix, own in zip(rounded, amaxes, strict=True)]
-    join = {1: torch.cat, 2: torch.stack}
-    return {
-        name: None if buffer is None else join[buffer.dim()]([of[name] for of in each])
-        for name, buffer in each[0].items()
-    }
-
-
-def _matrix_buffers(
-    matrix: torch.Tensor, weight: NVFP4Tensor, amax: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
-    """The buffers of one matrix of a weight; None for those of a copy that it cannot have."""
-    rows, columns = matrix.shape
-    block_rows = weight.block[0]
-    expected = reference.quantize(matrix, block_rows, amax, four_over_six=weight.four_over_six)._asdict()
-    for side, shape in (("rowwise", (rows, columns)), ("columnwise", (columns, rows))):
-        compact = expected[f"{side}_scale"]
-        if compact is not None:
-            expanded = reference.expand_scale(compact, *shape, block_rows)
-            expected[f"{side}_scale_expanded"] = expanded
-            expected[f"{side}_scale_swizzled"] = reference.swizzle_scale(expanded)
-    return expected
+    record, options = weight.record, {"block_rows": weight.block[0], "four_over_six": weight.four_over_six}
+    if record.experts is None:
+        made = reference.quantize(rounded.view(record.matrix), amax=amax, **options)
+    else:
+        made = reference.quantize_experts(rounded, amax, **options)
+    return made.buffers(record.matrix, weight.block[0])
 
 
 def _differences_from_the_first_rank(weights: Mapping, group: dist.ProcessGroup) -> list[str]:

@@ -7,7 +7,6 @@ from helpers import assert_bytes_equal
 
 from cases.ops import draw_values
 from zerofp4 import reference
-from zerofp4.format import SCALE_LAYOUTS
 from zerofp4.layout import ceil_div, round_up
 from zerofp4.ops import grouped_shapes
 from zerofp4.storage import BUFFERS
@@ -27,12 +26,11 @@ def values(splits, cols, device, dtype=torch.bfloat16, kind="normal", seed=0):
     return (x * scale).to(dtype).to(device)
 
 
-def columnwise_matrix(q: reference.Quantized, rows: int, cols: int):
-    """Data and compact scale of the columnwise copy, data padded to a multiple of 16 rows."""
-    data, scale = q.columnwise_data, q.columnwise_scale
-    padded = data.new_zeros((cols, ceil_div(rows, 16) * 8))
+def padded_data(data: torch.Tensor, rows: int) -> torch.Tensor:
+    """That of a columnwise copy, to a multiple of 16 rows."""
+    padded = data.new_zeros((len(data), ceil_div(rows, 16) * 8))
     padded[:, : data.shape[1]] = data
-    return padded, scale
+    return padded
 
 
 def quantized_alone(x, hadamard, random_signs) -> reference.Quantized:
@@ -59,24 +57,18 @@ def expected_storage(x, splits, hadamard=False, random_signs=True) -> dict[str, 
             amaxes["columnwise_amax"][group] = q.columnwise_amax
             expected["rowwise_data"][data_row : data_row + rows] = q.rowwise_data
             expected["rowwise_scale"][data_row : data_row + rows] = q.rowwise_scale.view(torch.uint8)
-            data, scale = columnwise_matrix(q, rows, cols)
             for name, value, begin in (
-                ("columnwise_data", data, cols * data_row // 2),
-                ("columnwise_scale", scale, cols * data_row // 16),
+                ("columnwise_data", padded_data(q.columnwise_data, rows), cols * data_row // 2),
+                ("columnwise_scale", q.columnwise_scale, cols * data_row // 16),
             ):
                 flat = value.view(torch.uint8).flatten()
                 expected[name][begin : begin + flat.numel()] = flat
-            for side, compact, m, k in (
-                ("rowwise", q.rowwise_scale, rows, cols),
-                ("columnwise", scale, cols, rows),
-            ):
-                begin = scale_row if side == "rowwise" else round_up(cols, 128) * scale_row // 16
-                padded = reference.expand_scale(compact, m, k, 1)
-                for layout in SCALE_LAYOUTS[1:]:
-                    value = padded if layout == "expanded" else reference.swizzle_scale(padded)
-                    value = value.view(torch.uint8)
-                    value = value if side == "rowwise" else value.flatten()
-                    expected[f"{side}_scale_{layout}"][begin : begin + value.shape[0]] = value
+            for name, value in q.buffers((rows, cols), 1).items():
+                if name.endswith(("_expanded", "_swizzled")):
+                    is_rowwise, value = name.startswith("rowwise"), value.view(torch.uint8)
+                    begin = scale_row if is_rowwise else round_up(cols, 128) * scale_row // 16
+                    value = value if is_rowwise else value.flatten()
+                    expected[name][begin : begin + value.shape[0]] = value
         first, data_row = first + rows, data_row + round_up(rows, 16)
         scale_row += round_up(rows, 128)
     return expected | amaxes

@@ -73,37 +73,8 @@ def poisoned_like(shape, dtype, device, block=(BLOCK, BLOCK), **kwargs) -> NVFP4
     return poisoned(allocate(shape, dtype=dtype, device=device, block=block, columnwise=columnwise, **kwargs))
 
 
-def expected_buffers(q: reference.Quantized, shape, block_rows: int) -> dict[str, torch.Tensor]:
-    """What every buffer of a record should hold; `shape` is that of a matrix, of each of a stack."""
-    if q.rowwise_data.dim() == 3:
-        return _expected_stack(q, shape, block_rows)
-    rows, cols = shape
-    expected = {"rowwise_data": q.rowwise_data, "rowwise_scale": q.rowwise_scale, "amax": q.amax}
-    sides = [("rowwise", q.rowwise_scale, rows, cols)]
-    if q.columnwise_data is not None:
-        expected |= {"columnwise_data": q.columnwise_data, "columnwise_scale": q.columnwise_scale}
-        expected["columnwise_amax"] = q.columnwise_amax
-        sides.append(("columnwise", q.columnwise_scale, cols, rows))
-    for side, scale, m, k in sides:
-        expanded = reference.expand_scale(scale, m, k, block_rows)
-        expected[f"{side}_scale_expanded"] = expanded
-        expected[f"{side}_scale_swizzled"] = reference.swizzle_scale(expanded)
-    return expected
-
-
-def _expected_stack(q: reference.Quantized, shape, block_rows: int) -> dict[str, torch.Tensor]:
-    each = []
-    for e in range(len(q.amax)):
-        *codes, amax, columnwise_amax = (None if field is None else field[e] for field in q)
-        columnwise_amax = None if columnwise_amax is None else columnwise_amax.reshape(1)
-        matrix = reference.Quantized(*codes, amax.reshape(1), columnwise_amax)
-        each.append(expected_buffers(matrix, shape, block_rows))
-    join = {1: torch.cat, 2: torch.stack}
-    return {name: join[buffer.dim()]([of[name] for of in each]) for name, buffer in each[0].items()}
-
-
 def assert_record_equals(record: NVFP4Storage, q: reference.Quantized, what: str) -> None:
-    expected = expected_buffers(q, record.matrix, record.block[0])
+    expected = q.buffers(record.matrix, record.block[0])
     if record.amax is record.columnwise_amax:  # of the only copy, or of both
         expected["amax"] = q.columnwise_amax
     for name, buffer in record.buffers():

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from cases.ops import DTYPES, KINDS, POISON, draw_values, expected_buffers, poisoned_like
+from cases.ops import DTYPES, KINDS, POISON, draw_values, poisoned_like
 from helpers import assert_bytes_equal
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,7 +138,7 @@ def test_every_rank_has_the_bytes_of_quantizing_the_whole(device, drawn, world_s
             continue
         q = reference.quantize(rounded[i], block_rows, amax, four_over_six=choice)
         assert_bytes_equal(put_together(ranks, i, shape), q.rowwise_data, f"{what}: codes")
-        expected = expected_buffers(q, shape, block_rows)
+        expected = q.buffers(shape, block_rows)
         for r, rank in enumerate(ranks):
             for name, buffer in rank.items[i].record.buffers():
                 if not name.endswith("_data"):

@@ -8,6 +8,7 @@ from zerofp4.format import BLOCK, E2M1_MAX, E4M3_MAX, FourOverSix
 from zerofp4.reference.elements import e2m1_to_float, float_to_e2m1, pack, transpose_packed, unpack
 from zerofp4.reference.four_over_six import four_over_six_scale
 from zerofp4.reference.hadamard import hadamard_transform
+from zerofp4.reference.layouts import expand_scale, swizzle_scale
 from zerofp4.reference.scales import block_amax, block_scale, magnitude, scale_value, scaled, spread
 from zerofp4.reference.stochastic import (
     COLUMNWISE_STREAM,
@@ -33,6 +34,19 @@ class Quantized(NamedTuple):
     columnwise_scale: torch.Tensor | None
     amax: torch.Tensor
     columnwise_amax: torch.Tensor | None
+
+    def buffers(self, matrix: tuple[int, int], block_rows: int) -> dict[str, torch.Tensor | None]:
+        """The fields by name, and the scales in padded layouts. matrix: (M, K), of each matrix of a stack."""
+        found = self._asdict()
+        for side, shape in (("rowwise", matrix), ("columnwise", matrix[::-1])):
+            compact = found[f"{side}_scale"]
+            if compact is not None:
+                each = compact.reshape(-1, *compact.shape[-2:])
+                expanded = torch.stack([expand_scale(scale, *shape, block_rows) for scale in each])
+                swizzled = torch.stack([swizzle_scale(scale) for scale in expanded])
+                for layout, scales in (("expanded", expanded), ("swizzled", swizzled)):
+                    found[f"{side}_scale_{layout}"] = scales if compact.dim() == 3 else scales[0]
+        return found
 
 
 def quantize(
