@@ -39,7 +39,7 @@ from benchmarks.checkpoints import checkpoint
 from benchmarks.export import export
 from benchmarks.fidelity import SEEDS, fidelity
 from benchmarks.fsdp2 import CASES, fsdp2
-from benchmarks.large import WAYS, large
+from benchmarks.large import RULES, large
 from benchmarks.megatron import megatron
 from benchmarks.operations import OPERATIONS, SHOWN
 from benchmarks.ranks import only_rank_0_speaks
@@ -92,7 +92,7 @@ SMALL = {"modes": some_of(MODES), "layers": count(1, None, "of the model (defaul
 LARGE = {
     "config": {"required": True, "help": "config.json of transformers, or its folder"},
     "layers": count(1, None, "instead of the number that it has"),
-    "ways": some_of(WAYS),
+    "ways": {"nargs": "+", "choices": RULES, "help": "some (default: all of one rank, or of several)"},
     "sequences": count(1, 2, "of a step (default: 2)"),
     "tokens": count(2, 2048, "of a sequence (default: 2048)"),
     "repeats": count(1, 4, "steps per median (default: 4)"),
