@@ -55,19 +55,6 @@ def test_the_longest_goes_first_to_who_has_least(works, world_size, owners):
     assert longest_first(works, world_size) == owners
 
 
-@pytest.mark.parametrize(
-    ("sizes", "owners", "together", "expected"),
-    [
-        ([4, 4, 4, 4], [0, 1, 0, 1], [0, 1, 2, 3], [[0, 2, 1, 3]]),  # in the order of owners
-        ([6, 6, 6, 4], [0, 0, 1, 0], [0, 1, 2, 3], [[0, 3, 2], [1]]),  # the first bucket with room
-        ([30, 25, 6], [0, 1, 1], [0, 1, 2], [[0, 1], [2]]),  # all ranks have as much as what is too large
-        ([6, 6, 6], [0, 0, 1], [7, 7, 7], [[0, 1, 2]]),  # what is together is never parted
-    ],
-)
-def test_buckets_with_room_for_ten_of_each_rank(sizes, owners, together, expected):
-    assert in_whole_slices(grouped(together), sizes, owners, 10) == expected
-
-
 @given(st.data())
 def test_buckets_have_every_position_once_and_no_rank_has_too_much(data):
     count, world_size, room = (data.draw(st.integers(*ends)) for ends in ((0, 12), (1, 4), (1, 40)))

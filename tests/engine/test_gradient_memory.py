@@ -164,15 +164,6 @@ def one_graph_twice(model, device):
     loss.backward()
 
 
-def in_another_tensor(model, device):
-    """A hook of the product gives the same memory in another tensor."""
-    hidden = model(inputs(device))
-    y = model(hidden)
-    for product in (hidden, y):
-        product.grad_fn.register_hook(lambda grads, _: tuple(g if g is None else g.detach() for g in grads))
-    y.float().square().mean().backward()
-
-
 def under_autocast(model, device):
     with torch.autocast(device.type, BF16):
         back(model, device)
@@ -214,7 +205,6 @@ PASSES = {
     "autograd.grad": (lambda m, d: torch.autograd.grad(loss_of(m, inputs(d)), [m.weight]), []),
     "create_graph": (lambda m, d: loss_of(m, inputs(d), times=2).backward(create_graph=True), []),
     "one graph twice": (one_graph_twice, [True, False]),
-    "in another tensor": (in_another_tensor, [True, False]),
     "autocast": (under_autocast, []),
     "checkpoint": (lambda m, d: checkpointed(m, d, False), None),
     "reentrant checkpoint": (lambda m, d: checkpointed(m, d, True), None),

@@ -217,3 +217,18 @@ def test_an_optimizers_choice_that_is_changed_later():
         group["state"] = chosen
     assert_all_equal(optimizer.gathered_masters(), masters, "master")
     optimizer.step()
+
+
+@pytest.mark.parametrize(("dtype", "state"), [(torch.bfloat16, "compact"), (torch.float32, "full")])
+def test_a_state_dict_that_was_not_saved_has_what_was_written(device, dtype, state):
+    """accelerate loads one once it has wrapped the model, and DDP has written to all parameters."""
+    p = nn.Parameter(torch.randn(4, 64, device=device).to(dtype))
+    optimizer = ZeroFP4Optimizer([p], FusedAdamW, state=state)
+    take_step([p], optimizer, 0)
+    with torch.no_grad():
+        p.zero_()
+    with pytest.raises(RuntimeError, match=r"written to .* before the optimizer loads a checkpoint"):
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not p.any()
+    optimizer.step()

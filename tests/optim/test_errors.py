@@ -20,6 +20,7 @@ from cases.optim import (
     through_a_file,
     unchanged,
 )
+from distributed.optim.matrix_cases import MATRICES
 from helpers import assert_bytes_equal, freed, needs_gpu
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -162,6 +163,41 @@ BAD_COMMUNICATION = [
 ]
 
 
+def bad_classes(device):
+    matrix, other, bias = (nn.Parameter(torch.zeros(n, device=device)) for n in ((4, 6), (5, 4), (4,)))
+    first, second = make_parameters(device, 0, MATRICES[:2])
+    adamw, adafactor = torch.optim.AdamW, torch.optim.Adafactor
+    whole = {"whole_matrices": True}
+
+    def with_bias(**options):
+        return [{"params": [matrix]}, {"params": [bias], **options}]
+
+    message = r"\[0\]\['params'\]\[1\] 'fc.bias' has shape \(4,\), and torch.optim.Muon gets whole matrices"
+    yield ValueError, message, [("fc.weight", matrix), ("fc.bias", bias)], {}
+    message = "torch.optim.adamw.AdamW gets whole matrices"
+    yield ValueError, message, [bias], {"optimizer_class": adamw, **whole}
+    message = "optimizer_class: Muon cannot run on shards of parameters, it orthogonalizes whole matrices"
+    yield ValueError, message, [matrix], {"whole_matrices": False}
+    message = "whole_matrices must be None, True or False, got 'False'"
+    yield TypeError, message, [matrix], {"whole_matrices": "False"}
+    yield ValueError, "state must be .*, got 'compcat'", [matrix], {"state": "compcat"}
+    message = r"\[1\]\['optimizer_class'\] is AdamW, and lr was given for Muon: a group with a class"
+    yield ValueError, message, with_bias(optimizer_class=adamw), {"lr": 0.1}
+    message = r"param_groups\[1\]\['optimizer_class'\] must be a subclass of torch.optim.Optimizer, got <cla"
+    yield TypeError, message, with_bias(optimizer_class=int), {}
+    message = r"param_groups\[1\]\['optimizer_class'\]: Adafactor cannot run on shards.*whole_matrices=True"
+    yield ValueError, message, with_bias(optimizer_class=adafactor), {}
+    groups = with_bias(optimizer_class=adamw, betas=(2.0, 0.9))
+    yield ValueError, "Invalid beta", groups, {}
+    groups = [{"params": [p], "optimizer_class": adamw} for p in (matrix, other)]
+    message = "momentum: given for Muon, which is the class of no group"
+    yield ValueError, message, groups, {"momentum": 0.9}
+    yield ValueError, "whole_matrices: given for Muon", groups, whole
+    groups = [{"params": [first]}, {"params": [second], "optimizer_class": adamw}]
+    message = r"\[0\].* and .*\[1\].* share an amax, so they must have the same optimizer_class"
+    yield ValueError, message, groups, {"amax_groups": [[first, second]]}
+
+
 def bad_arguments(device):
     parameters = make_parameters(device)
     weight, bias = parameters[0], parameters[1]
@@ -205,6 +241,8 @@ def bad_arguments(device):
     pair = [nn.Parameter(quantize(torch.zeros(16, cols, device=device))) for cols in (64, 32)]
     message = "share an amax, so they must have the same"
     yield ValueError, message, pair, fused | compact | {"amax_groups": [pair]}
+    for kind, message, params, options in bad_classes(device):
+        yield kind, message, params, {"optimizer_class": torch.optim.Muon} | options
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
@@ -253,14 +291,6 @@ def test_parameters_on_different_devices():
     parameters = [nn.Parameter(torch.zeros(3, device=device)) for device in ("cuda", "cpu")]
     with pytest.raises(ValueError, match=r"\[1\] is on cpu, .*\[0\] on cuda:0"):
         ZeroFP4Optimizer(parameters)
-
-
-def test_a_refused_amax_group_leaves_initial_values(device):
-    net = make_net(device)
-    with pytest.raises(ValueError, match="amax_groups"):
-        ZeroFP4Optimizer(net.parameters(), amax_groups=[[net.first.bias]])
-    assert net.first.weight.get_high_precision_init_val() is not None
-    ZeroFP4Optimizer(net.parameters()).step()
 
 
 @pytest.mark.filterwarnings("error")

@@ -117,13 +117,6 @@ def test_found_inf_and_clip_factor(device, dtype, state):
         expected.check(f"found_inf {flag}:")
 
 
-def test_a_rank_without_parameters_steps_too(device):
-    optimizer = FusedAdamW([{"params": []}])
-    optimizer.found_inf = optimizer.clip_factor = torch.ones((), device=device)
-    optimizer.step()
-    assert not optimizer.state
-
-
 # What an optimizer does
 
 

@@ -14,10 +14,8 @@ from cases.optim import (
     assert_all_equal,
     built,
     keywords,
-    make_gradients,
     make_net,
     make_parameters,
-    set_gradients,
     take_steps,
     through_a_file,
 )
@@ -49,14 +47,6 @@ def test_an_optimizer_built_twice_leaves_the_first_of_no_use(device, tmp_path):
             with pytest.raises((RuntimeError, ValueError), match=TAKEN_OVER):
                 call()
         take_steps(plain, optimizer, [step])
-
-
-def test_other_parameters_of_the_model_take_nothing_over(device):
-    net = make_net(device)
-    optimizers = [ZeroFP4Optimizer(part.parameters(), lr=0.1) for part in (net.first, net.second)]
-    set_gradients(list(net.parameters()), make_gradients(list(net.parameters()), 0))
-    for optimizer in optimizers:
-        optimizer.step()
 
 
 def lost(net, **options):

@@ -16,9 +16,11 @@ from cases.optim import (
     take_step,
     take_steps,
 )
+from distributed.optim.matrix_cases import MATRICES, make_groups
+from torch import nn
 
 from zerofp4 import NVFP4Tensor
-from zerofp4.optim import ZeroFP4Optimizer
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -71,6 +73,38 @@ def test_options_that_the_inner_optimizer_changes_come_back(device):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     assert optimizer.param_groups[0]["steps"] == 3
+
+
+def test_options_of_each_class_are_its_own(device):
+    _, groups = make_groups(device, "fused")
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, momentum=0.9)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.01, 0.05]
+    assert [group.get("momentum") for group in optimizer.param_groups] == [0.9, None, 0.9]
+    assert [group.get("betas") for group in optimizer.param_groups] == [None, (0.9, 0.999), None]
+    assert "optimizer_class" in groups[1] and "optimizer_class" not in optimizer.param_groups[1]
+    assert optimizer.defaults["ns_steps"] == 5
+    assert [type(inner) for inner in optimizer.inners.all] == [torch.optim.Muon, FusedAdamW]
+    message = r"the masters have Muon and FusedAdamW: take them from inners\.all"
+    with pytest.raises(AttributeError, match=message):
+        _ = optimizer.inner
+    frozen = nn.Parameter(torch.ones(4, device=device), requires_grad=False)  # of any shape
+    alone = ZeroFP4Optimizer([*make_parameters(device, 0, MATRICES), frozen], torch.optim.Muon)
+    assert type(alone.inner) is torch.optim.Muon and alone.inners.all == (alone.inner,)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_class_that_cannot_be_built_without_its_options(device, beside):
+    class Required(torch.optim.SGD):
+        def __init__(self, params, lr):
+            super().__init__(params, lr=lr)
+
+    p, q = (nn.Parameter(torch.ones(shape, device=device)) for shape in ((4, 6), (4,)))
+    other = {"params": [q], "optimizer_class": torch.optim.SGD, "lr": 0.5}
+    optimizer = ZeroFP4Optimizer([{"params": [p]}, other] if beside else [p, q], Required, lr=0.25)
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert (p == 0.75).all() and (q == (0.5 if beside else 0.75)).all()
 
 
 def test_parameters_frozen_before_keep_their_bytes(device):

@@ -3,11 +3,14 @@
 import copy
 import io
 import math
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from cases.optim import (
     assert_all_equal,
+    assert_weights_follow,
     batch,
     built,
     make_net,
@@ -16,10 +19,12 @@ from cases.optim import (
     through_a_file,
     unchanged,
 )
+from distributed.optim.matrix_cases import MUON, make_groups
 from helpers import assert_bytes_equal
 from torch.optim.lr_scheduler import OneCycleLR
 
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+import zerofp4
+from zerofp4.optim import AveragedMasters, Communication, FusedAdamW, ZeroFP4Optimizer
 from zerofp4.optim.state_dict import CODES
 
 
@@ -102,6 +107,23 @@ def test_half_of_a_master_of_24_bits_is_refused(device, plane):
     with unchanged(parameters, optimizer), pytest.raises(ValueError, match=rf"\.{plane} is missing"):
         optimizer.load_state_dict(state)
     assert set(optimizer.state[parameters[0]]) == {"master_high", "master_low", "step", *CODES}
+
+
+def test_a_state_dict_that_does_not_fit_changes_neither_optimizer(device):
+    parameters, groups = make_groups(device, "fused")
+    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, **MUON)
+    for seed in range(2):
+        take_step(parameters, optimizer, seed)
+    states = [(inner.state, inner.param_groups) for inner in optimizer.inners.all]
+    masters, bad = optimizer.gathered_masters(), optimizer.state_dict()
+    bad["param_groups"][1]["betas"] = (2.0, 0.9)
+    other = ZeroFP4Optimizer(make_groups(device, "sgd")[1], torch.optim.Muon, **MUON).state_dict()
+    for state_dict, message in ((bad, "betas"), (other, r"param_groups\[1\].*\.step is missing")):
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state_dict)
+        for inner, (state, groups) in zip(optimizer.inners.all, states, strict=True):
+            assert inner.state is state and inner.param_groups == groups
+        assert_all_equal(optimizer.gathered_masters(), masters, "master")
 
 
 def test_load_into_parameters_that_were_moved(device):
@@ -239,3 +261,57 @@ def test_a_scheduler_goes_on_from_loaded_groups(device, optimizer_class):
     resumed = OneCycleLR(second, max_lr=0.5, total_steps=20, last_epoch=scheduler.last_epoch - 1)
     assert run(second, resumed, range(4, 8)) == run(first, scheduler, range(4, 8))
     assert_all_equal(second.gathered_masters(), first.gathered_masters(), "master")
+
+
+# A step that is left in the middle: of no more use, until the masters are those of one step again
+
+
+def made(device, between):
+    parameters = make_parameters(device)
+    beside = {"params": parameters[4:], "optimizer_class": torch.optim.SGD, "lr": 0.1}
+    groups = [{"params": parameters[:4]}, beside] if between == "classes" else parameters
+    options = {"lr": 0.1, "communication": Communication(bucket_mb=0.003)}
+    return parameters, ZeroFP4Optimizer(groups, FusedAdamW, **options)
+
+
+@pytest.mark.parametrize("between", ["classes", "buckets"])
+def test_an_interrupt_between_updates(device, monkeypatch, tmp_path, between):
+    parameters, optimizer = made(device, between)
+    averages = AveragedMasters(optimizer)
+    take_step(parameters, optimizer, 0)
+    saved, before = copy.deepcopy(optimizer.state_dict()), optimizer.gathered_masters()
+    with monkeypatch.context() as patched:
+        interrupt = mock.Mock(side_effect=KeyboardInterrupt("ctrl-c"))
+        first, *others = optimizer.inners.all
+        patched.setattr(*((others[0], "step") if others else (first._parts[1], "run")), interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            take_step(parameters, optimizer, 1)
+    after = optimizer.gathered_masters()
+    same = list(map(torch.equal, before, after))
+    assert any(same) and not all(same)  # of two steps
+    assert isinstance(optimizer.broken, RuntimeError)
+    assert "step() was left in the middle (KeyboardInterrupt: ctrl-c)" in str(optimizer.broken)
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0), optimizer.check, optimizer.step):
+        with pytest.raises(RuntimeError, match=r"of no more use: step\(\) was left in the middle") as caught:
+            call()
+        assert caught.value.__cause__ is optimizer.broken
+    model = torch.nn.ParameterList(parameters)
+    for save in (
+        lambda: torch.save(optimizer.state_dict(), io.BytesIO()),
+        lambda: dcp.save(dict(optimizer.state[parameters[0]]), checkpoint_id=tmp_path, no_dist=True),
+        lambda: dict(zerofp4.master_state_dict(model, optimizer)),
+        averages.update,
+    ):
+        with pytest.raises((RuntimeError, dcp.api.CheckpointException), match="masters may be of two steps"):
+            save()
+    with pytest.raises(ValueError, match="masters_from is of no more use"):
+        ZeroFP4Optimizer(parameters, FusedAdamW, masters_from=optimizer)
+    assert_all_equal(optimizer.gathered_masters(), after, "master")
+    other, right = made(device, between)
+    right.load_state_dict(copy.deepcopy(saved))
+    optimizer.load_state_dict(saved)
+    assert optimizer.broken is None
+    take_step(other, right, 1)
+    take_step(parameters, optimizer, 1)
+    assert_all_equal(optimizer.gathered_masters(), right.gathered_masters(), "master")
+    assert_weights_follow(parameters, optimizer.gathered_masters())
