@@ -178,8 +178,11 @@ def gpu(monkeypatch):
 
 def add(gpu, coming, bucket):
     """What is done at the gather's end, and then by the stream that completes."""
-    queue = lambda name: gpu.on[-1].done.add(name)  # noqa: E731
-    coming.add(bucket, SimpleNamespace(wait=lambda: queue("gathered")), lambda: queue("completed"))
+
+    def queue(name):
+        return lambda: gpu.on[-1].done.add(name)
+
+    coming.add(bucket, SimpleNamespace(wait=queue("gathered")), queue("completed"))
 
 
 def read(bucket):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -117,6 +118,10 @@ LISTS = {
 POISON = 0xA5
 
 
+def keep(codes, found):
+    found += [each.clone() for each in codes]
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("what", LISTS)
 def test_codes_that_leave_are_there(device, monkeypatch, what, ranks):
@@ -140,8 +145,8 @@ def test_codes_that_leave_are_there(device, monkeypatch, what, ranks):
         starts = [s.start if s.numel else None for s in bucket.shards]
         plan, found = zerofp4.CastPlan(weights, masters, starts), []
         plan.start_step()
-        keep = lambda found=found, some=weights: found.extend(w.rowwise_data.clone() for w in some)  # noqa: E731
-        plan.finish_step((position, row, keep))
+        codes = [weight.rowwise_data for weight in weights]
+        plan.finish_step((position, row, functools.partial(keep, codes, found)))
         plan.post()
         for i, (weight, half) in enumerate(zip(weights, found, strict=True)):
             shard, before = bucket.shards[i], bucket.offsets[i] - bucket.begin

@@ -180,7 +180,6 @@ def bad_classes(device):
     yield ValueError, message, [matrix], {"whole_matrices": False}
     message = "whole_matrices must be None, True or False, got 'False'"
     yield TypeError, message, [matrix], {"whole_matrices": "False"}
-    yield ValueError, "state must be .*, got 'compcat'", [matrix], {"state": "compcat"}
     message = r"\[1\]\['optimizer_class'\] is AdamW, and lr was given for Muon: a group with a class"
     yield ValueError, message, with_bias(optimizer_class=adamw), {"lr": 0.1}
     message = r"param_groups\[1\]\['optimizer_class'\] must be a subclass of torch.optim.Optimizer, got <cla"
