@@ -75,10 +75,10 @@ class Models(NamedTuple):
         return [p.grad is not None and p.grad.data_ptr() == view.data_ptr() for p, view in pairs]
 
 
-def made(model, device):
+def made(model, device, dtype=BF16):
     plain = model.to(device)
     placed = copy.deepcopy(plain)
-    return Models(plain, placed, memory_of(list(placed.parameters())))
+    return Models(plain, placed, memory_of(list(placed.parameters()), dtype))
 
 
 class Product(nn.Module):
@@ -229,6 +229,13 @@ def test_passes(device, models, given, what):
     models.back(1)
     models.check()
     assert models.are_there() == [True]
+
+
+def test_gradients_of_another_dtype_are_not_written_there(device, given):
+    models = made(Product(bias=False), device, torch.float32)
+    models.back()
+    assert given == [False]
+    assert_bytes_equal(models.placed.weight.grad, models.plain.weight.grad, "weight")
 
 
 # Hooks, and what users assign
