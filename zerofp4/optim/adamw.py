@@ -205,9 +205,8 @@ class FusedAdamW(torch.optim.Optimizer):
         if not self._is_laid_out(kinds):
             _check_gradients(self._members, gradients)
             self._lay_out(kinds, [None if g is None else g.dtype for g in gradients])
-        rest = iter(gradients)
         for part in self._parts:
-            part.run(list(itertools.islice(rest, len(part.members))), options)
+            part.run(gradients[part.span], options)
         return loss
 
     def begin_buckets(
@@ -266,9 +265,10 @@ class FusedAdamW(torch.optim.Optimizer):
         members = {m.parameter: m for g in range(len(self.param_groups)) for m in self._members_of(g)}
         shares = [[members.pop(p) for p in part.offered if p in members] for part in self._parts]
         shares[0] += members.values()
+        self._members: list[Member] = []
         for part, share in zip(self._parts, shares, strict=True):
-            part.hold(share)
-        self._members = list(itertools.chain.from_iterable(shares))
+            part.hold(share, len(self._members))
+            self._members += share
         self._listed = [member.parameter for member in self._members]
         self._keys = [tuple(KEPT[member.compact]) for member in self._members]
         """The entries of their state."""
@@ -312,8 +312,8 @@ class FusedAdamW(torch.optim.Optimizer):
                     "the first step() with these parameters and gradient dtypes cannot be captured in a CUDA "
                     "graph: make one such step before the capture"
                 )
-            rest = zip(states, dtypes, strict=True)
-            built = [part.build(list(itertools.islice(rest, len(part.members)))) for part in self._parts]
+            given = list(zip(states, dtypes, strict=True))
+            built = [part.build(given[part.span]) for part in self._parts]
             self.state.update(made)
             for part, own in zip(self._parts, built, strict=True):
                 part.tensors, part.stages = own
@@ -352,10 +352,11 @@ class Part:
         """The local tensors of the members."""
         self.stages: dict[bool, ops.AdamWStage] = {}
         """By whether state is compact, the stage that updates it."""
-        self.hold([])
+        self.hold([], 0)
 
-    def hold(self, members: list[Member]) -> None:
-        self.members = members
+    def hold(self, members: list[Member], first: int) -> None:
+        """Take these members. first: the position of the first among those of all parts."""
+        self.members, self.span = members, slice(first, first + len(members))
         self._ranges: dict[tuple[bool, int], list[int]] = {}
         """By kind of state and group, the positions of members, in the order of the stage."""
         for i, member in enumerate(members):
@@ -364,8 +365,8 @@ class Part:
     def build(
         self, given: Sequence[tuple[Mapping[str, Any], torch.dtype]]
     ) -> tuple[_Tensors, dict[bool, ops.AdamWStage]]:
-        """Make `tensors` and `stages`. given: by member, its state and the dtype of its gradients. A member
-        without state is only read.
+        """Make `tensors` and `stages`. given: by member, its state, without which it is only read, and the
+        dtype of its gradients.
         """
         tensors, items = locals_of([member.parameter for member in self.members]), {False: [], True: []}
         for (compact, _), positions in self._ranges.items():

@@ -213,14 +213,12 @@ class InnerOptimizers:
         """Step each optimizer, with this attribute instead of a user's own."""
         for optimizer in self.all:
             own = vars(optimizer)
-            before = {"found_inf": own.pop("found_inf")} if "found_inf" in own else {}
-            if found_inf is not None:
-                own["found_inf"] = found_inf
+            before = own.get("found_inf")
             try:
+                own["found_inf"] = found_inf
                 optimizer.step()
             finally:
-                own.pop("found_inf", None)
-                own.update(before)
+                own["found_inf"] = before
 
     # State
 

@@ -48,10 +48,6 @@ class Slice(NamedTuple):
     number: int
 
     @property
-    def groups(self) -> int:
-        return state_groups(self.shard, self.shape[-1]).numel
-
-    @property
     def piece(self) -> MasterPiece:
         """The shard as the piece of a plan, without amaxes."""
         cols = self.shape[-1]
@@ -90,7 +86,7 @@ def entry_shape(name: str, p: torch.Tensor) -> tuple[int, ...]:
     if name != "scales":
         return () if name == "step" else p.shape
     of = slice_of(p)
-    return scales_shape(p.shape) if of is None else (of.groups, 2)
+    return scales_shape(p.shape) if of is None else (state_groups(of.shard, of.shape[-1]).numel, 2)
 
 
 def first_state(p: torch.Tensor, compact: bool) -> dict[str, torch.Tensor]:

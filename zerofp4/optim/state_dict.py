@@ -132,8 +132,7 @@ KNOWN = {"master": MASTER} | PLANES | MOMENTS | CODES
 def make_template(inner: InnerClass, group: dict, device: torch.device) -> dict[str, Entry]:
     """Entries by name, from a trial step with zeros as the gradient of two elements, or of a small matrix."""
     trial = torch.zeros(TRIAL_SHAPE if inner.whole else 2, dtype=torch.float32, device=device)
-    chosen = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options(group).items()}
-    optimizer = inner.optimizer_class([chosen | {"params": [trial]}], **inner.defaults)
+    optimizer = inner.optimizer_class([options(group) | {"params": [trial]}], **inner.defaults)
     is_lazy = not optimizer.state.get(trial)
     trial.grad = torch.zeros_like(trial)
     # Hide the trial from torch's global hooks. The function that torch has wrapped does not: a class may call
