@@ -43,11 +43,12 @@ class FusedAdamW(torch.optim.Optimizer):
         dimensions with rows of at least 64 elements. A group may choose with its own "state".
 
     Parameters are contiguous float32 on one device, CPU or CUDA; gradients are contiguous float32 or
-    bfloat16. Each rank updates its own shard of a DTensor, as fully_shard makes it. An update is
-    reference.adamw_step or reference.compact_adamw_step, bit for bit on every device. Groups and full state
-    are as in torch.optim.AdamW(fused=True), and each class loads what the other saved. Compact state is
-    exp_avg_codes, int8, and exp_avg_sq_codes, uint8, in the shape of the parameter, and float32 scales
-    (docs/numerics.md). load_state_dict() converts state of the other kind.
+    bfloat16. Each rank updates its own shard of a DTensor, as fully_shard makes it, and keeps DTensors as its
+    state. An update is reference.adamw_step or reference.compact_adamw_step with float32 masters, bit for bit
+    on every device. Groups (but for "state") and full state are as in torch.optim.AdamW(fused=True), and each
+    class loads a state dict of the other without amsgrad. Compact state is exp_avg_codes, int8, and
+    exp_avg_sq_codes, uint8, in the shape of the parameter, and float32 scales (docs/numerics.md).
+    load_state_dict() converts state of the other kind.
 
     step() neither synchronizes nor copies anything back. With capturable=True it can be captured in a CUDA
     graph, after a step with the same parameters and gradient dtypes; gradients may have moved since.
