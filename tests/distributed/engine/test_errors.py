@@ -25,7 +25,7 @@ from zerofp4.cast import plan as cast_plan
 from zerofp4.cast.status import StepStatus
 from zerofp4.distributed import collectives
 from zerofp4.engine import Bucket, GradientMemory
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, sharded, zero
+from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, adamw, sharded, zero
 from zerofp4.optim.inner import InnerOptimizers
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
@@ -67,6 +67,22 @@ def assert_told(world, error, mine, message):
 
 FOUND = "rank 1 found an error, and no rank takes this step"
 ABSTAINED = "another rank could not take part in the cast"
+
+
+@on_ranks(2)
+def test_memory_that_a_rank_lacks_ends_the_step_before_it_begins(world):
+    """Of moments, or of the slice that gradients are reduced to."""
+    for owner, name, clip in ((adamw, "first_state", False), (Bucket, "_zeros", True)):
+        error = torch.OutOfMemoryError("no memory today")
+        parameters, optimizer = build(world)
+        masters, weights = optimizer.gathered_masters(), [b.clone() for b in model_bytes(parameters)]
+        with on_rank_1(world, owner, name, error, call=2):
+            call = (lambda o=optimizer: o.clip_grad_norm_(1.0)) if clip else optimizer.step
+            assert_told(world, raised_in_turn(optimizer, call), error, FOUND)
+        assert_all_equal(optimizer.gathered_masters(), masters, f"{name}: master")
+        assert_all_equal(model_bytes(parameters), weights, f"{name}: weight")
+        optimizer.step()
+        check_weights(parameters, optimizer)
 
 
 LACKS = {
