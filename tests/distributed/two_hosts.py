@@ -31,7 +31,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = ("-m", "distributed.two_hosts")  # beside this file lie folders that are called as modules of Python
@@ -45,7 +44,8 @@ AROUND_TWICE = ("reduce_scatter",)
 """Ways whose gradients gloo all-reduces in place of a reduce-scatter."""
 HEADERS = 66
 TOLERANCE = 0.05
-WEIGHTS, FEW_STEPS = 4, 2
+WEIGHTS, SHAPE = 4, (1024, 1024)
+STEPS, FEW_STEPS = 10, 2
 
 
 # The hosts
@@ -104,7 +104,7 @@ def launch(options: argparse.Namespace, names: list[str]) -> int:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(HOSTS)]
     torchrun += ["--nproc-per-node", str(options.ranks), "--master-addr", ADDRESS.format(1)]
     torchrun += ["--master-port", str(PORT)]
-    arguments = [f"--{name}={getattr(options, name)}" for name in ("way", "ranks", "rate", "steps", "size")]
+    arguments = [f"--{name}={getattr(options, name)}" for name in ("way", "ranks", "rate")]
     started = []
     try:
         for host, name in enumerate(names):
@@ -129,29 +129,17 @@ def launch(options: argparse.Namespace, names: list[str]) -> int:
 # A rank
 
 
-class Counters(NamedTuple):
-    """Bytes and frames of the device that joins the hosts, since it was made."""
-
-    received: int
-    frames_received: int
-    sent: int
-    frames_sent: int
-
-    def payload_since(self, before: "Counters") -> tuple[int, int]:
-        """Bytes of TCP without headers that were sent and received."""
-        received, frames_received, sent, frames_sent = (
-            now - then for now, then in zip(self, before, strict=True)
-        )
-        return sent - HEADERS * frames_sent, received - HEADERS * frames_received
-
-
-def counters() -> Counters:
-    """Of this process's namespace: /sys may be that of another one."""
+def payload() -> tuple[int, int]:
+    """Bytes of TCP without headers that the device which joins the hosts has sent and received, since it was
+    made. Of this process's namespace: /sys may be that of another one.
+    """
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, found = line.partition(":")
         if name.strip() == DEVICE:
-            numbers = [int(word) for word in found.split()]
-            return Counters(*numbers[0:2], *numbers[8:10])
+            (received, frames_received), (sent, frames_sent) = (
+                map(int, words) for words in (found.split()[0:2], found.split()[8:10])
+            )
+            return sent - HEADERS * frames_sent, received - HEADERS * frames_received
     raise RuntimeError(f"/proc/net/dev has no {DEVICE}")
 
 
@@ -207,7 +195,7 @@ def work(options: argparse.Namespace) -> int:
     from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
     world = init_process_group()
-    shapes = [(options.size, options.size)] * WEIGHTS
+    shapes = [SHAPE] * WEIGHTS
     torch.manual_seed(0)
     weights = (torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)
     parameters = [torch.nn.Parameter(zerofp4.quantize(weight)) for weight in weights]
@@ -216,27 +204,27 @@ def work(options: argparse.Namespace) -> int:
     for parameter in parameters:
         torch.autograd.backward(parameter, torch.randn(parameter.shape, dtype=torch.bfloat16))
 
-    def take(steps: int) -> tuple[tuple[int, int], float]:
+    def take(steps: int) -> tuple[list[int], float]:
         """Payload sent and received by this host meanwhile, and seconds."""
         dist.barrier()
         time.sleep(0.2)  # for the last acknowledgements
-        before, begin = counters(), time.perf_counter()
+        before, begin = payload(), time.perf_counter()
         for _ in range(steps):
             optimizer.step()
         seconds = time.perf_counter() - begin
         dist.barrier()
         time.sleep(0.2)
-        return counters().payload_since(before), seconds
+        return [now - then for now, then in zip(payload(), before, strict=True)], seconds
 
     take(1)
-    (few, few_seconds), (many, seconds) = take(FEW_STEPS), take(FEW_STEPS + options.steps)
+    (few, few_seconds), (many, seconds) = take(FEW_STEPS), take(FEW_STEPS + STEPS)
     status = 0
     if world.rank == 0:
         described = optimizer.describe()
         how = {name: described[name] for name in ("transport", "hosts", "reduction", "bytes_sent")}
         print(f"describe() of the first rank: {how}")
-        found = [(more - less) / options.steps for more, less in zip(many, few, strict=True)]
-        status = report(options, shapes, found, (seconds - few_seconds) / options.steps)
+        found = [(more - less) / STEPS for more, less in zip(many, few, strict=True)]
+        status = report(options, shapes, found, (seconds - few_seconds) / STEPS)
     destroy_process_group()
     return status
 
@@ -266,8 +254,6 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--way", choices=WAYS, default="collective", help="how gradients travel (default: collective)")
     add("--ranks", type=int, default=2, help="of each host (default: 2)")
     add("--rate", type=float, default=400, help="megabits a second of the link, each way (default: 400)")
-    add("--steps", type=int, default=10, help="that are counted (default: 10)")
-    add("--size", type=int, default=1024, help=f"rows and columns of {WEIGHTS} weights (default: 1024)")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from cases.optim import make_gradients
 
 from distributed.engine.overlap_cases import (
     assert_same,
@@ -92,32 +91,6 @@ def take_whole_steps(world, models, clip=False):
     for net, optimizer in models:
         assert optimizer.state_dict()["steps"] == 5 + before
         verify_model(net, optimizer, process_group=optimizer.process_group())
-
-
-def micro_batches(world, **options):
-    """Under no_sync(), which leaves some gradients in places of others; and a step of injected gradients."""
-    models = make_models(world, overlaps=("backward", "both"), **options)
-    for step in range(4):
-        for net, optimizer in models:
-            if step == 2:
-                parameters = list(net.parameters())
-                gradients = make_gradients(parameters, world.rank)
-                for i, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
-                    p.grad = g.to(options.get("gradient_dtype", p.dtype)) if i % 4 else None
-            else:
-                with optimizer.no_sync():
-                    for micro in range(2):
-                        loss_of(net, world, 10 * step + micro, rare=micro == 0).backward()
-                for a, b in (
-                    (net.layers[0].weight, net.layers[3].weight),
-                    (net.layers[1].bias, net.rare.bias),
-                ):
-                    a.grad, b.grad = b.grad.clone(), a.grad.clone()
-                net.layers[2].weight.grad = net.layers[2].weight.grad.clone()
-                loss_of(net, world, 10 * step + 2, rare=False).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step != 1)
-        assert_same(models, f"step {step}")
 
 
 EVENTS = "nan", "closure", "changed", "rare", "layers.0", "layers.2", "data", "replaced", "nan", "kept"

@@ -1,11 +1,20 @@
-"""describe(): what a step does, how, when, and with how many bytes."""
+"""describe(): what a step does, how, when, and with how many bytes; and the exchange by reduce-scatter."""
 
+import os
+from unittest import mock
+
+import pytest
 import torch
+from cases.optim import assert_all_equal, keywords, make_gradients, make_parameters, set_gradients
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from distributed.cases import raised_everywhere
 from distributed.engine.overlap_cases import SMALL, make
-from distributed.optim.cases import built
+from distributed.optim.cases import SPECIFICATIONS, assert_same_on_all_ranks, built, model_bytes
+from distributed.optim.group_cases import OPTIONS, expert_group, in_dtypes
 from distributed.run import on_ranks
-from zerofp4.optim import FusedAdamW
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
 
 @on_ranks(1, 2)
@@ -55,3 +64,104 @@ def test_when_weights_are_gathered(world):
         for bucket in described["buckets"]:
             where = "step" if overlap is None or bucket["kind"] != "nvfp4" else "forward"
             assert bucket["gathered_in"] == (where if world.world_size > 1 else None)
+
+
+# Gradients that torch's reduce-scatter adds up: means within the error of a dtype, the same on all ranks
+
+
+BY_LIBRARY = {"transport": "collective", "reduction": "reduce_scatter"}
+
+
+def parameters_of(world) -> list[nn.Parameter]:
+    return make_parameters(world.device, 0, [s for s in SPECIFICATIONS if s[1] != torch.float16])
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("wire", [None, torch.bfloat16, torch.float32])
+def test_means_within_the_error_of_the_dtype(world, wire):
+    """Masters that begin as zeros are, after a step of SGD with lr=1, the negative means."""
+    parameters = parameters_of(world)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.zero_()
+    way = Communication(gradient_wire=wire, **BY_LIBRARY)
+    optimizer = ZeroFP4Optimizer(parameters, torch.optim.SGD, lr=1.0, communication=way)
+    by_rank = [in_dtypes(make_gradients(parameters, rank), parameters) for rank in range(world.world_size)]
+    set_gradients(parameters, by_rank[world.rank])
+    optimizer.step()
+    masters = optimizer.gathered_masters()
+    assert_same_on_all_ranks(masters)
+    assert_same_on_all_ranks(model_bytes(parameters))
+    for master, *gradients in zip(masters, *by_rank, strict=True):
+        sent = wire or gradients[0].dtype
+        rows = torch.stack([gradient.to(sent).double() for gradient in gradients])
+        # Each of the additions rounds, relative to what is added up by then.
+        bound = world.world_size * torch.finfo(sent).eps * rows.abs().mean(0) + 1e-9
+        assert ((-master.double() - rows.mean(0)).abs() <= bound).all()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+def test_the_default_over_several_hosts(world, transport):
+    """Whatever the numbers of their ranks; what is given stays, and no memory is shared between hosts."""
+    name = "first" if world.rank == 0 else "second"
+    with mock.patch.dict(os.environ, {"NCCL_HOSTID": name}):
+        for given, reduction in [(None, "reduce_scatter"), ("ordered", "ordered")]:
+            way = Communication(transport=transport, reduction=given)
+            optimizer = ZeroFP4Optimizer(parameters_of(world), FusedAdamW, communication=way, **OPTIONS)
+            described = optimizer.describe()
+            assert described["hosts"] == ((2, 1) if world.world_size == 2 else None)
+            assert [described[k] for k in ("transport", "reduction")] == ["collective", reduction]
+        if transport == "auto" and world.device.type == "cuda":
+            assert "differ (first and second) in the host" in described["why_collective"]
+        arguments = {"params": parameters_of(world), "lr": 0.1}
+        peer = keywords(arguments, transport="peer")
+        message = raised_everywhere(world, ValueError, ZeroFP4Optimizer, **peer)
+        assert 'transport="peer" is not available' in message
+    on_one = ZeroFP4Optimizer(**arguments).describe()
+    assert (on_one["hosts"], on_one["reduction"]) == ((1, world.world_size), "ordered")
+
+
+@on_ranks(4)
+def test_the_default_of_parameters_that_are_sharded_inside_of_hosts(world):
+    mesh, group = init_device_mesh(world.device.type, (2, 2)), expert_group(world)
+    with mock.patch.dict(os.environ, {"NCCL_HOSTID": str(world.rank // 2)}):
+        for named, reduction in [(mesh, "ordered"), (group, "reduce_scatter")]:
+            groups = [{"params": parameters_of(world), "process_group": named}]
+            described = ZeroFP4Optimizer(groups, lr=0.1).describe()
+            assert (described["hosts"], described["reduction"]) == ((2, 2), reduction)
+
+
+@on_ranks(4)
+def test_replicas_and_groups_of_some_ranks(world):
+    """Each sum is of the ranks that share its parameters."""
+    mesh = init_device_mesh(world.device.type, (2, 2))
+    for group in (mesh, expert_group(world)):
+        sides = []
+        for reduction in ("ordered", "reduce_scatter"):
+            parameters = parameters_of(world)
+            groups = [{"params": parameters[:2], "process_group": group}, {"params": parameters[2:]}]
+            way = Communication(reduction=reduction)
+            optimizer = ZeroFP4Optimizer(groups, FusedAdamW, communication=way, **OPTIONS)
+            made = make_gradients(parameters, world.rank if group is mesh else world.rank // 2)
+            set_gradients(parameters, [g.clamp(-8, 8).round() for g in made])
+            norm = optimizer.clip_grad_norm_(1e3)
+            optimizer.step()
+            sides.append([norm, *model_bytes(parameters)])
+        assert_all_equal(*sides, "tensor")
+
+
+@on_ranks(2)
+def test_float16_gradients_need_another_dtype_to_be_added_up_in(world):
+    """Their sum may overflow where their mean does not, and nothing would skip that step."""
+    parameters = make_parameters(world.device, 0, [((64,), torch.float16, False)])
+    arguments = keywords({"params": parameters, "lr": 0.1}, BY_LIBRARY)
+    message = raised_everywhere(world, TypeError, ZeroFP4Optimizer, **arguments)
+    assert "has gradients of torch.float16, whose sums may overflow" in message
+    with mock.patch.dict(os.environ, {"NCCL_HOSTID": str(world.rank)}):
+        message = raised_everywhere(world, TypeError, ZeroFP4Optimizer, parameters, lr=0.1)
+    assert 'reduction="reduce_scatter", the default over several hosts, needs' in message
+    optimizer = ZeroFP4Optimizer(**keywords(arguments, BY_LIBRARY, gradient_wire=torch.float32))
+    parameters[0].grad = torch.full_like(parameters[0], 6e4)
+    optimizer.step()
+    assert not optimizer.skipped_steps and parameters[0].isfinite().all()

@@ -174,29 +174,15 @@ def test_an_error_behind_the_agreement_holds_up_nobody(world, what):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("between", ["buckets", "classes"])
-def test_a_step_after_one_that_was_interrupted(world, between):
+def test_a_step_after_one_that_was_interrupted(world):
     """On all ranks at the same place, as by a terminal: reductions and messages of the first are on their way
     when the ranks go on from a checkpoint.
     """
-    parameters = parameters_of(world)
-    beside = {"params": parameters[4:], "optimizer_class": torch.optim.SGD, "lr": 0.1, "weight_decay": 0.1}
-    groups = [{"params": parameters[:4]}, beside] if between == "classes" else parameters
-    optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **keywords(OPTIONS, bucket_mb=SMALL))
+    parameters, optimizer = build(world)
     checkpoint, masters = copy.deepcopy(optimizer.state_dict()), optimizer.gathered_masters()
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    first = optimizer.inners.all[0]
-    set_gradients(parameters, make_gradients(parameters, world.rank))
-    with contextlib.ExitStack() as removed:
-        if between == "classes":
-            removed.callback(optimizer.inners.all[1].register_step_pre_hook(interrupt).remove)
-        else:
-            removed.enter_context(mock.patch.object(first._parts[1], "run", interrupt))
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
+    interrupt = mock.Mock(side_effect=KeyboardInterrupt)
+    with mock.patch.object(optimizer.inner._parts[1], "run", interrupt), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
     assert "KeyboardInterrupt" in str(optimizer.broken)
     for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
         with pytest.raises(RuntimeError, match=r"the optimizer is of no more use: step\(\) was left"):

@@ -153,7 +153,7 @@ CHECKS = {
     "early, one bucket": (early_check, {"check": "whole_steps", "bucket_mb": None}),
     "early, rounded": (
         early_check,
-        {"check": "micro_batches", "bucket_mb": TINY, "gradient_wire": torch.float16},
+        {"check": "whole_steps", "bucket_mb": TINY, "gradient_wire": torch.float16},
     ),
     "early, not taken": (early_check, {"check": "nothing_comes_of_it", "bucket_mb": TINY}),
     "updates": (early_check, UPDATES | {"bucket_mb": TINY}),

@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 import zerofp4
 from distributed.run import on_ranks
@@ -185,15 +184,6 @@ def test_a_mesh_of_replicas_and_shards(world):
 # Ways of training that change no number
 
 
-class Checkpointed(Model):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-def checkpointed_inside(world) -> Run:
-    return start(world, model=make_model(world, model_class=Checkpointed))
-
-
 def checkpointed_layers(world) -> Run:
     def wrap(model: nn.Module) -> None:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
@@ -248,7 +238,7 @@ def masters_on_the_cpu(world, kind=None, name="offloaded") -> Run:
     return run
 
 
-SAME = [checkpointed_inside, checkpointed_layers, prefetched, moved_by_fully_shard, symmetric_memory]
+SAME = [checkpointed_layers, prefetched, moved_by_fully_shard, symmetric_memory]
 CLOSE = [pytest.param(compiled, marks=pytest.mark.heavy), masters_on_the_cpu]
 
 
@@ -411,16 +401,6 @@ def test_weights_of_two_sets_of_ranks_in_one_model(world):
     assert [name for name, *_ in collectives.calls] == ["allreduce", "allreduce"]
 
 
-class TwoLayers(nn.Module):
-    def __init__(self, dtype=None):
-        super().__init__()
-        self.up = nn.Linear(48, 96, bias=False, dtype=dtype)
-        self.down = nn.Linear(96, 48, bias=False, dtype=dtype)
-
-    def forward(self, x):
-        return self.down(torch.tanh(self.up(x)))
-
-
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("shape", "mp_policy", "reshards"),
@@ -436,7 +416,7 @@ def test_slices_of_tensor_parallelism_are_weights_of_their_own(world, shape, mp_
     """
     names = ("replicate", "shard", "tensor")[-len(shape) :]
     mesh, dtype = mesh_of(world, shape, names), mp_policy.param_dtype or torch.float32
-    model = make_model(world, model_class=TwoLayers)
+    model = make_model(world, model_class=Mlp)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     assert fsdp2.prepare(model).converted == ["up", "down"]

@@ -40,38 +40,14 @@ def train(gpt, steps: int = 2, micro_batches: int = 1, **options):
     return trained
 
 
-@on_ranks(2, time_limit=LIMIT)
-def test_every_rank_has_the_quantized_masters_after_every_step(world):
-    with megatron_groups() as gpt:
-        plain = train(gpt)
-        assert len(plain.weights()) == 8 and len(plain.model.buffers[-1].buckets) == 1
-        train(gpt, micro_batches=2, ddp={"grad_reduce_in_fp32": True}, converted="")
-        overlapped = train(gpt, steps=3, micro_batches=3, ddp=OVERLAP, columnwise=True)
-        assert len(overlapped.model.buffers[-1].buckets) > 1
-        some = train(gpt, ddp=OVERLAP, converted="mlp", add_bias_linear=True)
-        assert len(some.weights()) == 4
-
-
-@on_ranks(4, time_limit=LIMIT)
-@pytest.mark.parametrize(
-    ("groups", "options"),
-    [
-        ({}, {"ddp": OVERLAP}),
-        ({"tp": 2}, {"ddp": BUCKETS, "sequence_parallel": True}),
-        pytest.param({"tp": 4}, {"ddp": OVERLAP}, marks=pytest.mark.nightly),
-        ({"pp": 2}, {"ddp": OVERLAP, "micro_batches": 3}),
-        ({"ep": 2}, {"ddp": OVERLAP, "num_moe_experts": 4, "moe_router_load_balancing_type": "none"}),
-    ],
-    ids=["dp4", "tp2", "tp4", "pp2", "ep2"],
-)
-def test_other_parallelism(world, groups, options):
-    with megatron_groups(**groups) as gpt:
-        trained = train(gpt, **options)
-        if "num_moe_experts" in options:
-            experts = [weight for name, weight in trained.weights().items() if "experts" in name]
-            assert len(experts) == 2 * 2 * 2 and not any(weight.allreduce for weight in experts)
-            assert len(trained.optimizers()) == 2
-            gpt.forget_routes(trained)
+def quantized_masters_after_every_step(world, gpt):
+    plain = train(gpt)
+    assert len(plain.weights()) == 8 and len(plain.model.buffers[-1].buckets) == 1
+    train(gpt, micro_batches=2, ddp={"grad_reduce_in_fp32": True}, converted="")
+    overlapped = train(gpt, steps=3, micro_batches=3, ddp=OVERLAP, columnwise=True)
+    assert len(overlapped.model.buffers[-1].buckets) > 1
+    some = train(gpt, ddp=OVERLAP, converted="mlp", add_bias_linear=True)
+    assert len(some.weights()) == 4
 
 
 BREAKING = {2: [{**PADDED, "bucket_size": 40_000}], 3: [BUCKETS, {**PADDED, "bucket_size": 70_000}]}
@@ -89,75 +65,134 @@ def with_original_layout():
     return mock.patch.object(_ParamAndGradBuffer, name, original)
 
 
-@on_ranks(2, 3, time_limit=LIMIT)
-def test_bytes_are_gathered_from_the_rank_that_cast_them(world):
-    with megatron_groups() as gpt:
-        for ddp in BREAKING[world.world_size]:
-            train(gpt, hidden=64, layers=3, ddp=ddp)
-            with with_original_layout():
-                trained = gpt.build(hidden=64, layers=3, ddp=ddp)
-                gpt.step(trained, 0)
-                assert gpt.wrong_bytes(trained) > 0, f"{ddp} breaks nothing"
+def bytes_from_the_rank_that_cast_them(world, gpt):
+    for ddp in BREAKING[world.world_size]:
+        train(gpt, hidden=64, layers=3, ddp=ddp)
+        with with_original_layout():
+            trained = gpt.build(hidden=64, layers=3, ddp=ddp)
+            gpt.step(trained, 0)
+            assert gpt.wrong_bytes(trained) > 0, f"{ddp} breaks nothing"
 
 
-@on_ranks(2, time_limit=LIMIT)
-def test_steps_are_those_of_zerofp4_optimizer_with_the_same_gradients(world):
-    with megatron_groups() as gpt:
-        options = {"lr": 1e-2, "weight_decay": 0.1}
-        trained = gpt.build(hidden=32, layers=1, optimizer={"clip_grad": 0.0, **options})
-        other = gpt.model(hidden=32, layers=1)
-        optimizer = ZeroFP4Optimizer(other.parameters(), torch.optim.AdamW, **keywords(options))
-        pairs = list(zip(trained.model.module.parameters(), other.parameters(), strict=True))
-        for index in range(10):
-            loss = gpt.step(trained, index)
-            with torch.no_grad():
-                assert gpt.forward(other, 1000 * index).mean().item() == loss, f"step {index}"
-            gradients = gpt.reduced_gradients(trained)
-            for mine, theirs in pairs:
-                theirs.grad = gradients[mine].to(theirs.dtype)
-            optimizer.step()
-        assert gpt.wrong_bytes(trained) == 0
+def steps_of_zerofp4_optimizer_with_the_same_gradients(world, gpt):
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    trained = gpt.build(hidden=32, layers=1, optimizer={"clip_grad": 0.0, **options})
+    other = gpt.model(hidden=32, layers=1)
+    optimizer = ZeroFP4Optimizer(other.parameters(), torch.optim.AdamW, **keywords(options))
+    pairs = list(zip(trained.model.module.parameters(), other.parameters(), strict=True))
+    for index in range(10):
+        loss = gpt.step(trained, index)
+        with torch.no_grad():
+            assert gpt.forward(other, 1000 * index).mean().item() == loss, f"step {index}"
+        gradients = gpt.reduced_gradients(trained)
+        for mine, theirs in pairs:
+            theirs.grad = gradients[mine].to(theirs.dtype)
+        optimizer.step()
+    assert gpt.wrong_bytes(trained) == 0
 
 
-@on_ranks(2, time_limit=LIMIT)
-def test_the_first_step_frees_initial_values(world):
+def initial_values_that_the_first_step_frees(world, gpt):
     """Megatron does so for weights that this rank owns a part of, and has asked for the values of the others
     for nothing.
     """
-    with megatron_groups() as gpt:
-        trained = gpt.build()
-        values = (weight.get_high_precision_init_val() for weight in trained.weights().values())
-        held = [weakref.ref(value) for value in values if value is not None]
-        assert held
-        gpt.step(trained, 0)
-        assert not any(value() is not None for value in held)
+    trained = gpt.build()
+    values = (weight.get_high_precision_init_val() for weight in trained.weights().values())
+    held = [weakref.ref(value) for value in values if value is not None]
+    assert held
+    gpt.step(trained, 0)
+    assert not any(value() is not None for value in held)
+
+
+def masters_that_are_not_finite(world, gpt):
+    """The next step raises on every rank."""
+    trained = gpt.build()
+    gpt.step(trained, 0)
+    weight = next(iter(trained.weights().values()))
+    if getattr(weight, "main_param", None) is not None:  # on the ranks that own a part of it
+        weight.main_param[-1] = float("nan")
+    before = weight.rowwise_data.clone()
+    gpt.step(trained, 1)
+    assert weight.rowwise_data.equal(before)
+    with pytest.raises(FloatingPointError, match="NaN or Inf in the step before this one"):
+        gpt.step(trained, 2)
+    if getattr(weight, "main_param", None) is not None:
+        weight.main_param[-1] = 0.0
+    for index in (3, 4):  # it was told once
+        gpt.step(trained, index)
+        assert gpt.wrong_bytes(trained) == 0
+
+
+def masters_that_start_from_values(world, gpt):
+    """From those of a checkpoint that has no masters, or of the weights that were loaded."""
+    plain = gpt.build(nvfp4=False)
+    gpt.step(plain, 0)
+    values = plain.model.module.state_dict()
+    trained = gpt.build()
+    trained.model.module.load_state_dict(values)
+    trained.optimizer.reload_model_params(state_dict=dict(values))
+    found = gpt.named_masters(trained)
+    assert all(master.equal(values[name.replace("module.", "")].float()) for name, master in found.items())
+    assert gpt.wrong_bytes(trained) == 0  # the weights of the model are these values, quantized
+    trained.optimizer.reload_model_params()
+    found, weights = gpt.named_masters(trained), trained.weights()
+    assert all(found[name].equal(weight.dequantize().float()) for name, weight in weights.items())
+    gpt.step(trained, 1)
+    assert gpt.wrong_bytes(trained) == 0
+
+
+CHECKS = [
+    quantized_masters_after_every_step,
+    bytes_from_the_rank_that_cast_them,
+    steps_of_zerofp4_optimizer_with_the_same_gradients,
+    initial_values_that_the_first_step_frees,
+    masters_that_are_not_finite,
+    masters_that_start_from_values,
+]
 
 
 @on_ranks(2, time_limit=LIMIT)
-def test_masters_that_are_not_finite_are_raised_in_the_next_step_on_every_rank(world):
+def test_two_ranks(world):
+    """All in one set of Megatron's groups, which takes longer to make than most of them."""
     with megatron_groups() as gpt:
-        trained = gpt.build()
-        gpt.step(trained, 0)
-        weight = next(iter(trained.weights().values()))
-        if getattr(weight, "main_param", None) is not None:  # on the ranks that own a part of it
-            weight.main_param[-1] = float("nan")
-        before = weight.rowwise_data.clone()
-        gpt.step(trained, 1)
-        assert weight.rowwise_data.equal(before)
-        with pytest.raises(FloatingPointError, match="NaN or Inf in the step before this one"):
-            gpt.step(trained, 2)
-        if getattr(weight, "main_param", None) is not None:
-            weight.main_param[-1] = 0.0
-        for index in (3, 4):  # it was told once
-            gpt.step(trained, index)
-            assert gpt.wrong_bytes(trained) == 0
+        for check in CHECKS:
+            check(world, gpt)
+
+
+@on_ranks(3, time_limit=LIMIT)
+def test_three_ranks(world):
+    with megatron_groups() as gpt:
+        bytes_from_the_rank_that_cast_them(world, gpt)
+
+
+EXPERTS = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none"}
+
+
+@on_ranks(4, time_limit=LIMIT)
+@pytest.mark.parametrize(
+    ("groups", "options"),
+    [
+        ({"tp": 2}, {"ddp": BUCKETS, "sequence_parallel": True}),
+        pytest.param({"tp": 4}, {"ddp": OVERLAP}, marks=pytest.mark.nightly),
+        ({"ep": 2}, {"ddp": OVERLAP, **EXPERTS}),
+    ],
+    ids=["tp2", "tp4", "ep2"],
+)
+def test_other_parallelism(world, groups, options):
+    """(The test of checkpoints has pipelines, and data parallelism alone.)"""
+    with megatron_groups(**groups) as gpt:
+        trained = train(gpt, **options)
+        if "num_moe_experts" in options:
+            experts = [weight for name, weight in trained.weights().items() if "experts" in name]
+            assert len(experts) == 2 * 2 * 2 and not any(weight.allreduce for weight in experts)
+            assert len(trained.optimizers()) == 2
+            gpt.forget_routes(trained)
 
 
 @on_ranks(4, time_limit=LIMIT)
 def test_checkpoints_of_other_ranks_and_of_bf16(world):
     folder = shared_folder(world)
     with megatron_groups(pp=2) as gpt:
-        first = train(gpt, ddp=OVERLAP)
+        first = train(gpt, micro_batches=3, ddp=OVERLAP)
         before = gpt.fingerprints(first)
         assert len(before) == 8
         gpt.save(first, folder / "pp2")
@@ -184,14 +219,12 @@ def test_checkpoints_of_other_ranks_and_of_bf16(world):
 
 
 @on_ranks(2, time_limit=LIMIT)
-@pytest.mark.parametrize("experts", [False, True])
-def test_weights_follow_masters_from_a_file_of_their_own(world, experts):
-    """Of one optimizer, and of the chain of one for dense parameters and one for experts."""
-    options = {"num_moe_experts": 2, "moe_router_load_balancing_type": "none"} if experts else {}
+def test_weights_follow_masters_from_a_file_of_their_own(world):
+    """Of the chain of one optimizer for dense parameters and one for experts."""
     folder = shared_folder(world)
-    with megatron_groups(ep=2 if experts else 1) as gpt:
-        first, second = train(gpt, **options), gpt.build(**options)
-        assert len(second.optimizers()) == 1 + experts
+    with megatron_groups(ep=2) as gpt:
+        first, second = train(gpt, **EXPERTS), gpt.build(**EXPERTS)
+        assert len(second.optimizers()) == 2
         own = folder / str(world.rank)  # ranks that share masters use the file of one of them
         gpt.save_masters(first, own)
         gpt.load_masters(second, own)
@@ -202,28 +235,6 @@ def test_weights_follow_masters_from_a_file_of_their_own(world, experts):
                 assert_bytes_equal(mine, theirs, f"{name}: {what}")
         for trained in (first, second):
             gpt.forget_routes(trained)
-
-
-@on_ranks(2, time_limit=LIMIT)
-def test_masters_start_from_values_where_a_checkpoint_has_none(world):
-    """From those of the checkpoint, or of the weights that were loaded."""
-    with megatron_groups() as gpt:
-        plain = gpt.build(nvfp4=False)
-        gpt.step(plain, 0)
-        values = plain.model.module.state_dict()
-        trained = gpt.build()
-        trained.model.module.load_state_dict(values)
-        trained.optimizer.reload_model_params(state_dict=dict(values))
-        found = gpt.named_masters(trained)
-        assert all(
-            master.equal(values[name.replace("module.", "")].float()) for name, master in found.items()
-        )
-        assert gpt.wrong_bytes(trained) == 0  # the weights of the model are these values, quantized
-        trained.optimizer.reload_model_params()
-        found, weights = gpt.named_masters(trained), trained.weights()
-        assert all(found[name].equal(weight.dequantize().float()) for name, weight in weights.items())
-        gpt.step(trained, 1)
-        assert gpt.wrong_bytes(trained) == 0
 
 
 def assert_same_masters(gpt, one, other) -> None:

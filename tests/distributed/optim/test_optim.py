@@ -130,15 +130,11 @@ def test_masters_are_handed_over_to_another_layout(world, cls):
     for options, message in refused if world.world_size > 1 else ():
         with pytest.raises(ValueError, match=message):
             ZeroFP4Optimizer(parameters, **keywords(options))
-    plain = Plain(reordered, cls, lr=0.1)
-    for master, i in zip(plain.masters, order, strict=True):
-        master.copy_(masters[i])
     set_gradients(reordered, make_gradients(reordered, 0))
     with pytest.raises(RuntimeError, match="another ZeroFP4Optimizer was built over these parameters"):
         old.step()
-    plain.step()
     optimizer.step()
-    check(optimizer, plain)
+    check_weights(reordered, optimizer)
 
 
 FROZEN_DTYPES = (torch.uint8, torch.bool, torch.int64, torch.float8_e4m3fn, torch.float64, torch.complex64)

@@ -25,26 +25,6 @@ def train(world, out: Path, *options: str, status: int = 0) -> str:
 
 
 @on_ranks(2, time_limit=120.0)
-@pytest.mark.parametrize("optimizer", ["fused_adamw", "compact_adamw"])
-def test_a_resumed_run_is_the_same_run(world, optimizer):
-    """It goes on from the last complete checkpoint, and has nothing to do after the last step."""
-    out = shared_folder(world)
-    options = ["--steps", "6", "--checkpoint-every", "2", "--optimizer", optimizer]
-    train(world, out, *options)
-    expected, folder = read_numbers(out), out / "checkpoints-nvfp4"
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000004", "step-00000006"]
-    dist.barrier()
-    if world.rank == 0:
-        (folder / "step-00000006" / ".metadata").unlink()  # its writing was cut off
-    said = train(world, out, *options, "--resume", "auto")
-    assert "goes on from step 4" in said and "step     5/6" in said and "step     4/6" not in said
-    assert read_numbers(out) == expected
-    said = train(world, out, *options, "--resume", "auto")
-    assert "after 6 steps" in said and "step     5/6" not in said
-    assert read_numbers(out) == expected
-
-
-@on_ranks(2, time_limit=120.0)
 def test_phases_that_overlap_passes(world):
     """Whatever travels when, each has its time, and the bytes that describe() says."""
     out, more = shared_folder(world), ["--overlap", "both", "--micro-batches", "2"]

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 import zerofp4
 from distributed.cases import no_space, shared_folder
 from distributed.run import on_ranks
-from zerofp4 import FourOverSix, reference, serving
+from zerofp4 import FourOverSix, serving
 from zerofp4.integrations import fsdp2
 from zerofp4.optim import FusedAdamW
 from zerofp4.serving import files
@@ -209,62 +209,3 @@ def test_pieces_of_a_zero_optimizer(world):
     train(model)
     check_pieces(world, model, None)
     assert all(tensor.shape == part.shape for _, tensor, part in serving.weights(model))
-
-
-def send(model: nn.Module, device: torch.device) -> int:
-    """Broadcast the weights of a model, announced by name, dtype and shape. Returns the bytes of tensors.
-
-    device: that the group sends from; global scales are on the CPU.
-    """
-    served = serving.weights(model)
-    dist.broadcast_object_list([served.served], src=0)
-    tensors = [tensor for _, tensor, _ in served]
-    for tensor in tensors:
-        dist.broadcast(as_bytes(tensor.reshape(-1)).view(torch.uint8).to(device), src=0)
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def receive(device: torch.device) -> dict[str, torch.Tensor]:
-    """What send() sends, with the values of quantized weights, as an engine would compute them."""
-    found, announced = {}, [None]
-    dist.broadcast_object_list(announced, src=0)
-    for name, dtype, shape in announced[0]:
-        found[name] = torch.empty(shape, dtype=dtype, device=device)
-        dist.broadcast(found[name].reshape(-1).view(torch.uint8), src=0)
-    magnitudes, state = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=device), {}
-    for name, tensor in found.items():
-        module, _, last = name.rpartition(".")
-        if last == "weight_packed":
-            scales = found[f"{module}.weight_scale"].float() / found[f"{module}.weight_global_scale"]
-            values = torch.cat([magnitudes, -magnitudes])[reference.unpack(tensor).long()]
-            values = (values.view(len(tensor), -1, 16) * scales[..., None]).flatten(1)
-            state[f"{module}.weight"] = values.bfloat16()
-        elif not last.startswith("weight_"):
-            state[name] = tensor
-    return state
-
-
-@on_ranks(2)
-def test_an_engine_takes_new_weights_and_generates_with_them(world):
-    """Rank 0 trains, rank 1 generates. 0.57 bytes a quantized parameter travel."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
-    model = make_plain("Llama", seed=world.rank, **sizes).to(world.device)
-    generate = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    group = dist.new_group([0])
-    optimizer = train(model, process_group=group) if world.rank == 0 else None
-    for _ in range(2):  # a second time, after another step
-        if world.rank == 0:
-            sent = send(model, world.device)
-            tokens = model.generate(TOKENS.to(world.device), **generate)
-            plain = sum(p.nbytes for p in model.parameters() if type(p) is nn.Parameter)
-            numel = sum(matrix.numel() for matrix, _ in served_modules(model).values())
-            assert (sent - plain) / numel <= 0.57
-            for p in model.parameters():
-                p.grad = torch.ones(p.shape, dtype=p.dtype, device=world.device)
-            optimizer.step()
-        else:
-            model.load_state_dict(receive(world.device))
-            tokens = model.generate(TOKENS.to(world.device), **generate)
-        by_rank = [None, None]
-        dist.all_gather_object(by_rank, tokens.tolist())
-        assert by_rank[0] == by_rank[1]
