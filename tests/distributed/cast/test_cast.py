@@ -44,7 +44,7 @@ MODELS = {
 """Shapes, dtypes, blocks, four over six, and amax groups of a plan."""
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, nightly=[4])
 @pytest.mark.parametrize("how", SPLITS)
 @pytest.mark.parametrize("which", MODELS)
 def test_every_byte_is_that_of_the_whole(world, how, which):

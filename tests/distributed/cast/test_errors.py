@@ -58,7 +58,7 @@ DISAGREEMENTS = {
 """What all ranks raise, by what is other on rank 1."""
 
 
-@on_ranks(2, 3, time_limit=30)
+@on_ranks(2, nightly=[3], time_limit=30)
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_ranks_that_disagree(world, what):
     shape, options = (16, 32) if world.rank == 1 and what == "shape" else (32, 16), {}
@@ -76,7 +76,7 @@ def test_ranks_that_disagree(world, what):
     assert message.startswith(DISAGREEMENTS[what])
 
 
-@on_ranks(2, 3, time_limit=30)
+@on_ranks(2, nightly=[3], time_limit=30)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("other", [0x010204, 0x020203, 0x010303, 0xFFFFFF, 0x000000, None])
 def test_ranks_that_step_different_plans(world, wire, other):
@@ -135,7 +135,7 @@ def test_nonsense_on_one_rank(world, case):
     model.check_untouched(before)
 
 
-@on_ranks(2, 3, time_limit=30)
+@on_ranks(2, nightly=[3], time_limit=30)
 @pytest.mark.parametrize("what", ["dtype", "shards", "amax_groups", "on_nonfinite"])
 def test_one_rank_calls_with_other_arguments_after_the_plan_was_built(world, what):
     """That rank raises its own error, the others hear of it, nobody writes, and the next step works."""
@@ -183,7 +183,7 @@ def test_overlapping_and_missing_shards(world, spans, expected):
     assert raised_everywhere(world, ValueError, call) == expected
 
 
-@on_ranks(2, 3, time_limit=30)
+@on_ranks(2, nightly=[3], time_limit=30)
 @pytest.mark.parametrize("what", ["length", "shards"])
 def test_an_error_of_one_rank_after_the_first_call(world, what):
     """Of its arguments, or shards that have changed on this rank only."""
@@ -200,7 +200,7 @@ def test_an_error_of_one_rank_after_the_first_call(world, what):
     model.check()
 
 
-@on_ranks(2, 3, time_limit=30)
+@on_ranks(2, nightly=[3], time_limit=30)
 @pytest.mark.parametrize("first", [False, True])
 def test_plan_gathers_nothing_where_memory_of_one_rank_has_moved(world, first):
     model, plan = finished(world)
@@ -214,7 +214,7 @@ def test_plan_gathers_nothing_where_memory_of_one_rank_has_moved(world, first):
     go_on(model, plan)
 
 
-@on_ranks(2, 3, time_limit=30)
+@on_ranks(2, nightly=[3], time_limit=30)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("is_refreshed", [True, False])
 def test_storage_of_one_rank_that_moved_before_a_step(world, wire, is_refreshed):

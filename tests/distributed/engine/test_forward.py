@@ -172,10 +172,10 @@ def test_a_group_that_is_destroyed_before_its_weights_are_read(world):
 
 @on_ranks(2)
 def test_what_begins_while_weights_are_on_their_way(world):
-    """Loads, addresses that are taken anew, and another optimizer."""
+    """Loads, addresses that are taken anew, gradients, and another optimizer."""
     models = []
     for (net, optimizer), overlap in zip(
-        make_pair(world, "forward", bucket_mb=SMALL), (None, "forward"), strict=True
+        make_pair(world, "both", bucket_mb=SMALL), (None, "both"), strict=True
     ):
         with late_gathers():
             step_of(world, [(net, optimizer)], 0)
@@ -184,9 +184,11 @@ def test_what_begins_while_weights_are_on_their_way(world):
             optimizer.load_state_dict(state)
             optimizer.refresh()
             step_of(world, [(net, optimizer)], 2)
+            loss_of(net, world, 9).backward()  # is sent, and dropped
             options = {"lr": 0.02, "overlap": overlap, "bucket_mb": TINY, "transport": "collective"}
             named = net.named_parameters()
             second = ZeroFP4Optimizer(named, FusedAdamW, masters_from=optimizer, **keywords(options))
+            second.zero_grad()
             step_of(world, [(net, second)], 3)
         models.append((net, second))
     assert_same(models, "the end")

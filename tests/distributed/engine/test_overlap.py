@@ -3,6 +3,8 @@ collectives, or written into each other's memory, here of files on the CPU; with
 run in test_peers.
 """
 
+import datetime
+import functools
 from contextlib import nullcontext
 from unittest import mock
 
@@ -29,6 +31,7 @@ from distributed.engine.overlap_checks import FOUND
 from distributed.optim.cases import check_weights, raise_in_turn
 from distributed.run import on_ranks
 from zerofp4 import FourOverSix
+from zerofp4.distributed import CollectiveError
 from zerofp4.engine import GradientMemory
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
@@ -170,12 +173,7 @@ def test_a_backward_pass_between_a_read_and_its_load(world, overlap, options):
 # What goes wrong while gradients travel: all ranks hear of it, and the step after it is right
 
 
-def make_models(world, **options):
-    """One that waits for all gradients, and one that does not, in groups of their own: what one has sent in a
-    pass that broke off would arrive in place of what the other sends next.
-    """
-    ways = [{"overlap": way, "process_group": dist.new_group()} for way in (None, "backward")]
-    return [make(world, bucket_mb=SMALL, **way, **options) for way in ways]
+make_models = functools.partial(checks.make_models, bucket_mb=SMALL)
 
 
 def good_step(world, models, step, what):
@@ -256,6 +254,19 @@ def test_a_weight_that_two_reentrant_segments_use(world):
     for step in range(2):
         step_of(world, models, step, reentrant=True, shared=False)
         assert_same(models, f"step {step}")
+
+
+@on_ranks(2)
+def test_a_rank_that_never_comes_ends_in_the_groups_timeout(world):
+    """The others wait for it in step(), no longer than that."""
+    if world.device.type == "cuda":
+        pytest.skip("NCCL ends the process then")
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    net, optimizer = make(world, overlap="backward", bucket_mb=SMALL, process_group=group)
+    if world.rank == 0:
+        loss_of(net, world, 0).backward()
+        with pytest.raises(CollectiveError):
+            optimizer.step()
 
 
 @on_ranks(2)

@@ -59,12 +59,6 @@ def test_a_group_that_torch_made(world, has_backend):
         launch.init_process_group()
 
 
-@on_ranks(nightly=[2], launcher="torchrun")
-def test_torchrun(world):
-    """Beside runs of scripts under torchrun, which need a group too."""
-    check_more_groups(world)
-
-
 @on_ranks(2, launcher="mpirun")
 def test_mpirun(world):
     """MPI is finalized before training, and rank 0, whose process holds the store, leaves last."""

@@ -149,7 +149,7 @@ FAULTS = {
 }
 
 
-@on_ranks(2, 3)
+@on_ranks(2, nightly=[3])
 @pytest.mark.parametrize("defers", [False, True])
 @pytest.mark.parametrize(
     ("name", "overlap"), [*((name, None) for name in FAULTS), ("lr", "update"), ("moved", "update")]

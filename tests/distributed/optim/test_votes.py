@@ -122,7 +122,7 @@ def test_a_sum_that_overflows_is_left_to_the_cast(world):
     assert optimizer.found_inf.item() == 1 and torch.equal(parameters[0].rowwise_data, codes)
 
 
-@on_ranks(2, 3, time_limit=30)
+@on_ranks(2, nightly=[3], time_limit=30)
 @pytest.mark.parametrize("defers", [False, True])
 def test_options_that_differ_are_listed(world, defers):
     parameters, bad = parameters_of(world), is_last(world)
@@ -253,7 +253,7 @@ def test_the_backend_for_the_device_of_the_parameters_decides(world):
         check_weights(*model)
 
 
-@on_ranks(2, 3, time_limit=60)
+@on_ranks(2, nightly=[3], time_limit=60)
 @pytest.mark.parametrize("call", ["step", "clip"])
 @pytest.mark.parametrize("replicas", [False, True])
 def test_a_rank_that_a_clip_broke_reduces_only_what_the_others_do(world, call, replicas):

@@ -83,7 +83,7 @@ def test_a_run_goes_on_in_a_world_of_any_size(world, case):
     dist.barrier()
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(2, nightly=[1, 3])
 def test_async_save_holds_what_was_there_when_it_was_called(world):
     """Everything in it has the id of that moment."""
     model, optimizer = trained(world)
