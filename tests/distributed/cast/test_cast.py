@@ -157,17 +157,25 @@ def test_subgroup(world):
     model.check()
 
 
-@on_ranks(2, 3, time_limit=30)
+@on_ranks(2, nightly=[3])
 @pytest.mark.parametrize("wire", WIRES)
-def test_all_ranks_may_change_shards_and_options(world, wire):
+def test_ranks_may_change_shards_options_and_masters(world, wire):
+    """All together; masters on one rank alone too, where they are and then their dtype."""
     model = Model(world, "odd", dtypes=WIRES[wire])
+    model.whole = [whole.bfloat16().float() for whole in model.whole]
+    model.cut()
     cast_and_gather(model)
     model.shards = Model(world, "even").shards
     model.cut()
     cast_and_gather(model, amax_groups=[[model.weights[0], model.weights[2]]])
     model.check([[0, 2]])
-    cast_and_gather(model)
-    model.check()
+    for step in range(3):
+        if step > 0 and world.rank == 1:
+            model.cut()
+        if step == 2 and world.rank == 1:
+            model.masters = [None if master is None else master.bfloat16() for master in model.masters]
+        cast_and_gather(model)
+        model.check()
     assert len(model.plans) == len(model.weights[0].record.attachments["gather_plans"]) == 1
 
 
@@ -187,7 +195,7 @@ def test_plans_of_a_group_that_was_destroyed_are_dropped(world):
     assert held() is None
 
 
-# Amaxes that an update has left, and masters that change on one rank
+# Amaxes that an update has left
 
 
 @on_ranks(1, 2)
@@ -206,19 +214,3 @@ def test_amaxes_left_on_every_rank_or_one(world, how):
         finish(plan)
         model.check(groups)
         model.change()
-
-
-@on_ranks(2, 3)
-def test_one_rank_changes_its_masters(world):
-    """Where they are, and then their dtype: only that rank checks its call anew."""
-    model = Model(world, "odd")
-    model.whole = [whole.bfloat16().float() for whole in model.whole]
-    model.cut()
-    for step in range(4):
-        if step > 1 and world.rank == 1:
-            model.cut()
-        if step == 3 and world.rank == 1:
-            model.masters = [None if master is None else master.bfloat16() for master in model.masters]
-        cast_and_gather(model)
-        model.check()
-    assert len(model.weights[0].record.attachments["cast_plans"]) == 1
