@@ -37,12 +37,13 @@ class Log:
 def make_exchange(done, faults, b):
     """The mean of bucket 1 is made before its update, and bucket 2 is not NVFP4."""
     bucket = Log(done, faults, b)
-    bucket.is_sharded_like, bucket.world_size, bucket.indices = lambda other: True, 2, [2 - b]
+    bucket.group = bucket.replicas = lambda: None
+    bucket.world_size, bucket.indices = 2, [2 - b]
     bucket.device = torch.device("cpu")
     bucket.parameters, bucket.plan = [torch.zeros(2)], Log(done, faults, b) if b < 2 else None
-    receive = lambda: None if b == 1 else Arrived([], None)  # noqa: E731
-    exchange = Log(done, faults, b, receive=receive, gather=lambda: Log(done, faults, b))
+    exchange = Log(done, faults, b, receive=lambda: Arrived([], None), gather=lambda: Log(done, faults, b))
     exchange.bucket, exchange.halfway = bucket, None
+    exchange.arrives_as = None if b == 1 else torch.float32
     return exchange
 
 
@@ -74,7 +75,7 @@ def test_three_buckets_are_in_flight():
     assert done == [
         *("open all", "send 0"),
         *("send 1", "receive 0", "update 0", "start_step 0"),
-        *("send 2", "receive 1", "update 1", "start_step 1", "finish_step 0", "gather 0"),
+        *("send 2", "average 1", "update 1", "start_step 1", "finish_step 0", "gather 0"),
         *("receive 2", "update 2", "finish_step 1", "gather 1", "wait 0", "complete 0"),
         *("cast 2", "gather 2", "wait 1", "complete 1", "wait 2"),
     ]

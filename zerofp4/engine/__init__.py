@@ -9,7 +9,6 @@ Other rooms see the names that are imported here.
 # ruff: noqa: F401
 from zerofp4.engine.assignment import Trained, build_buckets, find_bucket_mb, kind_key
 from zerofp4.engine.buckets import (
-    ALIGNMENT,
     Bucket,
     GradientMemory,
     Gradients,
@@ -22,20 +21,20 @@ from zerofp4.engine.buckets import (
     write_master,
     zeros_on,
 )
-from zerofp4.engine.collective import CollectiveExchange, collective_exchanges
 from zerofp4.engine.exchange import (
     ABSTAIN,
     UPDATE_DTYPES,
     Abstain,
     Arrived,
     BucketExchange,
+    CollectiveExchange,
     are_as_sent,
     check_gradients,
+    collective_exchanges,
     in_place,
 )
 from zerofp4.engine.late_gather import LateGathers
 from zerofp4.engine.overlap import BackwardSchedule, Sent, UpdateSchedule
 from zerofp4.engine.peer import peer_exchanges
-from zerofp4.engine.peers import Peers
+from zerofp4.engine.peers import Peers, find_hosts, find_peers, host_name
 from zerofp4.engine.step import Step, Update
-from zerofp4.engine.topology import find_hosts, find_peers, host_name

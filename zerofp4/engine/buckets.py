@@ -18,16 +18,23 @@ import torch.distributed as dist
 
 from zerofp4.cast import CastPlan, block_unit
 from zerofp4.distributed import GroupReference, rank_and_size
-from zerofp4.engine.peers import Peers
 from zerofp4.layout import ceil_div, round_up
 from zerofp4.ops import addresses_of
 from zerofp4.shard import equal_slices, intersect, state_unit, whole_slices
 from zerofp4.storage import Gate, any_dispatches, dispatches
-from zerofp4.tensors import GradientPlace, NVFP4Tensor, check_not_averaged
+from zerofp4.tensors import GradientPlace, NVFP4Tensor
 
 ALIGNMENT = 256
 """Weights and slices start at multiples of this many elements, 128 bytes of packed codes: no two weights or
 ranks share a byte or a kernel's vector load."""
+
+
+Zeros = Callable[..., torch.Tensor]
+"""Makes memory from a shape and `dtype`: torch.zeros() on a device, or Peers.zeros(), which is collective."""
+
+
+def zeros_on(device: torch.device) -> Zeros:
+    return functools.partial(torch.zeros, device=device)
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -144,25 +151,13 @@ class Bucket:
         """own_views() of `gradients`."""
         return self.own_views(self.gradients)
 
-    def is_sharded_like(self, other: "Bucket") -> bool:
-        """Whether both are cut over the same ranks."""
-        return self.group() is other.group() and self.replicas() is other.replicas()
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of gradients that this rank sends to their owners."""
-        return (self.world_size - 1) * self.slice_numel * self.sent_as.itemsize
-
     # Memory
 
-    def allocate(self, peers: Peers | None = None) -> None:
-        """Make the memory, and copy the parameters there. Collective with peers, who share `weights`."""
+    def allocate(self, zeros: Zeros) -> None:
+        """Make the memory, with `weights` by zeros(), and copy the parameters there."""
         dtype = torch.uint8 if self.is_packed else self.parameters[0].dtype
         numel = self.world_size * self.slice_numel // (2 if self.is_packed else 1)
-        if peers is None:
-            self.weights = torch.zeros(numel, dtype=dtype, device=self.device)
-        else:
-            self.weights = peers.zeros((numel,), dtype)
+        self.weights = zeros((numel,), dtype=dtype)
         for view, parameter in zip(self._weight_views(), self.parameters, strict=True):
             view.copy_(parameter.rowwise_data if self.is_packed else parameter.data)
         kept_as = torch.float32
@@ -308,35 +303,20 @@ def in_order(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def add_gradient_hooks(
-    owner: Any,
-    parameters: Sequence[torch.Tensor],
-    method: Callable[[Any, int, torch.Tensor], None],
-    *,
-    averages: bool = False,
+    owner: Any, parameters: Sequence[torch.Tensor], method: Callable[[Any, int, torch.Tensor], None]
 ) -> weakref.finalize:
     """Call method(owner, position, parameter) whenever a backward pass has accumulated p.grad. The hooks do
     not keep the owner alive, and end with it, or when the returned object is called.
-
-    averages: whether the owner averages gradients in the pass. Then the first gradient raises RuntimeError if
-        a DistributedDataParallel wraps the model, which averages, too.
     """
-    me, unchecked = weakref.ref(owner), [set(map(id, parameters))] * averages
+    me = weakref.ref(owner)
 
     def hook(position: int, parameter: torch.Tensor) -> None:
         alive = me()
-        if alive is None:
-            return
-        if unchecked:
-            check_not_averaged(unchecked[0])
-            unchecked.clear()
-        with torch._C.DisableTorchFunctionSubclass():
-            if torch.is_grad_enabled():  # with create_graph; the context costs as much as all else here
-                with torch.no_grad():
-                    method(alive, position, parameter)
-            else:
+        if alive is not None:
+            with torch._C.DisableTorchFunctionSubclass():
                 method(alive, position, parameter)
 
-    def remove(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
+    def remove() -> None:
         for handle in handles:
             handle.remove()
 
@@ -345,7 +325,7 @@ def add_gradient_hooks(
             parameter.register_post_accumulate_grad_hook(functools.partial(hook, position))
             for position, parameter in enumerate(parameters)
         ]
-    ends = weakref.finalize(owner, remove, handles)
+    ends = weakref.finalize(owner, remove)
     ends.atexit = False
     return ends
 
@@ -433,29 +413,17 @@ def _storage_address(tensor: torch.Tensor) -> int:
 
 # Gradient memory of several buckets
 
-Zeros = Callable[..., torch.Tensor]
-"""Makes memory from a shape and `dtype`: torch.zeros() on a device, or Peers.zeros(), which is collective."""
 
-
-def zeros_on(device: torch.device) -> Zeros:
-    return functools.partial(torch.zeros, device=device)
-
-
-def in_turns(
-    layouts: Sequence[tuple[tuple[int, ...], torch.dtype] | None], zeros: Zeros, count: int | None
-) -> list[torch.Tensor | None]:
-    """Allocate `count` slots, and a tensor of each shape and dtype in slot i % count; None for None.
-
-    count: None gives each memory of its own.
-    """
-    if count is None:
-        return [None if layout is None else zeros(layout[0], dtype=layout[1]) for layout in layouts]
-    sizes = [math.prod(layout[0]) * layout[1].itemsize for layout in layouts if layout is not None]
-    turns = itertools.cycle(zeros((min(count, len(sizes)), max(sizes)), dtype=torch.uint8) if sizes else ())
-    return [
-        None if layout is None else next(turns).view(layout[1])[: math.prod(layout[0])].view(layout[0])
-        for layout in layouts
-    ]
+def in_slots(
+    layouts: Sequence[tuple[tuple[int, ...], torch.dtype]], zeros: Zeros, count: int | None
+) -> list[torch.Tensor]:
+    """A tensor of each shape and dtype, in slot i % count; count: None gives each memory of its own."""
+    if count is None or not layouts:
+        return [zeros(shape, dtype=dtype) for shape, dtype in layouts]
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layouts]
+    slots = itertools.cycle(zeros((min(count, len(sizes)), max(sizes)), dtype=torch.uint8))
+    pairs = zip(layouts, slots, strict=False)
+    return [slot.view(dtype)[: math.prod(shape)].view(shape) for (shape, dtype), slot in pairs]
 
 
 def gradient_memory(
@@ -469,8 +437,9 @@ def gradient_memory(
     """
     storages: set[int] = set()
     aliases = [storages if aliased and bucket.keeps_gradients else None for bucket in buckets]
-    layouts = [((b.world_size, b.slice_numel), b.sent_as) for b in buckets]
-    copied = [layout if a is None else None for layout, a in zip(layouts, aliases, strict=True)]
-    turns = zip(in_turns(copied, zeros, count), layouts, strict=True)
-    memory = [zeros(shape, dtype=dtype) if turn is None else turn for turn, (shape, dtype) in turns]
-    return list(map(GradientMemory, buckets, memory, aliases))
+    made: dict[Bucket, torch.Tensor] = {}
+    for kind, slots in ((None, count), (storages, None)):
+        chosen = [bucket for bucket, own in zip(buckets, aliases, strict=True) if own is kind]
+        layouts = [((b.world_size, b.slice_numel), b.sent_as) for b in chosen]
+        made |= zip(chosen, in_slots(layouts, zeros, slots), strict=True)
+    return [GradientMemory(b, made[b], own) for b, own in zip(buckets, aliases, strict=True)]

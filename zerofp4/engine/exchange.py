@@ -7,8 +7,16 @@ from typing import NamedTuple, Protocol
 import torch
 
 from zerofp4 import ops
-from zerofp4.distributed import OwnError, Pending
-from zerofp4.engine.buckets import Bucket, GradientMemory, in_order, is_sendable
+from zerofp4.distributed import OwnError, Pending, reduce_scatter_slices, start_exchange, start_gather
+from zerofp4.engine.buckets import (
+    Bucket,
+    GradientMemory,
+    gradient_memory,
+    in_order,
+    in_slots,
+    is_sendable,
+    zeros_on,
+)
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import RankGradients
 from zerofp4.storage import is_freed
@@ -52,9 +60,9 @@ class BucketExchange(Protocol):
     average() raises is of this rank alone, which has joined their collectives by then.
 
     memory: this rank's gradients are sent from it; None if kernels read them in place.
-    arrives_as: the dtype of the gradients that receive() returns; None if it returns none.
-    received: where gradients of other ranks wait for it; None if they are read on those ranks, or there are
-        none. Buckets may share the memory.
+    arrives_as: the dtype of the gradients that receive() returns; None if only average() reads them.
+    received: memory for gradients of other ranks, which buckets may share; None if they are read on those
+        ranks, or there are none.
     present: by parameter of the bucket, whether the last send() had a gradient of it; None if the device
         decides which parameters are updated.
     halfway: (position of a weight, its row, function to call): the cast may pause there once, so that the
@@ -71,12 +79,10 @@ class BucketExchange(Protocol):
     error: OwnError
 
     def send(self, gradients: BucketGradients | Abstain) -> None:
-        """Begin to send gradients to the ranks that own them."""
+        """Begin to send gradients to the ranks that own them; without memory as of in_place()."""
 
-    def receive(self) -> Arrived | None:
-        """The gradients of all ranks, which may be read until the bucket after the next is sent; None if the
-        mean is in `bucket.gradients`.
-        """
+    def receive(self) -> Arrived:
+        """The gradients of all ranks, which may be read until the bucket after the next is sent."""
 
     def average(self, squares: torch.Tensor | None = None) -> None:
         """Write the mean into `bucket.gradients`, float32.
@@ -105,14 +111,9 @@ class LocalExchange(BucketExchange):
         self._gradients: BucketGradients = ()
         self._means: GradientMemory | None = None
 
-    def in_place(self, gradients: BucketGradients) -> BucketGradients:
-        """Gradients as kernels read them: themselves, or contiguous copies."""
-        return [g if g is None else in_order(g, self.arrives_as or _own_dtype(g)) for g in gradients]
-
     def send(self, gradients: BucketGradients | Abstain) -> None:
-        """Without memory, take the gradients that in_place() returned."""
         if gradients is ABSTAIN:
-            self._gradients = ()
+            self.finish()
             return
         self.present = [gradient is not None for gradient in gradients]
         if self.memory is None:
@@ -120,10 +121,7 @@ class LocalExchange(BucketExchange):
         else:
             self.memory.take(gradients)
 
-    def receive(self) -> Arrived | None:
-        if self.arrives_as is None:
-            self.average()
-            return None
+    def receive(self) -> Arrived:
         gradients, self._gradients = self._gradients, ()  # to be freed after the update
         return Arrived(gradients, None)
 
@@ -146,21 +144,167 @@ class LocalExchange(BucketExchange):
         return None
 
 
-def in_place(
-    exchanges: Sequence[BucketExchange], gradients: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Gradients of all trainable parameters for send(): contiguous if kernels read them in place."""
-    found = list(gradients)
-    for exchange in exchanges:
-        if isinstance(exchange, LocalExchange) and exchange.memory is None:
-            indices = exchange.bucket.indices
-            for i, gradient in zip(indices, exchange.in_place([found[i] for i in indices]), strict=True):
-                found[i] = gradient
-    return found
+class CollectiveExchange(BucketExchange):
+    """Collectives of torch.distributed, NCCL or gloo: sends and receives of gradients, or a reduce-scatter;
+    an all-gather of weights in place.
+
+    Ordered: each rank's gradients travel as they are, and the owner adds them up in FP32, in rank order. So
+    no bit of a gradient is lost, sums do not depend on a library's algorithm, and bfloat16 gradients take
+    half the bytes of FP32 sums.
+
+    By reduce-scatter: the library adds them up, in the dtype in which they are sent and in an order of its
+    own, in one call whose cost hardly grows with the number of ranks. The owner divides in FP32.
+
+    received: [world_size, slice_numel] for this rank's slice of all ranks' gradients, or by reduce-scatter
+        [1, slice_numel] for its sum. Buckets may share it as a slot.
+    of_replicas: float32, for the exchange of means with replicas, which all buckets share.
+    before: the bucket that last sent from the same slot; None if no other does.
+    """
+
+    halfway = present = None
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        memory: GradientMemory,
+        received: torch.Tensor,
+        of_replicas: torch.Tensor,
+        ordered: bool,
+        before: "CollectiveExchange | None",
+    ):
+        self.bucket, self.memory, self.received = bucket, memory, received
+        self._of_replicas, self._ordered, self._before = of_replicas, ordered, before
+        fits_update = ordered and bucket.world_size > 1 and bucket.replica_count == 1
+        fits_update &= bucket.sent_as in UPDATE_DTYPES
+        self.arrives_as = bucket.sent_as if fits_update else None
+        # A slot that later buckets send from does not keep this rank's own row until the update.
+        keeps_own = ordered and bucket.world_size > 1 and not memory.aliased
+        self._own = received[bucket.rank] if keeps_own else memory.flat[bucket.rank]
+        self._own_views = bucket.own_views(self._own)
+        # A tensor: torch would multiply by the rounded reciprocal of a number.
+        self._divisor = torch.full((), bucket.world_size, dtype=torch.float32, device=bucket.device)
+        self._pending: Pending | None = None
+        self.error = OwnError()
+
+    def send(self, gradients: BucketGradients | Abstain) -> None:
+        self.finish()  # of an aborted step, in the same memory
+        bucket, own, stage = self.bucket, self.memory, "averaging gradients"
+        self.error = OwnError()
+        if self._before is not None and self._before._pending is not None:
+            self._before._pending.wait()
+        if gradients is not ABSTAIN:
+            with self.error:  # the others wait for this rank's rows, whatever they hold
+                own.take(gradients)
+                if self._own.data_ptr() != own.flat[bucket.rank].data_ptr():
+                    self._own.copy_(own.flat[bucket.rank])
+        if bucket.world_size == 1:
+            return
+        if self._ordered:
+            messages = _messages(self.received), _messages(own.flat)
+            self._pending = start_exchange(*messages, bucket.group(), stage)
+        else:
+            flats = self.received.view(-1), own.flat.view(-1)
+            self._pending = reduce_scatter_slices(*flats, bucket.group(), stage)
+
+    def finish(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def receive(self) -> Arrived:
+        self.finish()
+        self.error.raise_if_any()
+        return Arrived(self._own_views, RankGradients(self.received, self.bucket.masters, self.bucket.rank))
+
+    def average(self, squares: torch.Tensor | None = None) -> None:
+        bucket, means = self.bucket, self.bucket.gradients
+        squares = squares if bucket.is_counted else None
+        has_replicas = bucket.replica_count > 1
+        self.finish()
+        counted = None if has_replicas else squares
+        if self._ordered or bucket.world_size == 1:
+            ops.average(self.received, means, self._own, bucket.rank, counted)
+        else:
+            means.copy_(self.received[0]).div_(self._divisor)
+            if counted is not None:
+                ops.add_squares([means], counted)
+        if has_replicas:
+            self._average_over_replicas(squares)
+        self.error.raise_if_any()  # now that this rank has joined the exchange of replicas, too
+
+    def _average_over_replicas(self, squares: torch.Tensor | None) -> None:
+        """The mean of the means of each replica, in FP32 and in replica order: of 2 x 2 ranks ((g0 + g1) / 2
+        + (g2 + g3) / 2) / 2. Each replica averages one part of the slice and sends it to the others.
+        """
+        bucket, stage = self.bucket, "averaging gradients over replicas"
+        group, parts = bucket.replicas(), [bucket.gradients[part] for part in bucket.parts]
+        own = parts[bucket.replica]
+        received = self._of_replicas[: len(parts) * own.numel()].view(len(parts), own.numel())
+        start_exchange(_messages(received), _messages(parts), group, stage).wait()
+        if own.numel():
+            received[bucket.replica].copy_(own)
+            ops.average(received, own, None, 0, squares)
+        start_exchange(_messages(parts), _messages([own] * len(parts)), group, stage).wait()
+
+    def gather(self) -> Pending | None:
+        return start_gather(self.bucket.gathered, self.bucket.group(), "gathering weights")
 
 
-def _own_dtype(gradient: torch.Tensor) -> torch.dtype:
-    return gradient.dtype if gradient.dtype in WEIGHT_DTYPES else torch.float32
+def _messages(rows: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """By rank, one message, or none if its row is empty."""
+    return [[row] if row.numel() else [] for row in rows]
+
+
+def collective_exchanges(
+    buckets: Sequence[Bucket], *, early: bool = False, aliased: bool = True, ordered: bool = True
+) -> list[BucketExchange]:
+    """By bucket, an exchange by collectives, or a LocalExchange if one rank has all of it.
+
+    Gradients that are sent as autograd makes them lie in flat memory from the backward pass on. Others are
+    copied to slots, and received gradients lie in slots, too.
+
+    early: whether a backward pass sends gradients. They wait on their owners for the step, so each bucket has
+        its own memory to receive them. On a CPU each also has its own to send from: the host waits until a
+        slot is free, and must not wait in a backward pass.
+    aliased: whether p.grad may alias the memory that it is sent from.
+    ordered: whether gradients are added up in rank order, or by reduce-scatter.
+    """
+    device, rounds = buckets[0].device, buckets[0].wire not in (None, torch.float32)
+    zeros = zeros_on(device)
+    travels = [b.world_size * b.replica_count > 1 for b in buckets]
+    sent = [b for b, is_sent in zip(buckets, travels, strict=True) if is_sent or rounds]
+    slots = None if early and device.type == "cpu" else 2
+    memory = dict(zip(sent, gradient_memory(sent, zeros, slots, aliased), strict=True))
+    shared = [b for b in buckets if b.world_size > 1]
+    layouts = [((b.world_size if ordered else 1, b.slice_numel), b.sent_as) for b in shared]
+    received = dict(zip(shared, in_slots(layouts, zeros, None if early else 2), strict=True))
+    needed = [b.replica_count * (b.part.stop - b.part.start) for b in buckets if b.replica_count > 1]
+    of_replicas = zeros(max(needed, default=0), dtype=torch.float32)
+    made: list[BucketExchange] = []
+    users: dict[int, CollectiveExchange] = {}  # by the address of memory, the last one that sends from there
+    for bucket, is_sent in zip(buckets, travels, strict=True):
+        own = memory.get(bucket)
+        if not is_sent:
+            made.append(LocalExchange(bucket, own))
+            continue
+        rows = received.get(bucket, own.flat)  # one rank with replicas receives nothing
+        place = own.flat.data_ptr()
+        users[place] = CollectiveExchange(bucket, own, rows, of_replicas, ordered, users.get(place))
+        made.append(users[place])
+    return made
+
+
+def in_place(exchange: BucketExchange, gradients: BucketGradients) -> BucketGradients:
+    """Gradients for send(): without memory, kernels read contiguous ones, and others are copied."""
+    if exchange.memory is not None:
+        return gradients
+    copied = []
+    for gradient in gradients:
+        if gradient is not None:
+            own = gradient.dtype if gradient.dtype in WEIGHT_DTYPES else torch.float32
+            gradient = in_order(gradient, exchange.arrives_as or own)
+        copied.append(gradient)
+    return copied
 
 
 def are_as_sent(exchanges: Sequence[BucketExchange], gradients: Sequence[torch.Tensor | None]) -> bool:
@@ -183,35 +327,26 @@ def check_gradients(
 
     names: of the bucket's parameters. are_known: whether gradients of the same kinds have passed before.
     """
-    bucket = exchange.bucket
+    bucket, sent_as = exchange.bucket, exchange.bucket.sent_as
     for name, gradient, shape in () if are_known else zip(names, gradients, bucket.shapes, strict=True):
-        if gradient is not None:
-            _check_gradient(name, gradient, shape, bucket)
+        if gradient is None:
+            continue
+        problem = None
+        if gradient.layout != torch.strided:
+            problem = f"of layout {gradient.layout}: gradients must be dense"
+        elif gradient.device != bucket.device:
+            problem = f"on {gradient.device}, and its master is on {bucket.device}"
+        elif is_freed(gradient) and not gradient._is_zerotensor():
+            problem = "whose storage was freed in place (resize_)"
+        elif gradient.shape != shape:
+            problem = f"of shape {tuple(gradient.shape)}, and has shape {tuple(shape)}"
+        if problem is not None:
+            raise RuntimeError(f"{name} has a gradient {problem}")
+        if bucket.wire is None and gradient.dtype != sent_as != torch.float32:
+            raise TypeError(
+                f"{name} has a gradient of {gradient.dtype}, which would be rounded to {sent_as} to be added "
+                "to those of other ranks: build the optimizer with gradient_wire=torch.float32, or "
+                f"{sent_as} if that is meant"
+            )
     if exchange.memory is not None:
         exchange.memory.check(gradients, names)
-
-
-def as_sent(exchange: BucketExchange, gradients: BucketGradients, names: Sequence[str]) -> BucketGradients:
-    """check_gradients(), and the gradients as send() takes them."""
-    check_gradients(exchange, gradients, names)
-    return exchange.in_place(gradients) if isinstance(exchange, LocalExchange) else gradients
-
-
-def _check_gradient(name: str, gradient: torch.Tensor, shape: torch.Size, bucket: Bucket) -> None:
-    problem, dtype = None, bucket.sent_as
-    if gradient.layout != torch.strided:
-        problem = f"of layout {gradient.layout}: gradients must be dense"
-    elif gradient.device != bucket.device:
-        problem = f"on {gradient.device}, and its master is on {bucket.device}"
-    elif is_freed(gradient) and not gradient._is_zerotensor():
-        problem = "whose storage was freed in place (resize_)"
-    elif gradient.shape != shape:
-        problem = f"of shape {tuple(gradient.shape)}, and has shape {tuple(shape)}"
-    if problem is not None:
-        raise RuntimeError(f"{name} has a gradient {problem}")
-    if bucket.wire is None and dtype != torch.float32 and gradient.dtype != dtype:
-        raise TypeError(
-            f"{name} has a gradient of {gradient.dtype}, which would be rounded to {dtype} to be added to "
-            f"those of other ranks: build the optimizer with gradient_wire=torch.float32, or {dtype} if that "
-            "is meant"
-        )

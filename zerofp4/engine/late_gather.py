@@ -1,8 +1,8 @@
-"""Gathers of NVFP4 weights that go on when the step has ended, while the next forward pass runs.
+"""Gathers of NVFP4 weights that go on after the step, while the next forward pass runs.
 
-Every rank begins its gathers in the step. Whoever reads codes only waits, so ranks may read in any order. On
-a GPU a stream of its own waits for a gather and transposes what came; a reader's stream waits for an event
-behind that, and the host for nothing. On the CPU the first reader waits for the gather and transposes.
+Every rank begins its gathers in the step. Readers of codes only wait, so ranks may read in any order. On a
+GPU a separate stream waits for a gather and transposes the codes; a reader's stream waits for an event after
+that, and the host never waits. On the CPU the first reader waits for the gather and transposes.
 """
 
 import threading
@@ -18,28 +18,28 @@ from zerofp4.storage import Gate
 
 
 class LateGather:
-    """The gather of one bucket's codes, behind the gate that readers of these codes pass."""
+    """The gather of one bucket's codes. Readers of the codes wait for it at the gate."""
 
     def __init__(self, gate: Gate, gather: Waitable, derive: Callable[[], None], device: torch.device):
         self.gate, self._device, self._lock = gate, device, threading.Lock()
         self._rest: tuple[Waitable, Callable[[], None]] | None = (gather, derive)
         self.event: torch.cuda.Event | None = None
-        """On a GPU, recorded behind everything."""
+        """On a GPU, recorded after the transposes."""
         self._waiting: set[int] = set()
-        """Streams that wait for the event already: asked at every read, and faster than the event."""
+        """Streams that wait for the event already: reads ask here first, since asking the event is slow."""
 
     def complete(self) -> None:
-        """Wait for the codes of all ranks, and derive the rest from them, once."""
+        """Wait for the codes of all ranks, and derive columns from them, once."""
         if self._rest is not None:
             (gather, derive), self._rest = self._rest, None
             in_phase("weights", gather.wait)()
             in_phase("transpose", derive)()
 
     def wait(self) -> None:
-        """What the calling thread reads, or queues on the current stream, finds the codes.
+        """Make the current stream, or on the CPU this thread, wait for the codes.
 
-        On the CPU the gather's error is raised to one reader: a rank has gone, and nothing more will come. On
-        a GPU raises RuntimeError while a CUDA graph is captured, which cannot wait for what is outside of it.
+        On the CPU one reader raises the gather's error: a rank has gone, and nothing more will come. On a GPU
+        raises RuntimeError during the capture of a CUDA graph, which cannot wait for an event outside of it.
         """
         if self.event is None:
             with self._lock:
@@ -65,18 +65,16 @@ class LateGather:
 
 
 class LateGathers:
-    """The gathers that are on their way into the weights of some buckets: add() after one has begun, settle()
-    before anybody writes to the weights again.
-    """
+    """The unfinished gathers of weights. settle() comes before the next write to the weights."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        # The next forward pass waits for what is done there.
+        # Of high priority, since the next forward pass waits for it.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._pending: list[LateGather] = []
 
     def watch(self, bucket: Bucket) -> None:
-        """Tell the allocator that the weights of a bucket are written on another stream."""
+        """Tell the allocator that another stream writes the weights of a bucket."""
         if self._stream is None:
             return
         for flat in bucket.gathered:
@@ -86,7 +84,7 @@ class LateGathers:
                 place.record_stream(self._stream)
 
     def add(self, bucket: Bucket, gather: Waitable, derive: Callable[[], None]) -> None:
-        """derive: derives from the codes of all ranks what else the weights of the bucket have."""
+        """A gather has begun. derive: makes the columnwise copies from the codes of all ranks."""
         late = LateGather(bucket.gate, gather, derive, self._device)
         self._pending.append(late)
         try:
@@ -98,12 +96,12 @@ class LateGathers:
                 event = torch.cuda.Event()
                 event.record(self._stream)
                 late.event = event
-            # Not before: a reader in another thread finds no event that is not recorded.
+            # The gate closes last: a reader in another thread must not find an event before its record().
             bucket.gate.close(late.wait)
 
     def settle(self) -> None:
-        """What is queued next on the current stream finds all codes. Raises the first error of a gather: a
-        rank has gone then, and the other gathers are not waited for.
+        """Make the current stream wait for all gathers. Raises the first error of one: a rank has gone, and
+        the other gathers are not waited for.
         """
         pending, self._pending = self._pending, []
         try:
@@ -114,7 +112,7 @@ class LateGathers:
                 late.gate.open()
 
     def synchronize(self) -> None:
-        """The same, and the host waits for the device."""
+        """Make the host wait for all gathers."""
         if self._stream is not None and self._pending:
             self._stream.synchronize()
         self.settle()

@@ -1,4 +1,4 @@
-"""Overlap with backward passes: buckets are sent, or updated, as soon as their gradients are there."""
+"""Overlap with backward passes: buckets are sent, or updated, as soon as their gradients are complete."""
 
 import contextlib
 import itertools
@@ -12,25 +12,33 @@ from zerofp4 import ops
 from zerofp4.distributed import OwnError, in_phase
 from zerofp4.engine.assignment import Trained
 from zerofp4.engine.buckets import add_gradient_hooks
-from zerofp4.engine.exchange import ABSTAIN, Abstain, BucketExchange, BucketGradients, as_sent
+from zerofp4.engine.exchange import (
+    ABSTAIN,
+    Abstain,
+    BucketExchange,
+    BucketGradients,
+    check_gradients,
+    in_place,
+)
 from zerofp4.engine.step import Step
-from zerofp4.tensors import Holder
+from zerofp4.tensors import Holder, check_not_averaged
 
 
 class Schedule:
     """Counts gradients in backward passes, and takes each bucket when its gradients are complete.
 
-    holder: of the trained parameters; nothing is taken once another optimizer has taken them over.
+    holder: of the trained parameters; once another optimizer has taken them over, no bucket is taken.
     """
 
-    _in_order = True  # a bucket also waits for those before it, as exchanges of several ranks must
+    _in_order = True  # a bucket also waits for earlier buckets: ranks must exchange buckets in one order
 
     def __init__(self, trained: Sequence[Trained], holder: Holder, exchanges: Sequence[BucketExchange]):
         self._parameters, self._names = [one.parameter for one in trained], [one.name for one in trained]
         self._holder, self._exchanges = holder, exchanges
         self._position = {i: n for n, e in enumerate(exchanges) for i in e.bucket.indices}  # of its bucket
         self.start_over()
-        self._end_hooks = add_gradient_hooks(self, self._parameters, type(self)._accept, averages=True)
+        self._is_checked = False  # whether a DistributedDataParallel, which averages too, was looked for
+        self._end_hooks = add_gradient_hooks(self, self._parameters, Schedule._count)
 
     def start_over(self) -> None:
         """No gradient has been counted."""
@@ -40,8 +48,16 @@ class Schedule:
         """Positions of the buckets that were taken, or are being taken."""
         self._error = OwnError()  # of this rank, for the next vote
 
-    def _accept(self, i: int, _: torch.Tensor) -> None:
+    def _count(self, i: int, _: torch.Tensor) -> None:
         """The gradient of parameter i is in p.grad."""
+        if not self._is_checked:
+            check_not_averaged(set(map(id, self._parameters)))
+            self._is_checked = True
+        # no_grad() costs as much as all else here, and only passes with create_graph need it.
+        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+            self._accept(i)
+
+    def _accept(self, i: int) -> None:
         raise NotImplementedError
 
     def _complete_with(self, i: int) -> Iterator[int]:
@@ -55,15 +71,15 @@ class Schedule:
             yield n
 
     def _rest(self, after: int = 0) -> list[int]:
-        """The buckets that were not taken, to take them now, and `after` more turns."""
+        """Mark all other buckets as taken, and return them, with `after` more turns."""
         rest = [n for n in range(len(self._exchanges) + after) if n not in self._taken]
         self._taken.update(rest)
         return rest
 
 
 class Sent(NamedTuple):
-    """all: whether a rank has sent all buckets for a vote. again: whether all ranks must send them once more,
-    because zero_grad() has dropped some of them.
+    """all: whether a rank has sent all buckets for a vote. again: whether all ranks must send them again,
+    because zero_grad() has dropped sent buckets.
     """
 
     all: bool = False
@@ -75,24 +91,24 @@ class BackwardSchedule(Schedule):
 
     Before each vote on gradients close() sends the missing buckets, so that all ranks have sent each bucket
     once, whatever passes they ran, broke off or ran under no_sync(). If zero_grad() has dropped sent buckets,
-    all ranks send all of them once more after the vote.
+    all ranks send all buckets again after the vote.
     """
 
     is_reduced = False
-    """Whether clip_grad_norm_ has averaged the gradients of the next step: then nothing is sent."""
+    """Whether clip_grad_norm_ has averaged the gradients of the next step: then no bucket is sent."""
     has_sent = False
-    """Whether backward passes have sent gradients of the next step, for which unscale_() is too late."""
+    """Whether backward passes have sent gradients of the next step: then unscale_() is too late."""
     _is_syncing = True  # False under no_sync()
 
     def start_over(self) -> None:
         super().start_over()
         self._is_stale = False  # whether zero_grad() has dropped sent buckets
         self._sent: dict[int, ops.Versions] = {}
-        """By parameter, the gradient that was sent."""
+        """By parameter, its sent gradient."""
         self._samples: list[tuple[dict[int, torch.Tensor], torch.Tensor]] = []
-        """By bucket, these gradients by parameter, and their _samples_of() then."""
+        """By sent bucket, the gradients by parameter, and their _samples_of() when they were sent."""
 
-    def _accept(self, i: int, _: torch.Tensor) -> None:
+    def _accept(self, i: int) -> None:
         if self._is_syncing and not (self._is_stale or self.is_reduced or self._holder.is_taken_over):
             self._send(self._complete_with(i))
             self.has_sent |= bool(self._taken)
@@ -106,7 +122,7 @@ class BackwardSchedule(Schedule):
             self._is_syncing = before
 
     def drop(self) -> None:
-        """As zero_grad(): sent gradients are not used."""
+        """zero_grad() was called: sent gradients are not used."""
         self.has_sent = False
         if self._taken:
             self._is_stale, self._sent, self._samples = True, {}, []
@@ -114,9 +130,9 @@ class BackwardSchedule(Schedule):
             self.start_over()
 
     def close(self, error: OwnError, reduces: bool) -> Sent:
-        """Before a vote: send the missing buckets, if ranks are to average gradients now.
+        """Before a vote: send the missing buckets, if the call averages gradients.
 
-        error: of this rank; it takes up an error found here. With an error this rank abstains.
+        error: of this rank; an error found here is added. With an error this rank abstains.
         """
         if not reduces:
             return Sent()
@@ -130,7 +146,7 @@ class BackwardSchedule(Schedule):
         return Sent(all=True, again=self._is_stale)
 
     def _check_unchanged(self) -> None:
-        """Raise RuntimeError if a gradient is not the one that was sent. Waits for the device, as the vote
+        """Raise RuntimeError if a gradient changed since it was sent. Waits for the device, as the vote
         after it does.
         """
         present = ops.gradients_of([self._parameters[i] for i in self._sent])
@@ -165,10 +181,10 @@ class BackwardSchedule(Schedule):
 
     def end_step(self) -> None:
         """The averaged gradients have been used."""
-        self.has_sent &= self.is_reduced  # an error behind a clip leaves its averaged gradients
+        self.has_sent &= self.is_reduced  # an error after a clip leaves its averaged gradients
 
     def stop(self) -> None:
-        """Nothing is sent any more. Collective."""
+        """End all sends for ever. Collective."""
         self._end_hooks()
         self._send(self._rest(), abstain=True)
         for exchange in self._exchanges:
@@ -188,15 +204,15 @@ class BackwardSchedule(Schedule):
 
 
 def _samples_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """uint8 [gradients, bytes]: of each the first element, and one in the middle."""
+    """uint8 [gradients, bytes]: the first element of each gradient, and one in its middle."""
     pairs = [(g, zip(g.shape, g.stride(), strict=True)) for g in gradients]
-    # The views are not kept: Module.to() swaps no gradient that has one.
+    # No view is kept: Module.to() cannot swap a gradient that has one.
     two = [g.as_strided((2,), (sum((n - 1) // 2 * step for n, step in steps),)) for g, steps in pairs]
     return torch.stack(two).view(torch.uint8)
 
 
 class Weights(Protocol):
-    """The trained parameters, and whether others than the optimizer have written to them."""
+    """The trained parameters of an optimizer, and whether others have written to them."""
 
     trained: Sequence[Trained]
     holder: Holder
@@ -212,13 +228,13 @@ class UpdateSchedule(Schedule):
     the rest when a backward pass ends, since other ranks may have all gradients, and wait.
 
     [Note: when a weight may be written] autograd accumulates a gradient once per pass, after every node that
-    computes a part of it has read the weight. So nothing in the pass reads the weight any more; the page on
-    the optimizer lists the exceptions. Other ranks write into a weight after the vote on its bucket, which
-    this rank joins when its own gradients are complete, or its pass has ended.
+    computes a part of it has read the weight. So no later node reads the weight; the page on the optimizer
+    lists the exceptions. Other ranks write into a weight after the vote on its bucket, which this rank joins
+    when its own gradients are complete, or its pass has ended.
 
-    begin: starts a step. Returns the error of this rank, and whether it is a refusal by all ranks.
+    begin: starts a step. Returns the error of this rank, and whether all ranks have refused the step.
     scan: looks for a NaN or Inf in gradients of these indices.
-    vote: on a bucket: whether each parameter has a gradient, what scan() returned, the error of this rank.
+    vote: on a bucket: whether each parameter has a gradient, the result of scan(), the error of this rank.
     """
 
     def __init__(
@@ -231,19 +247,19 @@ class UpdateSchedule(Schedule):
     ):
         self._step, self._weights = step, weights
         self._begin, self._scan, self._vote = begin, scan, vote
-        self._stream: torch.cuda.Stream | None = None  # on which something was queued last
+        self._stream: torch.cuda.Stream | None = None  # of the last hook
         self._in_order = step.exchanges[0].bucket.world_size > 1
-        self._lag = int(self._in_order)  # how many buckets lie between two stages: transfers need time
+        self._lag = int(self._in_order)  # in buckets, between two stages: transfers need time
         super().__init__(weights.trained, weights.holder, step.exchanges)
 
     def start_over(self) -> None:
         super().start_over()
         self.has_begun = False  # whether a bucket has begun to go through the step
-        self.is_refused = False  # whether the ranks have refused the step, which runs nothing and raises
-        self._pass: int | None = None  # the last backward pass that has made a gradient
+        self.is_refused = False  # whether all ranks have refused the step: it takes no bucket, and raises
+        self._pass: int | None = None  # autograd's number of the last backward pass with a gradient
         self._waiting: dict[BucketExchange, tuple[list[bool], torch.Tensor | None]] = {}  # for the vote
 
-    def _accept(self, i: int, _: torch.Tensor) -> None:
+    def _accept(self, i: int) -> None:
         if self._holder.is_taken_over:
             return
         with self._weights.breaking("backward()", in_buckets=True):
@@ -265,8 +281,8 @@ class UpdateSchedule(Schedule):
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        """Take the rest. Not called if the pass raised. Ignored for nested passes (reentrant checkpoints), as
-        the outer one may still make gradients.
+        """Take the rest. Not called if the pass raised. Ignored for nested passes (reentrant checkpoints):
+        the outer pass may still make gradients.
         """
         if torch._C._current_autograd_node() is None:
             with self._weights.breaking("backward()", in_buckets=True):
@@ -274,7 +290,7 @@ class UpdateSchedule(Schedule):
                 self._step.join()
 
     def _follow_stream(self) -> None:
-        """Make the current stream wait for that of the last hook: each runs on its gradient's stream."""
+        """Make the current stream wait for the last hook's: each hook runs on its gradient's stream."""
         device = self._exchanges[0].bucket.device
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
@@ -287,7 +303,7 @@ class UpdateSchedule(Schedule):
             self.begin()
             if self.is_refused:
                 return
-            # All parameters in each turn would be work that grows with the square of the number of buckets.
+            # Not all parameters in each turn: the work would grow with the square of the number of buckets.
             positions = {t - stage * self._lag for stage in range(4)} & set(range(len(self._exchanges)))
             indices = [i for n in positions for i in self._exchanges[n].bucket.indices]
             with self._error:
@@ -310,7 +326,8 @@ class UpdateSchedule(Schedule):
             with self._error:
                 parameters = [self._parameters[i] for i in indices]
                 own = ops.gradients_of(parameters)
-                sent = as_sent(exchange, own, [self._names[i] for i in indices])
+                check_gradients(exchange, own, [self._names[i] for i in indices])
+                sent = in_place(exchange, own)
                 word = in_phase("scan", self._scan)(sent, indices)
                 gradients, present = sent, [gradient is not None for gradient in own]
                 with torch._C.DisableTorchFunctionSubclass():
@@ -323,7 +340,7 @@ class UpdateSchedule(Schedule):
         return gradients
 
     def _vote_on(self, exchange: BucketExchange) -> None:
-        """From the first error of this rank on, every vote carries it, and no rank updates the bucket."""
+        """After an error of this rank every vote carries it, and no rank updates the bucket."""
         error = self._error or exchange.error or self._step.failure
         self._vote(*self._waiting.pop(exchange), error)
 
@@ -342,6 +359,6 @@ class UpdateSchedule(Schedule):
         return self._step.failure or self._error
 
     def drop(self) -> None:
-        """As zero_grad(): forget the gradients of buckets that were not complete, unless a bucket was."""
+        """zero_grad() was called: forget counted gradients, unless a bucket has begun."""
         if not self.has_begun:
             self.start_over()

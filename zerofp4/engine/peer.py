@@ -59,7 +59,8 @@ class PeerExchange(BucketExchange):
 
     def _connect(self) -> None:
         own = self.memory.flat[self._peers.rank]
-        self._rows, self._own_views = self._peers.rows_like(own), self.bucket.own_views(own)
+        self._rows = PeerRows(self._peers.rows(own), own.numel(), own.dtype)
+        self._own_views = self.bucket.own_views(own)
 
     def send(self, gradients: BucketGradients | Abstain) -> None:
         self.error = OwnError()
@@ -70,10 +71,7 @@ class PeerExchange(BucketExchange):
     def finish(self) -> None:
         self._peers.arrive()
 
-    def receive(self) -> Arrived | None:
-        if self.arrives_as is None:
-            self.average()
-            return None
+    def receive(self) -> Arrived:
         self.finish()
         self.error.raise_if_any()
         if self._means is not None:

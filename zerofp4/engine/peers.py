@@ -1,78 +1,86 @@
-"""Memory that the ranks of one host share: every rank reads and writes that of all others, through NVLink."""
+"""Memory that the ranks of one host share through NVLink, and which ranks can share it."""
 
+import itertools
 import math
 import os
+import socket
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from zerofp4.distributed import GroupReference, attempt, exchange, rank_and_size, timeout_seconds
-from zerofp4.ops import Barrier, PeerRows
+from zerofp4.distributed import (
+    CollectiveError,
+    GroupReference,
+    attempt,
+    exchange,
+    rank_and_size,
+    timeout_seconds,
+)
+from zerofp4.ops import MAX_PEERS, Barrier
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
-"""Targets in the memory of other ranks, and what is copied there."""
+"""Targets in the memory of other ranks, and their sources."""
 
 
 def halves(copies: Copies) -> tuple[Copies, Copies]:
-    """Of each, 1D, the first half and the second: one copy engine does not fill NVLink."""
-    middles = [source.numel() // 32 * 16 for _, source in copies]
-    pairs = list(zip(copies, middles, strict=True))
-    return (
-        [(target[:middle], source[:middle]) for (target, source), middle in pairs],
-        [(target[middle:], source[middle:]) for (target, source), middle in pairs],
-    )
+    """The first and the second halves of 1D copies: one copy engine does not fill NVLink."""
+    first, second = [], []
+    for target, source in copies:
+        middle = source.numel() // 32 * 16
+        first.append((target[:middle], source[:middle]))
+        second.append((target[middle:], source[middle:]))
+    return first, second
 
 
 class Peers:
     """The ranks of a group, with memory that all of them read and write, and barriers of their GPUs.
 
-    Building it is collective, and so is zeros(). What is queued waits for other ranks on the device only, in
-    the same order on every rank, and at most as long as the group's timeout: a rank that has not come by then
-    is named by check(), `failed` (float32 [] on the device) becomes 1, and updates that heed it change
-    nothing. A rank that has given up tells the others, which give up too as they meet it.
+    Building it is collective, and so is zeros(). A barrier makes the device wait, never the host, at most for
+    the group's timeout. If a rank does not come by then, check() names it, `failed` (float32 [] on the
+    device) becomes 1, and updates that read `failed` change nothing. Later barriers of the other ranks with
+    this one fail, too.
 
-    The memory stays where it is, and is freed with the tensors that zeros() gave and their views.
+    The memory never moves, and is freed with the tensors of zeros() and their views.
     """
 
     rendezvous_count = 0
-    """How often this process has made memory that others access. torch tells one time from another by it, so
-    ranks of different counts would wait for each other until the timeout.
+    """How often this process has made shared memory: the counter in torch's rendezvous keys. Ranks with
+    different counts would wait for each other until the timeout.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = GroupReference(group), device
         self.rank, self.size = rank_and_size(group)
-        self._ranks = dist.get_process_group_ranks(group)  # by which messages name them
+        self._ranks = dist.get_process_group_ranks(group)  # global ones, for messages
         # Multicast is for sums in the switch, and its objects have been seen to outlive their processes.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self._handles: list[tuple[int, int, Any]] = []  # first and last address of this rank's, and torch's
+        self._handles: list[tuple[int, int, Any]] = []  # first and last address on this rank, torch's handle
         self.failed = torch.zeros((), dtype=torch.float32, device=device)
         self._status = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._flags = self.zeros((2, self.size), torch.int32)
         arguments = self.rank, self._status, self.failed, timeout_seconds(group, device)
         self._arrivals, self._gathers = (Barrier(self.rows(flags), *arguments) for flags in self._flags)
-        # What is copied to other ranks travels beside what is computed, and is not to wait behind it: in two
-        # parts, of which one may leave while the other is computed.
+        # Copies to other ranks run beside kernels, in two parts: one may leave while the other is computed.
         self._stream, self._other_stream = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self._sent: torch.cuda.Event | None = None
         self._copies: dict[tuple[int, int, int], Copies] = {}
 
     @property
     def others(self) -> list[int]:
-        """All ranks but this one, beginning with its neighbour, so that not all write to one at a time."""
+        """All ranks but this one, beginning with its neighbour, so that not all ranks write to one."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     @property
     def nbytes(self) -> int:
-        """Of the memory of this rank that others can access: torch.cuda's counts leave it out."""
+        """Bytes of this rank's shared memory, which torch.cuda's counts leave out."""
         return sum(last - first for first, last, _ in self._handles)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Collective: zeros of this shape on every rank, in memory that all can access.
-
-        Raises the error of the first rank that has no room for them, on every rank.
+        """Zeros of this shape on every rank, in memory that all can access. Collective. Raises the error of
+        the first rank without room for them on every rank.
         """
         from torch.distributed._symmetric_memory import rendezvous
 
@@ -85,40 +93,35 @@ class Peers:
         return tensor
 
     def rows(self, own: torch.Tensor) -> tuple[int, ...]:
-        """By rank, the address of what is, in this rank's shared memory, `own`."""
+        """By rank, the address of its counterpart of `own`, a tensor in this rank's shared memory."""
         first, handle = self._find(own)
         return tuple(address + own.data_ptr() - first for address in handle.buffer_ptrs)
 
-    def rows_like(self, own: torch.Tensor) -> PeerRows:
-        """What is, in each rank's shared memory, `own` here; 1D and contiguous."""
-        return PeerRows(self.rows(own), own.numel(), own.dtype)
-
     def at(self, rank: int, own: torch.Tensor) -> torch.Tensor:
-        """What is, in the shared memory of another rank, `own` here; contiguous."""
+        """Another rank's counterpart of `own`, a contiguous tensor in this rank's shared memory."""
         first, handle = self._find(own)
         return handle.get_buffer(rank, own.shape, own.dtype, (own.data_ptr() - first) // own.itemsize)
 
     def _find(self, own: torch.Tensor) -> tuple[int, Any]:
         address = own.data_ptr()
         found = [(first, handle) for first, last, handle in self._handles if first <= address <= last]
-        return max(found, key=lambda one: one[0])  # where one begins at another's end, the one that begins
+        return max(found, key=lambda one: one[0])  # an empty tensor may lie at the end of other memory
 
     def arrive(self) -> None:
-        """What is queued next on the current stream finds what the others have queued before theirs, done."""
+        """A barrier on the current stream: work queued after it finds all ranks' work before it done."""
         self._arrivals.run()
 
     def open(self) -> None:
-        """The gathers that follow write into weights that nobody reads any more: what reads them is queued
-        on the current stream of each rank by now.
+        """A barrier before gathers: the kernels that read the old weights are queued on each rank's current
+        stream by now.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             self._gathers.run()
 
     def start_copies(self, first: Copies, second: Copies) -> torch.cuda.Event:
-        """Begin to copy into the memory of other ranks what is there once the current stream is here: by the
-        GPUs' copy engines, beside what is computed, and behind all copies and gathers of before. Both lists
-        at once. A stream that waits for what this returns finds all of them done.
+        """Begin to copy into the memory of other ranks, both lists at once, by the GPUs' copy engines: after
+        the work on the current stream, and after earlier copies and gathers. Returns the end of the copies.
         """
         self._follow()
         self._send(self._other_stream, first)
@@ -131,11 +134,10 @@ class Peers:
         self._send(self._other_stream, self._copies_of(whole, 0, count))
 
     def start_gather(self, whole: torch.Tensor, sent: int = 0) -> torch.cuda.Event:
-        """Begin to give all ranks this rank's slice of `whole`, 1D in shared memory, as it is once the
-        current stream is here: by the GPUs' copy engines, beside what is computed. A stream that waits for
-        what this returns finds the slices of all ranks.
+        """Begin to send this rank's slice of `whole`, 1D in shared memory, to all ranks, by the GPUs' copy
+        engines, after the work on the current stream. Returns an event after the slices of all ranks.
 
-        sent: how much of it start_sending() was given.
+        sent: the number of elements that start_sending() has sent.
         """
         if sent == 0:
             sent = whole.numel() // self.size // 32 * 16
@@ -151,7 +153,7 @@ class Peers:
 
     def _follow(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._other_stream.wait_stream(self._stream)  # behind open(), too
+        self._other_stream.wait_stream(self._stream)  # after open(), too
 
     def _send(self, stream: torch.cuda.Stream, copies: Copies) -> None:
         with torch.cuda.stream(stream):
@@ -165,12 +167,12 @@ class Peers:
         return self._sent
 
     def wait_until_sent(self) -> None:
-        """The current stream waits until everything that was to be sent has left this rank."""
+        """Make the current stream wait for all copies from this rank."""
         if self._sent is not None:
             self._sent.wait(torch.cuda.current_stream(self.device))
 
     def _copies_of(self, whole: torch.Tensor, first: int, last: int) -> Copies:
-        """These elements of this rank's slice in the memory of each other rank, and here."""
+        """Copies of these elements of this rank's slice to each other rank."""
         key = whole.data_ptr(), first, last
         if key not in self._copies:
             mine = whole.chunk(self.size)[self.rank][first:last]
@@ -178,7 +180,7 @@ class Peers:
         return self._copies[key]
 
     def check(self) -> None:
-        """Raise RuntimeError where ranks did not meet, as far as the device has come. Waits for nothing."""
+        """Raise RuntimeError if a barrier has failed so far. Waits for nothing."""
         missing = int(self._status[0])
         if missing:
             raise RuntimeError(
@@ -192,7 +194,111 @@ def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
     from torch._C._distributed_c10d import _SymmetricMemory
 
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    tensor = _SymmetricMemory.empty_strided_p2p(tuple(shape), strides, dtype, device)
-    tensor.zero_()
+    tensor = _SymmetricMemory.empty_strided_p2p(tuple(shape), strides, dtype, device).zero_()
     torch.cuda.synchronize(device)  # before others write there
     return tensor
+
+
+# Which ranks are on one host, and whether they can share memory
+
+
+def host_name() -> str:
+    """The name and the boot of this host, or NCCL_HOSTID if it is set: NCCL tells hosts apart by it, too."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    return os.environ.get("NCCL_HOSTID") or name
+
+
+def find_hosts(names: Sequence[str]) -> tuple[int, int] | None:
+    """The numbers of hosts and of ranks on each; None unless each has as many, consecutive ones.
+
+    names: host_name() of each rank.
+    """
+    runs = [len(list(run)) for _, run in itertools.groupby(names)]
+    is_regular = len(set(runs)) == 1 and len(set(names)) == len(runs)
+    return (len(runs), runs[0]) if is_regular else None
+
+
+def find_peers(
+    transport: str, group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[Peers | None, str | None]:
+    """(peers, None) if the ranks can share memory, else (None, reason). Collective.
+
+    transport: "auto", "collective" or "peer", which raises ValueError on every rank if ranks cannot.
+    """
+    if rank_and_size(group)[1] == 1:
+        return None, "a world of one has nobody to share memory with"
+    if transport == "collective":
+        return None, "it was asked for"
+    locations = exchange(*attempt(locate, device), group, "comparing where ranks run")
+    peers, obstacle = None, find_obstacle(locations)
+    if obstacle is None:
+        peers, error = attempt(Peers, group, device)
+        try:  # a system may keep processes from each other's memory, as containers do
+            exchange(None, error, group, "sharing memory")
+        except CollectiveError:  # no rank is left that would wait
+            raise
+        except RuntimeError as failure:
+            peers, obstacle = None, str(failure)
+    if transport == "peer" and obstacle is not None:
+        raise ValueError(f'transport="peer" is not available: {obstacle}; use "collective"')
+    return peers, obstacle
+
+
+class Location(NamedTuple):
+    """Where a rank runs.
+
+    host: host_name().
+    index: of its GPU; -1 without one.
+    reachable: the indices of the GPUs whose memory its own can access.
+    obstacle: why this rank cannot share memory with any other.
+    rendezvous_count: as of Peers.
+    """
+
+    host: str
+    index: int
+    reachable: list[int]
+    obstacle: str | None
+    rendezvous_count: int = 0
+
+
+def locate(device: torch.device) -> Location:
+    if device.type != "cuda":
+        obstacle = f"the parameters are on {device}, and only GPUs read each other's memory"
+        return Location(host_name(), -1, [], obstacle)
+    from torch.distributed._symmetric_memory import get_backend
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    is_shared = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"  # as torch has it
+    reachable = [
+        other
+        for other in range(torch.cuda.device_count())
+        if (is_shared if other == index else torch.cuda.can_device_access_peer(index, other))
+    ]
+    backend = get_backend(device)
+    obstacle = f"the backend of torch's symmetric memory is {backend!r}" if backend != "CUDA" else None
+    return Location(host_name(), index, reachable, obstacle, Peers.rendezvous_count)
+
+
+def find_obstacle(locations: Sequence[Location]) -> str | None:
+    """Why these ranks cannot share memory; None if they can. locations: of all ranks."""
+    if len(locations) > MAX_PEERS:
+        return f"{len(locations)} ranks are more than {MAX_PEERS}"
+    for rank, mine in enumerate(locations):
+        if mine.obstacle is not None:
+            return f"on rank {rank}: {mine.obstacle}"
+        first, differs = locations[0], f"ranks 0 and {rank} differ"
+        if mine.host != first.host:
+            return f"{differs} ({first.host} and {mine.host}) in the host"
+        if mine.rendezvous_count != first.rendezvous_count:
+            return (
+                f"{differs} ({first.rendezvous_count} and {mine.rendezvous_count}) in how often they have "
+                "shared memory: build first what all share"
+            )
+    for (rank, mine), (other, theirs) in itertools.permutations(enumerate(locations), 2):
+        if theirs.index not in mine.reachable:
+            return (
+                f"cuda:{mine.index} of rank {rank} cannot access the memory of cuda:{theirs.index} of rank "
+                f"{other} (each rank needs another GPU, and has to see those of all)"
+            )
+    return None

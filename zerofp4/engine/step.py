@@ -31,7 +31,7 @@ from zerofp4.engine.peers import Peers
 from zerofp4.ops import increment_versions
 
 Update = Callable[[BucketExchange, Arrived | None], None]
-"""Updates the masters of a bucket, and leaves their amaxes. Arrived: as of receive()."""
+"""Updates the masters of a bucket, and leaves their amaxes. None: the means are in `bucket.gradients`."""
 
 Source = Callable[[BucketExchange], BucketGradients | Abstain]
 """What this rank has of a bucket's gradients."""
@@ -66,9 +66,8 @@ class Step:
         self.exchanges, self._peers, self._sends, self._late = exchanges, peers, sends, late
         # Groups run one after the other: a rank never has collectives of two groups to begin whose order
         # would depend on how many buckets each has.
-        pairs = enumerate(itertools.pairwise(exchanges), start=1)
-        starts = [n for n, (a, b) in pairs if not b.bucket.is_sharded_like(a.bucket)]
-        self._groups = [exchanges[a:b] for a, b in itertools.pairwise([0, *starts, len(exchanges)])]
+        together = itertools.groupby(exchanges, lambda e: (e.bucket.group(), e.bucket.replicas()))
+        self._groups = [list(group) for _, group in together]
         device = exchanges[0].bucket.device
         self._beside: torch.cuda.Stream | None = None
         """The stream of casts and transposes; None if they follow updates on the current stream."""
@@ -183,7 +182,11 @@ class Step:
             self._flagged.add(exchange)
 
     def _receive_and_update(self, exchange: BucketExchange) -> None:
-        arrived = in_phase("gradients", exchange.receive)() if self._reduces else None
+        arrived = None
+        if self._reduces and exchange.arrives_as is not None:
+            arrived = in_phase("gradients", exchange.receive)()
+        elif self._reduces:
+            in_phase("gradients", exchange.average)()
         if not self.failure:
             self._update(exchange, arrived)
 
@@ -245,17 +248,17 @@ class Step:
         return error
 
     def describe(self) -> dict[str, Any]:
-        """What lies in each bucket, what this rank sends for it in a step, the sums of that by phase, and the
-        memory where received gradients wait.
+        """By bucket, its contents and the bytes that this rank sends for it in a step; their sums by phase;
+        and the bytes of memory where received gradients wait.
         """
-        described = []
+        described, waiting = [], {}  # bytes by address, since buckets may share memory
         for exchange in self.exchanges:
-            bucket = exchange.bucket
-            size, amaxes = bucket.world_size, 0 if bucket.plan is None else bucket.plan.wire.nbytes
-            kind = "nvfp4" if bucket.is_packed else str(bucket.parameters[0].dtype).removeprefix("torch.")
+            bucket, size = exchange.bucket, exchange.bucket.world_size
+            dtype, others = bucket.parameters[0].dtype, size - 1
+            amaxes = 0 if bucket.plan is None else bucket.plan.wire.nbytes
             described.append(
                 {
-                    "kind": kind,
+                    "kind": "nvfp4" if bucket.is_packed else str(dtype).removeprefix("torch."),
                     "parameters": len(bucket.parameters),
                     "ranks": size,
                     "replicas": bucket.replica_count,
@@ -263,18 +266,17 @@ class Step:
                     "whole_matrices": bucket.is_of_whole_matrices,
                     "gradients_travel_as": str(bucket.sent_as).removeprefix("torch."),
                     "gathered_in": None if size == 1 else "forward" if self._is_late(exchange) else "step",
-                    "gradients": bucket.sent_bytes,
-                    # A ring sends every byte twice, but for the share of a rank.
-                    "amaxes": 2 * (size - 1) * amaxes // size,
-                    "weights": (size - 1) * sum(flat.nbytes for flat in bucket.gathered) // size,
+                    "gradients": others * bucket.slice_numel * bucket.sent_as.itemsize,
+                    # A ring sends every byte twice, except a rank's own share.
+                    "amaxes": 2 * others * amaxes // size,
+                    "weights": others * sum(flat.nbytes for flat in bucket.gathered) // size,
                 }
             )
+            if size > 1 and exchange.received is not None:
+                place, nbytes = exchange.received.data_ptr(), exchange.received.nbytes
+                waiting[place] = max(nbytes, waiting.get(place, 0))
         phases = ("gradients", "amaxes", "weights")
         sent = {phase: sum(bucket[phase] for bucket in described) for phase in phases}
-        received = [e.received for e in self.exchanges if e.bucket.world_size > 1 and e.received is not None]
-        waiting: dict[int, int] = {}  # by address, since buckets may share memory
-        for rows in received:
-            waiting[rows.data_ptr()] = max(rows.nbytes, waiting.get(rows.data_ptr(), 0))
         return {"buckets": described, "bytes_sent": sent, "waiting_bytes": sum(waiting.values())}
 
 

@@ -394,7 +394,14 @@ class OwnGradients:
         """Gradients as a step or clip sends or reads them; None if they are averaged already."""
         if not (reduces or self.are_means):
             return None
-        return gradients if self.launches is not None else in_place(self._exchanges, gradients)
+        if self.launches is not None:
+            return gradients
+        found: list[torch.Tensor | None] = list(gradients)
+        for one in self._exchanges:
+            indices = one.bucket.indices
+            for i, gradient in zip(indices, in_place(one, [gradients[i] for i in indices]), strict=True):
+                found[i] = gradient
+        return found
 
     def means(self, gradients: Gradients) -> list[torch.Tensor]:
         """This rank's part of the averaged gradients. Of several ranks with the same part, one counts."""

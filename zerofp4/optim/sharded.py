@@ -66,10 +66,11 @@ class ShardedParameters:
                 with torch._C.DisableTorchFunctionSubclass():
                     parameter.grad_dtype = options.gradient_dtype  # in which autograd adds up, too
         self.buckets = build_buckets(self.trained, bucket_mb, options.gradient_wire, options.overlap)
-        error = OwnError()
+        error, device = OwnError(), self.parameters[0].device
+        zeros = zeros_on(device) if peers is None else peers.zeros
         for bucket in self.buckets:
             with error:  # the other ranks may share the memory of the next bucket
-                bucket.allocate(peers)
+                bucket.allocate(zeros)
                 bucket.bind()  # at once, which frees the parameters' own memory
         exchange(None, error, group, "allocating weights and masters")
         # By parameter: this rank's shard, its master, 1D, and the low bytes of a master of 24 bits; None if
@@ -82,17 +83,16 @@ class ShardedParameters:
         for i, (one, master, low) in enumerate(zip(self.trained, self.masters, self.lows, strict=True)):
             if one.is_compact and master is not None:
                 master.zerofp4_slice = Slice(one.parameter.shape, self.shards[i], low, i)
-        self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.parameters[0].device)
+        self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         """1 if the last step was skipped, or left NVFP4 weights alone because of a NaN or Inf in masters."""
         chunk, packed = self.found_inf, [bucket for bucket in self.buckets if bucket.is_packed]
         with error:
-            chunk = torch.empty(CHUNK, dtype=torch.float32, device=self.found_inf.device)
+            chunk = torch.empty(CHUNK, dtype=torch.float32, device=device)
         for bucket in packed:
             with error:  # the other ranks build the next plan
                 bucket.plan = self._build_plan(bucket, checked.amax_groups or ())
         exchange(None, error, group, "building casts")
         for bucket in packed:
-            zeros = zeros_on(bucket.device) if peers is None else peers.zeros
             bucket.scales = bucket.plan.stage_scales(zeros)
         self.plans = [bucket.plan for bucket in packed]
         self.holder = Holder(self.parameters)

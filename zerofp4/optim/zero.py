@@ -32,7 +32,6 @@ from zerofp4.engine import (
     find_peers,
     peer_exchanges,
     write_master,
-    zeros_on,
 )
 from zerofp4.launch import backend_for
 from zerofp4.nn import free_frozen
@@ -200,8 +199,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             exchanges = peer_exchanges(shards.buckets, self._peers, early=early, in_turns=in_turns)
         else:
             ways = {"ordered": ordered, "early": early, "aliased": not in_turns}
-            ways["turns"] = None if early and self.found_inf.device.type == "cpu" else 2
-            exchanges = collective_exchanges(shards.buckets, zeros_on(self.found_inf.device), **ways)
+            exchanges = collective_exchanges(shards.buckets, **ways)
         if in_turns and any(exchange.arrives_as is None for exchange in exchanges):
             shards.share_gradients()
         return exchanges, BackwardSchedule(shards.trained, shards.holder, exchanges) if early else None

@@ -22,9 +22,8 @@ from distributed.engine.overlap_checks import on_gpu as early_check
 from distributed.optim.cases import SPECIFICATIONS, built, check_weights, gradients_of, model_bytes
 from distributed.processes import device_for
 from distributed.run import Check, Launch, Setting, on_ranks, run_ranks
-from zerofp4.engine import topology
-from zerofp4.engine.peers import Peers
-from zerofp4.engine.topology import Location, find_hosts, find_obstacle, find_peers
+from zerofp4.engine import peers
+from zerofp4.engine.peers import Location, Peers, find_hosts, find_obstacle, find_peers
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -231,8 +230,8 @@ def test_auto_without_the_permission_to_share_memory(world):
             raise RuntimeError("no permission")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topology, "locate", lambda _: FINE._replace(index=world.rank, reachable=[0, 1]))
-        patch.setattr(topology, "Peers", share)
+        patch.setattr(peers, "locate", lambda _: FINE._replace(index=world.rank, reachable=[0, 1]))
+        patch.setattr(peers, "Peers", share)
         arguments = dist.group.WORLD, world.device
         assert find_peers("auto", *arguments) == (None, "rank 1: no permission")
         message = raised_everywhere(world, ValueError, find_peers, "peer", *arguments)

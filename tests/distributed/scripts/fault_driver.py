@@ -27,7 +27,7 @@ from torch import nn
 import zerofp4
 from examples.training import checkpoints
 from zerofp4 import distributed
-from zerofp4.engine import GradientMemory, collective
+from zerofp4.engine import CollectiveExchange, GradientMemory
 from zerofp4.launch import World
 from zerofp4.optim import Communication, ZeroFP4Optimizer, piece, state_dict, zero
 
@@ -63,7 +63,7 @@ def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optim
         "reduce": (GradientMemory, "take", 2),
         "norm": (zero, "global_norm", 1),
         "cast": (distributed, "start_reduce_max", 1),
-        "gather": (collective.CollectiveExchange, "gather", 1),
+        "gather": (CollectiveExchange, "gather", 1),
         "save": (piece.Piece, "__get_tensor_shard__", 3),
         "load": (state_dict, "_read_parameter", 2),
     }
