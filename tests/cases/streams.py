@@ -13,6 +13,11 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.done |= other.done
 
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
     def synchronize(self) -> None:
         Event.arrived = True
 

@@ -13,8 +13,7 @@ from helpers import assert_bytes_equal
 
 import zerofp4
 from zerofp4.engine import buckets
-from zerofp4.engine.peer import find_halfway
-from zerofp4.engine.peers import Peers, halves
+from zerofp4.engine.peers import Peers, find_halfway, halves
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ from zerofp4.tensors import NVFP4Tensor
 
 BUCKETS = 14
 BUCKET_MB = 256.0, 1024.0
-"""A model's gradients are cut into this many buckets, of this many megabytes at least and at most as they
-travel, all ranks' parts together. On two H200s a bucket costs the host half a millisecond, in which 150 MB
-are reduced, updated and gathered: smaller buckets keep the device waiting, and in 64 buckets of 256 MB the
-step of an 8B model took a quarter longer than in 14 of 1024 MB.
+"""A model's gradients are cut into this many buckets, each of at least and at most so many megabytes, all
+ranks' slices together. On two H200s a bucket costs the host half a millisecond, in which 150 MB are reduced,
+updated and gathered, so smaller buckets keep the device waiting: the step of an 8B model took a quarter
+longer in 64 buckets of 256 MB than in 14 of 1024 MB.
 """
 
 
 def find_bucket_mb(parameters: Sequence[torch.Tensor], dtype: torch.dtype | None) -> float:
-    """The size of buckets for gradients of these parameters. dtype: None is autograd's."""
+    """The size of buckets for gradients of these parameters. dtype: of sent gradients, None for their own."""
     least, most = BUCKET_MB
     total = sum(p.numel() * (dtype or gradient_dtype(p)).itemsize for p in parameters)
     return min(max(total / 2**20 / BUCKETS, least), most)
@@ -32,10 +32,10 @@ class Trained(NamedTuple):
 
     name: in messages.
     sharding: the ranks that it is sharded over.
-    by: the number of the optimizer that updates its master, the same for all of a bucket.
-    work: the cost of an update of whole matrices, in any unit; None if the update takes any slice.
-    leader: the position of the first parameter of its amax group, all of which are in one bucket.
-    is_compact: whether its optimizer keeps it in compact state.
+    by: the number of the optimizer that updates its master.
+    work: the cost of its update as a whole matrix, in any unit; None if the update takes any slice.
+    leader: the position of the first parameter of its amax group, which lies in one bucket.
+    is_compact: whether its optimizer keeps compact state.
     """
 
     parameter: torch.Tensor
@@ -48,9 +48,7 @@ class Trained(NamedTuple):
 
     @property
     def state(self) -> str:
-        """ "full", "compact", or "compact24", with masters of 24 bits for bfloat16 weights. The same for all
-        of a bucket, and of an amax group.
-        """
+        """ "full", "compact", or "compact24", with masters of 24 bits for bfloat16 weights."""
         if not self.is_compact:
             return "full"
         return "compact24" if self.parameter.dtype == torch.bfloat16 else "compact"
@@ -69,24 +67,24 @@ def build_buckets(
 ) -> list[Bucket]:
     """Assign the parameters to buckets, the same list on every rank.
 
-    The parameters of a bucket share their sharding, their optimizer, their kind (NVFP4 in the same blocks,
-    or a dtype) and their state, and buckets are sorted by these four. In a group of one rank nothing travels:
+    The parameters of a bucket share their sharding, their optimizer, their kind (NVFP4 in the same blocks, or
+    a dtype) and their state, and buckets are sorted by these four. In a group of one rank nothing travels:
     each combination is one bucket.
 
-    bucket_mb: megabytes of the gradients of one bucket, all ranks' parts together. wire: as of Bucket.
-    overlap: as of Communication. "forward" puts NVFP4 weights last within a sharding, so that a step waits
-        for dense weights only. "backward" and "both" sort buckets as a backward pass is expected to make
-        their gradients: NVFP4 weights of the last layers first. Dense buckets follow, since each spans many
-        layers and, as a rule, the embedding. "update" sorts all of them by their first parameter, from the
-        last one, and cuts buckets of one rank, too: their gradients are freed one bucket at a time.
+    bucket_mb: megabytes of the gradients of one bucket, all ranks' slices together. wire: as of Bucket.
+    overlap: as of Communication. It decides the order of buckets:
+
+        "forward"            NVFP4 weights last within a sharding: a step waits for dense weights only
+        "backward", "both"   NVFP4 weights first, from the last layers, as a backward pass makes gradients;
+                             then dense buckets, since each spans many layers
+        "update"             by their first parameter, from the last one; buckets of one rank are cut, too,
+                             since the gradients of one bucket are freed at a time
     """
-    states = ("full", "compact", "compact24")
     updates_early, first_last = overlap == "update", overlap in ("backward", "both", "update")
 
     def key(i: int) -> tuple:
-        kind = kind_key(trained[i].parameter)
-        is_last = overlap == "forward" and not kind[0]
-        return is_last, trained[i].by, kind, states.index(trained[i].state)
+        one, kind = trained[i], kind_key(trained[i].parameter)
+        return overlap == "forward" and not kind[0], one.by, kind, one.is_compact, one.state
 
     built: list[Bucket] = []
     for sharding, positions in _grouped(range(len(trained)), lambda i: trained[i].sharding).items():
@@ -98,15 +96,16 @@ def build_buckets(
             parameters = {i: trained[i].parameter for group in groups for i in group}
             sizes = {i: p.numel() * (wire or gradient_dtype(p)).itemsize for i, p in parameters.items()}
             most = int(bucket_mb * 2**20) if world_size > 1 or updates_early else sum(sizes.values())
-            is_whole = groups[0][0] in owners
+            is_whole, state = groups[0][0] in owners, trained[groups[0][0]].state
             if is_whole:
                 cut = in_whole_slices(groups, sizes, owners, most // world_size)
             else:
                 cut = in_buckets(groups, sizes, most, first_last)
             for chosen in cut:
                 with_ranks = [owners[i] for i in chosen] if is_whole else None
-                state, members = trained[chosen[0]].state, [parameters[i] for i in chosen]
-                built.append(Bucket(chosen, members, sharding, with_ranks, wire, state))
+                built.append(
+                    Bucket(chosen, [parameters[i] for i in chosen], sharding, with_ranks, wire, state)
+                )
     if first_last:
         built.sort(key=lambda b: (not b.is_packed and not updates_early, -min(b.indices)))
     return built
@@ -132,24 +131,25 @@ def in_buckets(
     first_last: several buckets shrink towards the front, since bucket 0 is sent last and nothing hides it:
         size <= min(most, max(most / 8, half the sum of this and all earlier buckets)).
     """
+    order = slice(None, None, -1 if first_last else 1)
     rest = sum(sizes[i] for group in groups for i in group)
     shrinks = first_last and rest > most
-    buckets: list[list[int]] = []
+    buckets: list[list[list[int]]] = []
     room = 0
-    for group in reversed(groups) if first_last else groups:
+    for group in groups[order]:
         size = sum(sizes[i] for i in group)
         if not buckets or size > room:
             buckets.append([])
             room = min(most, max(rest // 2, most // 8)) if shrinks else most
-        buckets[-1] = group + buckets[-1] if first_last else buckets[-1] + group
+        buckets[-1].append(group)
         room -= size
         rest -= size
-    return buckets[::-1] if first_last else buckets
+    return [[i for group in bucket[order] for i in group] for bucket in buckets[order]]
 
 
-# Whole matrices. All slices of a bucket are as long as the longest, so a rank that does not fill its slice
-# wastes memory and bandwidth. Owners are chosen first, over all buckets, to balance the time of updates; then
-# each bucket takes about as much from every rank.
+# Whole matrices. All slices of a bucket are as long as the longest, so a slice that is not full wastes memory
+# and bandwidth. Owners are chosen first, over all buckets, to balance the time of updates; then each bucket
+# takes about as much from every rank.
 
 
 def longest_first(works: Sequence[int], world_size: int) -> list[int]:
@@ -162,7 +162,7 @@ def longest_first(works: Sequence[int], world_size: int) -> list[int]:
 
 
 def in_whole_slices(groups: Sequence[list[int]], sizes: Sizes, owners: Sizes, room: int) -> list[list[int]]:
-    """Put each group of positions into the first bucket in which its owners' slices have room for it.
+    """Put each group of positions into the first bucket whose slices have room for it.
 
     sizes, owners: by position.
     room: of each rank in a bucket. A larger group opens a bucket with slices as large as it needs.
@@ -180,7 +180,6 @@ def in_whole_slices(groups: Sequence[list[int]], sizes: Sizes, owners: Sizes, ro
         if found is None:
             found = [], max(room, *needed.values()), Counter()
             buckets.append(found)
-        positions, _, filled = found
-        positions.extend(group)
-        filled.update(needed)
+        found[0].extend(group)
+        found[2].update(needed)
     return [sorted(bucket, key=lambda i: (owners[i], i)) for bucket, _, _ in buckets]

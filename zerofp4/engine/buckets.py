@@ -8,7 +8,6 @@ place fills in the other slices.
 import functools
 import itertools
 import math
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -26,8 +25,8 @@ from zerofp4.tensors import GradientPlace, NVFP4Tensor
 
 ALIGNMENT = 256
 """Weights and slices start at multiples of this many elements, 128 bytes of packed codes: no two weights or
-ranks share a byte or a kernel's vector load."""
-
+ranks share a byte or a kernel's vector load.
+"""
 
 Zeros = Callable[..., torch.Tensor]
 """Makes memory from a shape and `dtype`: torch.zeros() on a device, or Peers.zeros(), which is collective."""
@@ -38,8 +37,8 @@ def zeros_on(device: torch.device) -> Zeros:
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory with a storage of its own: torch.save writes whole storages, other formats take tensors
-    of one storage for tied weights, and share_memory_() moves whole storages.
+    """The same memory with its own storage: torch.save writes whole storages, share_memory_() moves whole
+    storages, and other formats take tensors of one storage for tied weights.
     """
     # torch exports tensors of the current device only, and in inference mode would give an inference tensor.
     with torch.inference_mode(False), torch.cuda.device_of(view):
@@ -51,7 +50,7 @@ class Sharding(NamedTuple):
 
     group: its ranks own one slice each; None for one rank alone.
     copy: this rank's number among the owners of the same elements, if other groups hold copies; else None.
-    replicas: the owners of the same elements in other groups, and this rank. They average their gradients.
+    replicas: this rank and the owners of the same elements in other groups, who average their gradients.
     """
 
     group: dist.ProcessGroup | None = None
@@ -75,7 +74,7 @@ class Bucket:
     owners: by parameter, the rank that owns all of it, in ascending order; None if a slice ends at any
         cut_unit() of a parameter.
     wire: the dtype that gradients are rounded to before they are added; None keeps autograd's.
-    state: as Trained.state.
+    state: as of Trained.
 
     allocate() makes the memory, and bind() makes the parameters views of it.
 
@@ -112,9 +111,9 @@ class Bucket:
         self.device = self.parameters[0].device
         dtypes = set(map(gradient_dtype, self.parameters))
         self.sent_as: torch.dtype = wire or (torch.float32 if len(dtypes) > 1 else next(iter(dtypes)))
-        """The dtype in which gradients travel: float32 if autograd makes several."""
+        """The dtype of sent gradients: float32 if autograd makes several."""
         self.keeps_gradients = dtypes == {self.sent_as}
-        """Whether gradients travel as autograd makes them."""
+        """Whether gradients are sent in the dtype in which autograd makes them."""
         self.is_packed = isinstance(self.parameters[0], NVFP4Tensor)
         """Whether the parameters are NVFP4 weights; else they are of one floating dtype."""
         self.gate = Gate() if self.is_packed else None  # for reads that wait for a late gather
@@ -122,7 +121,7 @@ class Bucket:
         self.rank, self.world_size = rank_and_size(sharding.group)
         self.replica, self.replica_count = rank_and_size(sharding.replicas)
         self.is_counted = not sharding.copy
-        """Whether a norm over all ranks counts this rank's elements, not another copy's."""
+        """Whether a norm over all ranks counts this rank's elements: those of one copy count."""
         self.is_of_whole_matrices = owners is not None
         self.shapes = [parameter.shape for parameter in self.parameters]
         sizes = [shape.numel() for shape in self.shapes]
@@ -186,25 +185,23 @@ class Bucket:
 
     @property
     def gathered(self) -> list[torch.Tensor]:
-        """The flat tensors that a gather of weights completes, an equal slice from each rank."""
+        """The flat tensors of a gather of weights, with an equal slice of each rank."""
         return [self.weights] if self.scales is None else [self.weights, self.scales.view(-1)]
 
     # Views
 
     def own_views(self, flat_slice: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """This rank's shard of each parameter in a tensor like `masters`; None if it owns nothing, and for
-        None.
+        """This rank's shard of each parameter in a tensor like `masters`; None if the shard is empty, or
+        without a tensor.
         """
         if flat_slice is None:
             return [None] * len(self.shards)
         starts = [o + s.start - self.begin for o, s in zip(self.offsets, self.shards, strict=True)]
-        return [
-            flat_slice[start : start + shard.numel] if shard.numel else None
-            for start, shard in zip(starts, self.shards, strict=True)
-        ]
+        pairs = zip(starts, self.shards, strict=True)
+        return [flat_slice[start : start + shard.numel] if shard.numel else None for start, shard in pairs]
 
     def whole_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each whole parameter in a tensor of all ranks' slices."""
+        """Each whole parameter in a tensor of all slices."""
         pairs = zip(self.offsets, self.shapes, strict=True)
         return [flat[o : o + shape.numel()].view(shape) for o, shape in pairs]
 
@@ -224,10 +221,10 @@ class Bucket:
 # Masters of 24 bits, kept in two planes: bfloat16, and a byte
 
 CHUNK = 2**22
-"""Elements that are converted at once: the arithmetic takes many times their memory."""
+"""Elements that are converted at once, since the arithmetic needs many times their memory."""
 
 NEAREST = 128
-"""Rounds to the nearest 24 bits. An update rounds with a random byte instead."""
+"""Rounds to the nearest 24 bits, where an update adds a random byte."""
 
 QUIET_NAN = 0x7FC00000
 """Bits of the only NaN."""
@@ -255,7 +252,7 @@ def write_master(values: torch.Tensor, master: torch.Tensor, low: torch.Tensor |
         own = values[part].to(master.device).float()
         bits = torch.where(own.isnan(), QUIET_NAN, own.view(torch.int32))
         bits = (bits + NEAREST) & -256
-        # Half way between two bfloat16 values the byte would not say which of them the plane has.
+        # Half way between two bfloat16 values the byte would not tell which one the plane has.
         bits += (bits & 0xFF00 == 0x8000).int() * 256
         master[part] = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
         low[part] = (bits >> 8 & 0xFF).to(torch.uint8)
@@ -268,9 +265,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[slice]:
 # Gradients of a model
 
 Gradients = Sequence[torch.Tensor | None]
-"""p.grad of all trainable parameters."""
-
-_dtype = operator.attrgetter("dtype")
+"""p.grad of all trainable parameters, or of those in a bucket. None is sent as zeros."""
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -280,26 +275,19 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 
 def is_sendable(gradient: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a gradient's memory holds its elements in order and in this dtype."""
+    """Whether a gradient's memory has its elements in order and in this dtype."""
     return are_sendable([gradient], [dtype])
 
 
 def are_sendable(gradients: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> bool:
-    """is_sendable() of all. A step asks this of hundreds of tensors, so the loops run in C."""
+    """Whether all are sendable. A step asks this of hundreds of tensors, so the loops run in C."""
     return (
-        list(map(_dtype, gradients)) == dtypes
+        [gradient.dtype for gradient in gradients] == dtypes
         and not any_dispatches(gradients)
         and all(map(torch.Tensor.is_contiguous, gradients))
         and not any(map(torch.Tensor.is_neg, gradients))
         and not any(map(torch.Tensor._is_zerotensor, gradients))
     )
-
-
-def in_order(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient itself if it is sendable in this dtype, else a contiguous copy."""
-    if is_sendable(gradient, dtype):
-        return gradient
-    return torch.empty(gradient.shape, dtype=dtype, device=gradient.device).copy_(gradient)
 
 
 def add_gradient_hooks(
@@ -335,12 +323,12 @@ class GradientMemory:
 
     If it is aliased, p.grad becomes a view of it in each backward pass, so that gradients need no packing
     before they are sent. The matrix product of a quantized weight writes its gradient there directly
-    (GradientPlace); a hook moves other gradients there. A gradient with a graph of its own, and one that a
-    user assigned, stays until take() copies it.
+    (GradientPlace); a hook moves other gradients there. A gradient with a graph, or one that a user assigned,
+    stays until take() copies it.
 
     flat: [world_size, slice_numel] of any floating dtype; zeros if it is aliased.
-    aliased_storages: the addresses of all aliased memory of one optimizer, to which this adds that of `flat`;
-        None if nothing aliases `flat`, which is a slot that others may write to between two calls of take().
+    aliased_storages: the addresses of all aliased memory of one optimizer, to which this adds its own; None
+        if p.grad never aliases `flat`, a slot that other buckets may overwrite.
     """
 
     def __init__(self, bucket: Bucket, flat: torch.Tensor, aliased_storages: set[int] | None = None):
@@ -349,7 +337,7 @@ class GradientMemory:
         self.views = bucket.whole_views(flat.view(-1))
         self._addresses = [view.data_ptr() for view in self.views]
         self._gaps: list[torch.Tensor] = []
-        """Memory between parameters. It travels as zeros, and others who use the slot write there."""
+        """Memory between parameters, which is sent as zeros and which other users of the slot overwrite."""
         if self.aliased:
             aliased_storages.add(_storage_address(flat))
             with torch._C.DisableTorchFunctionSubclass():
@@ -360,7 +348,7 @@ class GradientMemory:
             pairs = zip(ends, [*bucket.offsets, flat.numel()], strict=True)
             self._gaps = [flat.view(-1)[end:begin] for end, begin in pairs if end < begin]
 
-    def check(self, gradients: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
+    def check(self, gradients: Gradients, names: Sequence[str]) -> None:
         """Raise RuntimeError for a gradient in the memory of another one. names: of the parameters."""
         for k in self._elsewhere(gradients) if self.aliased else ():
             if self._is_aliased(gradients[k]):
@@ -369,19 +357,20 @@ class GradientMemory:
                     "its own does: p.grad must not be exchanged, shared or transposed; assign a clone()"
                 )
 
-    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def take(self, gradients: Gradients) -> None:
         """Copy the bucket's gradients into `flat`, rounded to its dtype, unless they lie there. None is 0."""
         missing = [view for view, gradient in zip(self.views, gradients, strict=True) if gradient is None]
         if self._gaps or missing:
             torch._foreach_zero_(self._gaps + missing)
-        away = [k for k, g in enumerate(gradients) if g is not None]
-        away = self._elsewhere(gradients) if self.aliased else away
+        away = self._elsewhere(gradients)
         if away:
             torch._foreach_copy_([self.views[k] for k in away], [gradients[k] for k in away])
 
-    def _elsewhere(self, gradients: Sequence[torch.Tensor | None]) -> list[int]:
-        """The positions of gradients outside of their views; usually there are none."""
+    def _elsewhere(self, gradients: Gradients) -> list[int]:
+        """The positions of gradients outside of their views: usually none, if p.grad aliases them."""
         present = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        if not self.aliased:
+            return present
         addresses = zip(present, addresses_of("gradients", [gradients[k] for k in present]), strict=True)
         here = [k for k, address in addresses if address == self._addresses[k]]
         if not are_sendable([gradients[k] for k in here], [self.flat.dtype] * len(here)):
@@ -398,11 +387,11 @@ class GradientMemory:
         if gradient is None or gradient.requires_grad or not is_sendable(gradient, view.dtype):
             return
         if gradient.data_ptr() != view.data_ptr():
-            # place.is_awaited(): another pass, inside of which this one ran, has begun to write to the view.
+            # If it is awaited, an outer backward pass around this one has begun to write to the view.
             if place.is_awaited() or place.is_kept(gradient) or self._is_aliased(gradient):
                 return
             view.copy_(gradient)
-            # Another object each time, with a version counter of its own: it is another gradient.
+            # A new object with its own version counter, since it is another gradient.
             parameter.grad = gradient = view.data
         place.note(gradient)
 

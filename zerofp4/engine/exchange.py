@@ -11,8 +11,8 @@ from zerofp4.distributed import OwnError, Pending, reduce_scatter_slices, start_
 from zerofp4.engine.buckets import (
     Bucket,
     GradientMemory,
+    Gradients,
     gradient_memory,
-    in_order,
     in_slots,
     is_sendable,
     zeros_on,
@@ -32,9 +32,6 @@ class Abstain(enum.Enum):
 ABSTAIN = Abstain.ABSTAIN
 """Instead of gradients: this rank joins collectives without data, to keep them paired."""
 
-BucketGradients = Sequence[torch.Tensor | None]
-"""p.grad of the parameters of a bucket, in their order; None counts as zeros."""
-
 
 class Arrived(NamedTuple):
     """The gradients of a bucket, for an update.
@@ -44,7 +41,7 @@ class Arrived(NamedTuple):
     rows: the same of all ranks, which the update averages as it reads; None if `own` is the mean.
     """
 
-    own: BucketGradients
+    own: Gradients
     rows: RankGradients | None
 
 
@@ -78,7 +75,7 @@ class BucketExchange(Protocol):
     halfway: tuple[int, int, Callable[[], None]] | None
     error: OwnError
 
-    def send(self, gradients: BucketGradients | Abstain) -> None:
+    def send(self, gradients: Gradients | Abstain) -> None:
         """Begin to send gradients to the ranks that own them; without memory as of in_place()."""
 
     def receive(self) -> Arrived:
@@ -108,10 +105,10 @@ class LocalExchange(BucketExchange):
         self.arrives_as = bucket.sent_as if is_in_place else None
         self.error = OwnError()
         self.present: Sequence[bool] = ()
-        self._gradients: BucketGradients = ()
+        self._gradients: Gradients = ()
         self._means: GradientMemory | None = None
 
-    def send(self, gradients: BucketGradients | Abstain) -> None:
+    def send(self, gradients: Gradients | Abstain) -> None:
         if gradients is ABSTAIN:
             self.finish()
             return
@@ -186,7 +183,7 @@ class CollectiveExchange(BucketExchange):
         self._pending: Pending | None = None
         self.error = OwnError()
 
-    def send(self, gradients: BucketGradients | Abstain) -> None:
+    def send(self, gradients: Gradients | Abstain) -> None:
         self.finish()  # of an aborted step, in the same memory
         bucket, own, stage = self.bucket, self.memory, "averaging gradients"
         self.error = OwnError()
@@ -271,8 +268,7 @@ def collective_exchanges(
     """
     device, rounds = buckets[0].device, buckets[0].wire not in (None, torch.float32)
     zeros = zeros_on(device)
-    travels = [b.world_size * b.replica_count > 1 for b in buckets]
-    sent = [b for b, is_sent in zip(buckets, travels, strict=True) if is_sent or rounds]
+    sent = [b for b in buckets if b.world_size * b.replica_count > 1 or rounds]
     slots = None if early and device.type == "cpu" else 2
     memory = dict(zip(sent, gradient_memory(sent, zeros, slots, aliased), strict=True))
     shared = [b for b in buckets if b.world_size > 1]
@@ -282,9 +278,9 @@ def collective_exchanges(
     of_replicas = zeros(max(needed, default=0), dtype=torch.float32)
     made: list[BucketExchange] = []
     users: dict[int, CollectiveExchange] = {}  # by the address of memory, the last one that sends from there
-    for bucket, is_sent in zip(buckets, travels, strict=True):
+    for bucket in buckets:
         own = memory.get(bucket)
-        if not is_sent:
+        if bucket.world_size * bucket.replica_count == 1:
             made.append(LocalExchange(bucket, own))
             continue
         rows = received.get(bucket, own.flat)  # one rank with replicas receives nothing
@@ -294,7 +290,7 @@ def collective_exchanges(
     return made
 
 
-def in_place(exchange: BucketExchange, gradients: BucketGradients) -> BucketGradients:
+def in_place(exchange: BucketExchange, gradients: Gradients) -> Gradients:
     """Gradients for send(): without memory, kernels read contiguous ones, and others are copied."""
     if exchange.memory is not None:
         return gradients
@@ -302,12 +298,14 @@ def in_place(exchange: BucketExchange, gradients: BucketGradients) -> BucketGrad
     for gradient in gradients:
         if gradient is not None:
             own = gradient.dtype if gradient.dtype in WEIGHT_DTYPES else torch.float32
-            gradient = in_order(gradient, exchange.arrives_as or own)
+            dtype = exchange.arrives_as or own
+            if not is_sendable(gradient, dtype):
+                gradient = torch.empty(gradient.shape, dtype=dtype, device=gradient.device).copy_(gradient)
         copied.append(gradient)
     return copied
 
 
-def are_as_sent(exchanges: Sequence[BucketExchange], gradients: Sequence[torch.Tensor | None]) -> bool:
+def are_as_sent(exchanges: Sequence[BucketExchange], gradients: Gradients) -> bool:
     """Whether each gradient, of all parameters, is contiguous and of the dtype in which it is sent, one of
     WEIGHT_DTYPES.
     """
@@ -319,7 +317,7 @@ def are_as_sent(exchanges: Sequence[BucketExchange], gradients: Sequence[torch.T
 
 
 def check_gradients(
-    exchange: BucketExchange, gradients: BucketGradients, names: Sequence[str], are_known: bool = False
+    exchange: BucketExchange, gradients: Gradients, names: Sequence[str], are_known: bool = False
 ) -> None:
     """Raise RuntimeError for a gradient that is sparse, elsewhere, freed, of another shape, or in the memory
     of another parameter's gradient; TypeError for one that would lose values on its way without

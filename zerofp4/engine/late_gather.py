@@ -93,9 +93,7 @@ class LateGathers:
                     late.complete()
         finally:
             if self._stream is not None:
-                event = torch.cuda.Event()
-                event.record(self._stream)
-                late.event = event
+                late.event = self._stream.record_event()
             # The gate closes last: a reader in another thread must not find an event before its record().
             bucket.gate.close(late.wait)
 

@@ -11,15 +11,8 @@ import torch
 from zerofp4 import ops
 from zerofp4.distributed import OwnError, in_phase
 from zerofp4.engine.assignment import Trained
-from zerofp4.engine.buckets import add_gradient_hooks
-from zerofp4.engine.exchange import (
-    ABSTAIN,
-    Abstain,
-    BucketExchange,
-    BucketGradients,
-    check_gradients,
-    in_place,
-)
+from zerofp4.engine.buckets import Gradients, add_gradient_hooks
+from zerofp4.engine.exchange import ABSTAIN, Abstain, BucketExchange, check_gradients, in_place
 from zerofp4.engine.step import Step
 from zerofp4.tensors import Holder, check_not_averaged
 
@@ -50,6 +43,8 @@ class Schedule:
 
     def _count(self, i: int, _: torch.Tensor) -> None:
         """The gradient of parameter i is in p.grad."""
+        if self._holder.is_taken_over:
+            return
         if not self._is_checked:
             check_not_averaged(set(map(id, self._parameters)))
             self._is_checked = True
@@ -109,7 +104,7 @@ class BackwardSchedule(Schedule):
         """By sent bucket, the gradients by parameter, and their _samples_of() when they were sent."""
 
     def _accept(self, i: int) -> None:
-        if self._is_syncing and not (self._is_stale or self.is_reduced or self._holder.is_taken_over):
+        if self._is_syncing and not (self._is_stale or self.is_reduced):
             self._send(self._complete_with(i))
             self.has_sent |= bool(self._taken)
 
@@ -242,7 +237,7 @@ class UpdateSchedule(Schedule):
         weights: Weights,
         step: Step,
         begin: Callable[[], tuple[OwnError, bool]],
-        scan: Callable[[BucketGradients, Sequence[int]], torch.Tensor | None],
+        scan: Callable[[Gradients, Sequence[int]], torch.Tensor | None],
         vote: Callable[[list[bool], torch.Tensor | None, OwnError], None],
     ):
         self._step, self._weights = step, weights
@@ -260,8 +255,6 @@ class UpdateSchedule(Schedule):
         self._waiting: dict[BucketExchange, tuple[list[bool], torch.Tensor | None]] = {}  # for the vote
 
     def _accept(self, i: int) -> None:
-        if self._holder.is_taken_over:
-            return
         with self._weights.breaking("backward()", in_buckets=True):
             self._follow_stream()
             n = self._position[i]
@@ -318,7 +311,7 @@ class UpdateSchedule(Schedule):
             self.has_begun = True
             self._error, self.is_refused = self._begin()
 
-    def _take_gradients(self, exchange: BucketExchange) -> BucketGradients | Abstain:
+    def _take_gradients(self, exchange: BucketExchange) -> Gradients | Abstain:
         """Take the gradients of a bucket out of p.grad. After an error of this rank they stay there."""
         gradients, word, indices = ABSTAIN, None, exchange.bucket.indices
         present = [False] * len(indices)

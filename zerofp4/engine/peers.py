@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share through NVLink, and which ranks can share it."""
+"""Memory that the GPUs of one host share through NVLink, and the exchange of a bucket through it."""
 
 import itertools
 import math
@@ -11,15 +11,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from zerofp4 import ops
 from zerofp4.distributed import (
     CollectiveError,
     GroupReference,
+    OwnError,
     attempt,
     exchange,
     rank_and_size,
     timeout_seconds,
 )
-from zerofp4.ops import MAX_PEERS, Barrier
+from zerofp4.engine.buckets import Bucket, GradientMemory, Gradients, gradient_memory, zeros_on
+from zerofp4.engine.exchange import ABSTAIN, UPDATE_DTYPES, Abstain, Arrived, BucketExchange
+from zerofp4.format import BLOCK
+from zerofp4.ops import MAX_PEERS, Barrier, PeerRows, RankGradients
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
 """Targets in the memory of other ranks, and their sources."""
@@ -147,9 +152,7 @@ class Peers:
         self._note_sent()
         with torch.cuda.stream(self._stream):
             self._gathers.run()
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        return done
+        return self._stream.record_event()
 
     def _follow(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -162,8 +165,7 @@ class Peers:
 
     def _note_sent(self) -> torch.cuda.Event:
         self._stream.wait_stream(self._other_stream)
-        self._sent = torch.cuda.Event()
-        self._sent.record(self._stream)
+        self._sent = self._stream.record_event()
         return self._sent
 
     def wait_until_sent(self) -> None:
@@ -197,6 +199,195 @@ def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
     tensor = _SymmetricMemory.empty_strided_p2p(tuple(shape), strides, dtype, device).zero_()
     torch.cuda.synchronize(device)  # before others write there
     return tensor
+
+
+# The exchange of a bucket
+
+
+class PeerExchange(BucketExchange):
+    """The owner of a slice reads the gradients of all ranks as it adds them up in FP32, in rank order. Copy
+    engines write its codes into the weights of every rank.
+
+    send() brings this rank's gradients into its shared memory, where they usually lie since the backward
+    pass. receive(), average() and finish() are a barrier on the device, after the send() of all ranks.
+
+    [Note: when shared memory may be written]
+
+        turn      t             t + 1         t + 2         t + 3
+        send      bucket t      t + 1         t + 2         t + 3
+        barrier   t - 1         t             t + 1         t + 2
+        read      t - 1         t             t + 1         t + 2
+
+    - After the barrier of bucket t + 1 no rank reads bucket t any more, and before it no rank has sent bucket
+      t + 3. So buckets may share three slots.
+    - After the last bucket the gathers of weights end in a barrier, or clip_grad_norm_ in an all-reduce: then
+      the next backward pass may write.
+
+    means: float32 [at least slice_numel], which buckets may share: receive() averages into it; None if the
+        update averages.
+    """
+
+    present = None
+
+    def __init__(
+        self, bucket: Bucket, memory: GradientMemory, peers: Peers, means: torch.Tensor | None = None
+    ):
+        self.bucket, self.memory, self._peers = bucket, memory, peers
+        self.arrives_as = bucket.sent_as if bucket.sent_as in UPDATE_DTYPES else None
+        self._means = None if means is None else means[: bucket.slice_numel]
+        if self._means is not None:
+            self.arrives_as, self._mean_views = torch.float32, bucket.own_views(self._means)
+        self.error = OwnError()
+        self.received: torch.Tensor | None = None
+        self._sent_halfway = 0
+        """The number of elements of the slice of weights that left halfway through its cast."""
+        self.halfway, found = None, find_halfway(bucket)
+        if found is not None:
+            position, row, count = found
+            self.halfway = position, row, lambda: self._send_weights(count)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Find the rows to read: `_rows` of all ranks, and `_own_views` of this rank's."""
+        own = self.memory.flat[self._peers.rank]
+        self._rows = PeerRows(self._peers.rows(own), own.numel(), own.dtype)
+        self._own_views = self.bucket.own_views(own)
+
+    def send(self, gradients: Gradients | Abstain) -> None:
+        self.error = OwnError()
+        if gradients is not ABSTAIN:
+            with self.error:
+                self.memory.take(gradients)
+
+    def finish(self) -> None:
+        self._peers.arrive()
+
+    def receive(self) -> Arrived:
+        self.finish()
+        self.error.raise_if_any()
+        if self._means is not None:
+            ops.average(self._rows, self._means)
+            return Arrived(self._mean_views, None)
+        rows = RankGradients(self._rows, self.bucket.masters, self._peers.rank)
+        return Arrived(self._own_views, rows)
+
+    def average(self, squares: torch.Tensor | None = None) -> None:
+        self.finish()
+        self.error.raise_if_any()
+        ops.average(self._rows, self.bucket.gradients, squares=squares)
+
+    def _send_weights(self, count: int) -> None:
+        self._sent_halfway = count
+        self._peers.start_sending(self.bucket.weights, count)
+
+    def gather(self) -> torch.cuda.Event:
+        scales, sent = self.bucket.scales, self._sent_halfway
+        self._sent_halfway = 0
+        if scales is not None:
+            self._peers.start_sending(scales.view(-1), scales.shape[1])
+        return self._peers.start_gather(self.bucket.weights, sent)
+
+
+class PushExchange(PeerExchange):
+    """In a backward pass send() has copy engines write to every owner its slice of the gradients.
+
+    Besides p.grad this needs memory on each owner for the rows of the other ranks, for all buckets at once,
+    in the dtype of sent gradients.
+
+    [Note: writing into another rank's memory without asking]
+    - Each row has one writer, which copies in order: sending again overwrites the earlier copy, also after
+      zero_grad() or a skipped step.
+    - Rows are read after the barrier of receive(), before which all copies have arrived. The next copies
+      leave after the gathers of weights, or the all-reduce of clip_grad_norm_.
+    - Own memory lives as long as this object. If a later pass overwrites it under a copy, the copied
+      gradients are dropped ones. A slot waits until its copies have left.
+
+    left: by the address of own memory, the last copies from there, which all buckets share.
+    """
+
+    def __init__(
+        self, bucket: Bucket, memory: GradientMemory, peers: Peers, left: dict[int, torch.cuda.Event]
+    ):
+        self._left = left
+        super().__init__(bucket, memory, peers)
+
+    def _connect(self) -> None:
+        """Make rows for the gradients of other ranks, and for this rank's own if its memory is a slot."""
+        peers, memory = self._peers, self.memory
+        received = peers.zeros((peers.size - memory.aliased, self.bucket.slice_numel), memory.flat.dtype)
+
+        def row(sender: int, receiver: int) -> torch.Tensor:
+            return received[(sender - receiver - 1) % peers.size]  # the last one is the receiver's own
+
+        copies = [(peers.at(r, row(peers.rank, r)), memory.flat[r]) for r in peers.others]
+        own = memory.flat[peers.rank]
+        if not memory.aliased:
+            copies.append((row(peers.rank, peers.rank), own))
+            own = row(peers.rank, peers.rank)
+        rows = [own if r == peers.rank else row(r, peers.rank) for r in range(peers.size)]
+        addresses = tuple(r.data_ptr() for r in rows)
+        self._rows = PeerRows(addresses, self.bucket.slice_numel, received.dtype)
+        self._own_views, self.received = self.bucket.own_views(own), received
+        self._copies: tuple[Copies, Copies] = halves(copies)
+
+    def send(self, gradients: Gradients | Abstain) -> None:
+        if gradients is ABSTAIN:
+            return
+        place = self.memory.flat.data_ptr()
+        if place in self._left and not self.memory.aliased:
+            self._left[place].wait()
+        super().send(gradients)
+        if not self.error:
+            self._left[place] = self._peers.start_copies(*self._copies)
+
+    def finish(self) -> None:
+        self._peers.wait_until_sent()
+        super().finish()
+
+
+def peer_exchanges(
+    buckets: Sequence[Bucket], peers: Peers, *, early: bool = False, in_turns: bool = False
+) -> list[BucketExchange]:
+    """By bucket, an exchange through memory of these ranks.
+
+    early: whether a backward pass sends gradients. in_turns: whether buckets share slots, and p.grad lies
+    elsewhere.
+    """
+    if early:
+        memory, error = attempt(gradient_memory, buckets, zeros_on(peers.device), 2)
+        exchange(None, error, peers.group(), "allocating gradients")
+        left: dict[int, torch.cuda.Event] = {}
+        return [PushExchange(bucket, own, peers, left) for bucket, own in zip(buckets, memory, strict=True)]
+    memory = gradient_memory(buckets, peers.zeros, 3 if in_turns else None, aliased=not in_turns)
+    # Updates of compact state have few loads on their way at a time: on four GPUs they would wait for rows of
+    # one rank after the other.
+    reads_means = {b: peers.size > 2 and b.state != "full" for b in buckets}
+    most = max((b.slice_numel for b in buckets if reads_means[b]), default=0)
+    means = peers.zeros((most,), torch.float32) if most else None
+    pairs = zip(buckets, memory, strict=True)
+    return [PeerExchange(b, own, peers, means if reads_means[b] else None) for b, own in pairs]
+
+
+def find_halfway(bucket: Bucket) -> tuple[int, int, int] | None:
+    """Where a cast may pause once, so that codes are sent while the rest is cast: the position of a weight,
+    one of its rows or their number, and the count of elements of this rank's `weights` before that row.
+
+    It is the last row of tiles that begins in the first half of this rank's codes, or the end of a weight if
+    the middle is in the gap after it. None if no rank needs codes, or the first half has no such row.
+    """
+    if not bucket.is_packed or bucket.world_size == 1:
+        return None
+    middle = bucket.begin + bucket.slice_numel // 2
+    owned = [i for i, shard in enumerate(bucket.shards) if shard.numel and bucket.offsets[i] <= middle]
+    if not owned:
+        return None
+    position = owned[-1]
+    weight, offset = bucket.parameters[position], bucket.offsets[position]
+    rows, cols = weight.record.matrix
+    matrix, row = divmod(min(middle - offset, weight.numel()) // cols, rows)
+    row = matrix * rows + row // BLOCK * BLOCK
+    sent = offset + row * cols - bucket.begin
+    return (position, row, sent // 2) if sent > 0 else None
 
 
 # Which ranks are on one host, and whether they can share memory

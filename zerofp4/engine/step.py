@@ -3,18 +3,16 @@
 Four buckets are in flight. In turn t, in this order:
 
     gradients of bucket t are sent
-    bucket t - 1 is updated, as soon as its gradients are here, and the all-reduce of its amaxes starts
-    bucket t - 2 is cast, as soon as its amaxes are reduced, and the all-gather of its codes starts
-    bucket t - 3 is transposed, as soon as its codes are here
+    bucket t - 1 is updated, after its gradients have arrived, and the all-reduce of its amaxes starts
+    bucket t - 2 is cast, after its amaxes are reduced, and the all-gather of its codes starts
+    bucket t - 3 is transposed, after its codes have arrived
 
-Weights that are no codes have no amaxes and nothing to transpose.
+Weights without codes have no amaxes and no transposes.
 
-Updates are bound by the link between GPUs, casts and transposes by memory. So casts and transposes of several
-ranks run on a stream of their own, beside the next update.
-
-Collectives run on the network's own stream, after what the current stream holds when they begin. The current
-stream waits for them, never the host of a GPU. One thread queues everything, in an order that depends on the
-buckets alone, so that ranks cannot wait for each other's collectives crosswise.
+The link between GPUs limits updates, and memory limits casts and transposes. So in a world of several ranks
+casts and transposes run on their own stream, beside the next update. Collectives run on the network's stream,
+after the work on the current stream, which waits for them. On a GPU the host never waits. One thread queues
+everything, in an order that depends on the buckets alone, so that ranks cannot deadlock.
 """
 
 import itertools
@@ -25,16 +23,13 @@ import torch
 
 from zerofp4.distributed import CollectiveError, OwnError, in_phase
 from zerofp4.engine.buckets import Gradients
-from zerofp4.engine.exchange import ABSTAIN, Abstain, Arrived, BucketExchange, BucketGradients, Waitable
+from zerofp4.engine.exchange import ABSTAIN, Abstain, Arrived, BucketExchange, Waitable
 from zerofp4.engine.late_gather import LateGathers
 from zerofp4.engine.peers import Peers
 from zerofp4.ops import increment_versions
 
 Update = Callable[[BucketExchange, Arrived | None], None]
 """Updates the masters of a bucket, and leaves their amaxes. None: the means are in `bucket.gradients`."""
-
-Source = Callable[[BucketExchange], BucketGradients | Abstain]
-"""What this rank has of a bucket's gradients."""
 
 
 class Step:
@@ -44,16 +39,16 @@ class Step:
     and raises `failure` at the end.
 
     exchanges: of the buckets, those of each process group side by side.
-    peers: the ranks that share memory; None where none do.
-    sends: whether a step sends gradients; False where backward passes have sent them.
-    late: takes the gathers of NVFP4 weights that go on after a step; None where a step waits for all.
+    peers: the ranks that share memory, if any.
+    sends: whether a step sends gradients; False if backward passes have sent them.
+    late: takes the gathers of NVFP4 weights, which then go on after a step; None if a step waits for them.
 
-    [Note: an error after the vote] An error of this rank while the program runs is kept in `failure`, and the
-    program goes on, since the other ranks wait for this rank's part in every collective. From then on this
-    rank updates nothing, and joins every further amax reduction with a flag, so that no rank casts those
-    buckets. Other ranks' masters, and weights that are no codes, do change. A bucket whose reduction it
-    joined without the flag is cast and transposed all the same, as on the other ranks. run() raises the error
-    at the end. A collective that failed is raised at once, since nobody is left who would wait.
+    [Note: an error after the vote] If this rank fails in the program, it keeps the error in `failure` and
+    joins all further collectives, since the other ranks wait for them. It updates no further bucket, and
+    joins each further amax reduction with a flag, so that no rank casts those buckets. Buckets reduced
+    without the flag are still cast and transposed, as on the other ranks. Masters of other ranks, and weights
+    without codes, do change. run() raises the error at the end, but a failed collective at once, since no
+    rank is left that would wait.
     """
 
     def __init__(
@@ -64,27 +59,27 @@ class Step:
         late: LateGathers | None = None,
     ):
         self.exchanges, self._peers, self._sends, self._late = exchanges, peers, sends, late
-        # Groups run one after the other: a rank never has collectives of two groups to begin whose order
-        # would depend on how many buckets each has.
+        # Groups run one after the other: else the order of collectives of two groups would depend on how many
+        # buckets each has, and differ between ranks.
         together = itertools.groupby(exchanges, lambda e: (e.bucket.group(), e.bucket.replicas()))
         self._groups = [list(group) for _, group in together]
         device = exchanges[0].bucket.device
         self._beside: torch.cuda.Stream | None = None
-        """The stream of casts and transposes; None if they follow updates on the current stream."""
+        """The stream of casts and transposes; None for the current stream."""
         if device.type == "cuda" and any(exchange.bucket.world_size > 1 for exchange in exchanges):
             self._beside = torch.cuda.Stream(device, priority=-1)
-        # Of one program:
+        # The state of one program:
         self.failure = OwnError()
         self._update: Update | None = None
         self._reduces = False
-        self._gradients: dict[BucketExchange, BucketGradients | Abstain] = {}
-        """Of buckets between send and update."""
+        self._gradients: dict[BucketExchange, Gradients | Abstain] = {}
+        """By bucket between send and update, this rank's gradients."""
         self._flagged: set[BucketExchange] = set()
-        """Buckets whose amax reduction this rank has joined with a flag, so that no rank casts them."""
+        """Buckets whose amax reduction this rank has joined with a flag."""
         self._updated: dict[BucketExchange, torch.cuda.Event] = {}
         """By bucket between update and cast, the end of its update."""
         self._gathers: dict[BucketExchange, Waitable | None] = {}
-        """Gathers that have begun and were not waited for."""
+        """By bucket between cast and transpose, its gather."""
 
     def run(
         self,
@@ -92,12 +87,12 @@ class Step:
         gradients: Gradients | Abstain | None = None,
         error: OwnError | None = None,
     ) -> None:
-        """Update and publish. Collective; nothing waits for a GPU.
+        """Update and publish. Collective; the host waits for no GPU.
 
         update: None leaves the masters as they are.
-        gradients: to be averaged, as of LocalExchange.in_place() where there is no memory; None where the
-            means are in the buckets, or nothing is updated.
-        error: of this rank, which takes part without changing anything and raises it.
+        gradients: to be averaged, as of in_place(); None if the means are in the buckets, or there is no
+            update.
+        error: of this rank, which then joins the collectives, changes nothing and raises it.
         """
         try:
             self.begin(update, error or OwnError(), reduces=gradients is not None)
@@ -107,14 +102,12 @@ class Step:
             self.join()
             self._start_late_gathers()
         except CollectiveError as gone:
-            self.failure.raise_if_any(cause=gone)  # it came first, and may be why the others have gone
+            self.failure.raise_if_any(cause=gone)  # came first, and may be why the others have gone
             raise
-        finally:
-            self._update = None
         self.failure.raise_if_any()
 
     def begin(self, update: Update | None, failure: OwnError, reduces: bool = True) -> None:
-        """A new program begins. reduces: whether gradients are exchanged."""
+        """Begin a new program. reduces: whether gradients are exchanged."""
         self._update, self.failure, self._reduces = update, failure, reduces
         self._gradients, self._flagged, self._updated, self._gathers = {}, set(), {}, {}
         if self._peers is not None:
@@ -129,14 +122,13 @@ class Step:
         self,
         exchanges: Sequence[BucketExchange],
         t: int,
-        gradients_of: Source,
+        gradients_of: Callable[[BucketExchange], Gradients | Abstain],
         lag: int = 1,
         vote: Callable[[BucketExchange], None] | None = None,
     ) -> None:
-        """Send bucket t, update bucket t - lag, cast the one before that, and transpose the one before that.
+        """Send bucket t, update bucket t - lag, cast bucket t - 2 lag and transpose bucket t - 3 lag.
 
-        gradients_of: what this rank sends of a bucket. lag: 0 does all of it to one bucket.
-        vote: called before each update.
+        gradients_of: returns this rank's gradients of a bucket. vote: called before each update.
         """
         sent, updated, cast, completed = (
             exchanges[t - n * lag] if 0 <= t - n * lag < len(exchanges) else None for n in range(4)
@@ -160,7 +152,7 @@ class Step:
                 self._complete(completed)
 
     def _update_masters(self, exchange: BucketExchange) -> None:
-        """Update the masters, which leaves their amaxes; the all-reduce of amaxes starts."""
+        """Update the masters, which leaves their amaxes, and start the all-reduce of amaxes."""
         bucket, plan = exchange.bucket, exchange.bucket.plan
         gradients = self._gradients.pop(exchange, None)
         if self._update is not None and gradients is not ABSTAIN:
@@ -169,14 +161,14 @@ class Step:
         elif self._reduces:
             in_phase("gradients", exchange.finish)()
         if plan is None:
-            # As after any update in place, a backward pass through the old values fails. Plans note theirs.
+            # A backward pass through the old values must fail. Plans note their own writes.
             increment_versions(bucket.parameters)
             return
         if self.failure:
             in_phase("amaxes", plan.abstain)()
         else:
-            with self.failure:  # start_step() itself joins with a flag where it raises
-                # Its return value is an error of an earlier step, which the vote has raised already.
+            with self.failure:  # if start_step() raises, it has joined with a flag
+                # It returns an error of an earlier step, which the vote has raised already.
                 in_phase("amaxes", plan.start_step)()
         if self.failure:
             self._flagged.add(exchange)
@@ -191,7 +183,7 @@ class Step:
             self._update(exchange, arrived)
 
     def _cast(self, exchange: BucketExchange) -> None:
-        """Write scales and this rank's codes, from the reduced amaxes; the gather of codes starts."""
+        """Write scales and this rank's codes, from the reduced amaxes, and start the gather of codes."""
         plan, is_late = exchange.bucket.plan, self._is_late(exchange)
         with self.failure:
             if plan is not None and exchange not in self._flagged:
@@ -202,7 +194,7 @@ class Step:
             self._gathers[exchange] = in_phase("weights", exchange.gather)()
 
     def _complete(self, exchange: BucketExchange) -> None:
-        """Wait for the codes of all ranks, and transpose them; not of buckets whose gathers are late."""
+        """Wait for the codes of all ranks, and transpose them, unless the bucket's gather is late."""
         gather, plan = self._gathers.pop(exchange, None), exchange.bucket.plan
         if gather is not None:
             in_phase("weights", gather.wait)()
@@ -215,11 +207,11 @@ class Step:
         return self._late is not None and bucket.plan is not None and bucket.world_size > 1
 
     def _start_late_gathers(self) -> None:
-        """After everything that the step waits for; the gathers of the first parameters first."""
+        """After all other collectives of the step, in the order in which a forward pass reads weights."""
         late = sorted(filter(self._is_late, self.exchanges), key=lambda e: min(e.bucket.indices))
         if late and self._peers is not None:
-            # The next backward pass overwrites gradients, and no gather that is waited for proves that all
-            # ranks have read them.
+            # The next backward pass overwrites gradients, so all ranks must have read them. Waiting for a
+            # gather would imply that, but late gathers are not waited for.
             in_phase("gradients", self._peers.arrive)()
         for exchange in late:
             gather, plan = in_phase("weights", exchange.gather)(), exchange.bucket.plan
@@ -232,7 +224,7 @@ class Step:
         """Average the gradients of all buckets into their `gradients`. Collective.
 
         gradients, squares: as of run() and BucketExchange.average().
-        Returns the error of this rank, which has taken its part in all exchanges.
+        Returns the error of this rank, which has joined all exchanges.
         """
         error = OwnError()
         for exchanges in self._groups:
@@ -280,5 +272,5 @@ class Step:
         return {"buckets": described, "bytes_sent": sent, "waiting_bytes": sum(waiting.values())}
 
 
-def _of_bucket(gradients: Gradients | Abstain, exchange: BucketExchange) -> BucketGradients | Abstain:
+def _of_bucket(gradients: Gradients | Abstain, exchange: BucketExchange) -> Gradients | Abstain:
     return gradients if gradients is ABSTAIN else [gradients[i] for i in exchange.bucket.indices]
