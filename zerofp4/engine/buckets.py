@@ -59,9 +59,7 @@ class Sharding(NamedTuple):
 
 
 def cut_unit(parameter: torch.Tensor, is_compact: bool) -> int:
-    """Cuts between ranks fall at multiples of this many elements, so that a block's scale and a group of
-    compact state have one owner.
-    """
+    """Ranks are cut at multiples of this: a block's scale and a group of compact state have one owner."""
     travels = isinstance(parameter, NVFP4Tensor) and parameter.record.scales_travel
     unit = block_unit(parameter.record) if travels else 1
     return math.lcm(unit, state_unit(parameter.shape[-1])) if is_compact else unit
@@ -121,7 +119,7 @@ class Bucket:
         self.rank, self.world_size = rank_and_size(sharding.group)
         self.replica, self.replica_count = rank_and_size(sharding.replicas)
         self.is_counted = not sharding.copy
-        """Whether a norm over all ranks counts this rank's elements: those of one copy count."""
+        """Whether a norm over all ranks counts this rank's elements: of several copies one counts."""
         self.is_of_whole_matrices = owners is not None
         self.shapes = [parameter.shape for parameter in self.parameters]
         sizes = [shape.numel() for shape in self.shapes]
@@ -191,9 +189,7 @@ class Bucket:
     # Views
 
     def own_views(self, flat_slice: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """This rank's shard of each parameter in a tensor like `masters`; None if the shard is empty, or
-        without a tensor.
-        """
+        """This rank's shards in a tensor like `masters`; None for an empty shard, and without a tensor."""
         if flat_slice is None:
             return [None] * len(self.shards)
         starts = [o + s.start - self.begin for o, s in zip(self.offsets, self.shards, strict=True)]
@@ -223,12 +219,6 @@ class Bucket:
 CHUNK = 2**22
 """Elements that are converted at once, since the arithmetic needs many times their memory."""
 
-NEAREST = 128
-"""Rounds to the nearest 24 bits, where an update adds a random byte."""
-
-QUIET_NAN = 0x7FC00000
-"""Bits of the only NaN."""
-
 
 def joined(master: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
     """The float32 values of a master, 1D: itself, or with `low` a new tensor of its 24 bits."""
@@ -250,8 +240,8 @@ def write_master(values: torch.Tensor, master: torch.Tensor, low: torch.Tensor |
         return
     for part in _chunks(master):
         own = values[part].to(master.device).float()
-        bits = torch.where(own.isnan(), QUIET_NAN, own.view(torch.int32))
-        bits = (bits + NEAREST) & -256
+        bits = torch.where(own.isnan(), 0x7FC00000, own.view(torch.int32))  # the only NaN
+        bits = (bits + 128) & -256  # to the nearest 24 bits; an update adds a random byte instead
         # Half way between two bfloat16 values the byte would not tell which one the plane has.
         bits += (bits & 0xFF00 == 0x8000).int() * 256
         master[part] = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -292,9 +282,9 @@ def are_sendable(gradients: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype
 
 def add_gradient_hooks(
     owner: Any, parameters: Sequence[torch.Tensor], method: Callable[[Any, int, torch.Tensor], None]
-) -> weakref.finalize:
-    """Call method(owner, position, parameter) whenever a backward pass has accumulated p.grad. The hooks do
-    not keep the owner alive, and end with it, or when the returned object is called.
+) -> None:
+    """Call method(owner, position, parameter) whenever a backward pass has accumulated p.grad. The hooks end
+    with the owner, and do not keep it alive.
     """
     me = weakref.ref(owner)
 
@@ -313,18 +303,15 @@ def add_gradient_hooks(
             parameter.register_post_accumulate_grad_hook(functools.partial(hook, position))
             for position, parameter in enumerate(parameters)
         ]
-    ends = weakref.finalize(owner, remove)
-    ends.atexit = False
-    return ends
+    weakref.finalize(owner, remove).atexit = False
 
 
 class GradientMemory:
     """A flat buffer for this rank's own gradients of one bucket: one row for each rank's slice.
 
-    If it is aliased, p.grad becomes a view of it in each backward pass, so that gradients need no packing
-    before they are sent. The matrix product of a quantized weight writes its gradient there directly
-    (GradientPlace); a hook moves other gradients there. A gradient with a graph, or one that a user assigned,
-    stays until take() copies it.
+    If it is aliased, p.grad becomes a view of it in each backward pass, so that gradients need no packing.
+    The matrix product of a quantized weight writes its gradient there directly (GradientPlace); a hook moves
+    other gradients there. A gradient with a graph, or one that a user assigned, stays until take() copies it.
 
     flat: [world_size, slice_numel] of any floating dtype; zeros if it is aliased.
     aliased_storages: the addresses of all aliased memory of one optimizer, to which this adds its own; None
@@ -406,7 +393,7 @@ def _storage_address(tensor: torch.Tensor) -> int:
 def in_slots(
     layouts: Sequence[tuple[tuple[int, ...], torch.dtype]], zeros: Zeros, count: int | None
 ) -> list[torch.Tensor]:
-    """A tensor of each shape and dtype, in slot i % count; count: None gives each memory of its own."""
+    """A tensor of each shape and dtype, in slot i % count; count None gives each its own memory."""
     if count is None or not layouts:
         return [zeros(shape, dtype=dtype) for shape, dtype in layouts]
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layouts]
@@ -418,11 +405,9 @@ def in_slots(
 def gradient_memory(
     buckets: Sequence[Bucket], zeros: Zeros, count: int | None = None, aliased: bool = True
 ) -> list[GradientMemory]:
-    """By bucket, memory for this rank's own gradients. p.grad aliases it if gradients travel as autograd
-    makes them; other gradients are copied there.
+    """By bucket, memory for this rank's own gradients: aliased if it may be and `keeps_gradients`.
 
-    count: the number of slots for copied gradients; None for one per bucket.
-    aliased: whether p.grad may alias the memory.
+    count: the number of slots for other gradients, which are copied; None for one per bucket.
     """
     storages: set[int] = set()
     aliases = [storages if aliased and bucket.keeps_gradients else None for bucket in buckets]

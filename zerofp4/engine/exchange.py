@@ -36,9 +36,8 @@ ABSTAIN = Abstain.ABSTAIN
 class Arrived(NamedTuple):
     """The gradients of a bucket, for an update.
 
-    own: by parameter of the bucket, this rank's gradient of its shard, contiguous; None without a gradient,
-        or if it owns nothing.
-    rows: the same of all ranks, which the update averages as it reads; None if `own` is the mean.
+    own: by parameter, this rank's gradient of its shard, contiguous; None if there is no gradient or shard.
+    rows: the gradients of all ranks, which the update averages as it reads; None if `own` is the mean.
     """
 
     own: Gradients
@@ -57,11 +56,9 @@ class BucketExchange(Protocol):
     average() raises is of this rank alone, which has joined their collectives by then.
 
     memory: this rank's gradients are sent from it; None if kernels read them in place.
-    arrives_as: the dtype of the gradients that receive() returns; None if only average() reads them.
-    received: memory for gradients of other ranks, which buckets may share; None if they are read on those
-        ranks, or there are none.
-    present: by parameter of the bucket, whether the last send() had a gradient of it; None if the device
-        decides which parameters are updated.
+    arrives_as: the dtype of the gradients that receive() returns; None if only average() can read them.
+    received: memory of gradients of other ranks, which buckets may share; None if there is none.
+    present: by parameter, whether the last send() had its gradient; None if the device knows.
     halfway: (position of a weight, its row, function to call): the cast may pause there once, so that the
         codes before that row leave while the rest is cast; None if that gains nothing.
     error: of this rank in the last send(), which receive() and average() raise.
@@ -123,16 +120,15 @@ class LocalExchange(BucketExchange):
         return Arrived(gradients, None)
 
     def average(self, squares: torch.Tensor | None = None) -> None:
-        bucket = self.bucket
-        squares = squares if bucket.is_counted else None
+        means = self.bucket.gradients
         if self.memory is not None:
-            ops.average(self.memory.flat, bucket.gradients, self.memory.flat[0], 0, squares)
+            ops.average(self.memory.flat, means, self.memory.flat[0], 0, squares)
             return
         if self._means is None:
-            self._means = GradientMemory(bucket, bucket.gradients.view(1, -1))
+            self._means = GradientMemory(self.bucket, means.view(1, -1))
         self._means.take(self._gradients)
         if squares is not None:
-            ops.add_squares([bucket.gradients], squares)
+            ops.add_squares([means], squares)
 
     def finish(self) -> None:
         self._gradients = ()
@@ -215,10 +211,9 @@ class CollectiveExchange(BucketExchange):
 
     def average(self, squares: torch.Tensor | None = None) -> None:
         bucket, means = self.bucket, self.bucket.gradients
-        squares = squares if bucket.is_counted else None
         has_replicas = bucket.replica_count > 1
-        self.finish()
         counted = None if has_replicas else squares
+        self.finish()
         if self._ordered or bucket.world_size == 1:
             ops.average(self.received, means, self._own, bucket.rank, counted)
         else:
@@ -257,13 +252,12 @@ def collective_exchanges(
 ) -> list[BucketExchange]:
     """By bucket, an exchange by collectives, or a LocalExchange if one rank has all of it.
 
-    Gradients that are sent as autograd makes them lie in flat memory from the backward pass on. Others are
-    copied to slots, and received gradients lie in slots, too.
+    Two slots hold copied gradients until they are sent, and two slots received ones.
 
-    early: whether a backward pass sends gradients. They wait on their owners for the step, so each bucket has
-        its own memory to receive them. On a CPU each also has its own to send from: the host waits until a
-        slot is free, and must not wait in a backward pass.
-    aliased: whether p.grad may alias the memory that it is sent from.
+    early: whether a backward pass sends gradients. They wait on their owners for the step, so each bucket
+        receives into its own memory. On a CPU each bucket also sends from its own: the host waits for a free
+        slot, and must not wait in a backward pass.
+    aliased: as of gradient_memory().
     ordered: whether gradients are added up in rank order, or by reduce-scatter.
     """
     device, rounds = buckets[0].device, buckets[0].wire not in (None, torch.float32)
@@ -319,9 +313,8 @@ def are_as_sent(exchanges: Sequence[BucketExchange], gradients: Gradients) -> bo
 def check_gradients(
     exchange: BucketExchange, gradients: Gradients, names: Sequence[str], are_known: bool = False
 ) -> None:
-    """Raise RuntimeError for a gradient that is sparse, elsewhere, freed, of another shape, or in the memory
-    of another parameter's gradient; TypeError for one that would lose values on its way without
-    gradient_wire.
+    """Raise RuntimeError for a gradient that is sparse, on another device, freed, of another shape, or in the
+    memory of another parameter's gradient; TypeError for one that would be rounded without gradient_wire.
 
     names: of the bucket's parameters. are_known: whether gradients of the same kinds have passed before.
     """

@@ -3,8 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +17,8 @@ from zerofp4.tensors import Holder, check_not_averaged
 
 
 class Schedule:
-    """Counts gradients in backward passes, and takes each bucket when its gradients are complete.
+    """Counts gradients in backward passes, and takes each bucket when its gradients are complete: _accept(i)
+    of a schedule is called when the gradient of parameter i is in p.grad.
 
     holder: of the trained parameters; once another optimizer has taken them over, no bucket is taken.
     """
@@ -31,7 +31,7 @@ class Schedule:
         self._position = {i: n for n, e in enumerate(exchanges) for i in e.bucket.indices}  # of its bucket
         self.start_over()
         self._is_checked = False  # whether a DistributedDataParallel, which averages too, was looked for
-        self._end_hooks = add_gradient_hooks(self, self._parameters, Schedule._count)
+        add_gradient_hooks(self, self._parameters, Schedule._count)
 
     def start_over(self) -> None:
         """No gradient has been counted."""
@@ -42,7 +42,6 @@ class Schedule:
         self._error = OwnError()  # of this rank, for the next vote
 
     def _count(self, i: int, _: torch.Tensor) -> None:
-        """The gradient of parameter i is in p.grad."""
         if self._holder.is_taken_over:
             return
         if not self._is_checked:
@@ -51,9 +50,6 @@ class Schedule:
         # no_grad() costs as much as all else here, and only passes with create_graph need it.
         with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
             self._accept(i)
-
-    def _accept(self, i: int) -> None:
-        raise NotImplementedError
 
     def _complete_with(self, i: int) -> Iterator[int]:
         """Count the gradient of parameter i, and yield the buckets to take now."""
@@ -73,12 +69,10 @@ class Schedule:
 
 
 class Sent(NamedTuple):
-    """all: whether a rank has sent all buckets for a vote. again: whether all ranks must send them again,
-    because zero_grad() has dropped sent buckets.
-    """
+    """Whether buckets were sent before a vote."""
 
-    all: bool = False
-    again: bool = False
+    all: bool = False  # a rank has sent all of them
+    again: bool = False  # all ranks must send all of them again, since zero_grad() has dropped some
 
 
 class BackwardSchedule(Schedule):
@@ -141,13 +135,11 @@ class BackwardSchedule(Schedule):
         return Sent(all=True, again=self._is_stale)
 
     def _check_unchanged(self) -> None:
-        """Raise RuntimeError if a gradient changed since it was sent. Waits for the device, as the vote
-        after it does.
-        """
+        """Raise RuntimeError if a gradient changed since it was sent. Waits for the device."""
         present = ops.gradients_of([self._parameters[i] for i in self._sent])
         pairs = zip(self._sent.items(), present, strict=True)
         changed = [i for (i, sent), gradient in pairs if sent.changed([gradient])]
-        if not changed and self._samples:  # writes that no version counts, as those of unscale_()
+        if not changed and self._samples:  # a write without a version, such as unscale_()
             now = [_samples_of(gradients.values()).ne(then).any(1) for gradients, then in self._samples]
             indices = itertools.chain.from_iterable(gradients for gradients, _ in self._samples)
             changed = list(itertools.compress(indices, torch.cat(now).tolist()))
@@ -179,8 +171,7 @@ class BackwardSchedule(Schedule):
         self.has_sent &= self.is_reduced  # an error after a clip leaves its averaged gradients
 
     def stop(self) -> None:
-        """End all sends for ever. Collective."""
-        self._end_hooks()
+        """Finish all exchanges, before another optimizer takes over the parameters. Collective."""
         self._send(self._rest(), abstain=True)
         for exchange in self._exchanges:
             exchange.finish()
@@ -206,16 +197,6 @@ def _samples_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack(two).view(torch.uint8)
 
 
-class Weights(Protocol):
-    """The trained parameters of an optimizer, and whether others have written to them."""
-
-    trained: Sequence[Trained]
-    holder: Holder
-    versions: ops.Versions  # of the weights as the optimizer left them
-    check_written: Callable[[Sequence[int]], None]  # raises RuntimeError
-    breaking: Callable[..., AbstractContextManager]  # an error inside breaks the optimizer
-
-
 class UpdateSchedule(Schedule):
     """overlap="update": takes each bucket through a whole turn of the step.
 
@@ -227,6 +208,7 @@ class UpdateSchedule(Schedule):
     lists the exceptions. Other ranks write into a weight after the vote on its bucket, which this rank joins
     when its own gradients are complete, or its pass has ended.
 
+    weights: the optimizer's ShardedParameters, which notices other writers, and which an error breaks.
     begin: starts a step. Returns the error of this rank, and whether all ranks have refused the step.
     scan: looks for a NaN or Inf in gradients of these indices.
     vote: on a bucket: whether each parameter has a gradient, the result of scan(), the error of this rank.
@@ -234,7 +216,7 @@ class UpdateSchedule(Schedule):
 
     def __init__(
         self,
-        weights: Weights,
+        weights: Any,
         step: Step,
         begin: Callable[[], tuple[OwnError, bool]],
         scan: Callable[[Gradients, Sequence[int]], torch.Tensor | None],

@@ -117,9 +117,7 @@ class Peers:
         self._arrivals.run()
 
     def open(self) -> None:
-        """A barrier before gathers: the kernels that read the old weights are queued on each rank's current
-        stream by now.
-        """
+        """A barrier before gathers, after the kernels that each rank has queued to read old weights."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             self._gathers.run()
@@ -350,8 +348,7 @@ def peer_exchanges(
 ) -> list[BucketExchange]:
     """By bucket, an exchange through memory of these ranks.
 
-    early: whether a backward pass sends gradients. in_turns: whether buckets share slots, and p.grad lies
-    elsewhere.
+    early: whether a backward pass sends gradients. in_turns: whether buckets share slots, instead of p.grad.
     """
     if early:
         memory, error = attempt(gradient_memory, buckets, zeros_on(peers.device), 2)
@@ -370,10 +367,10 @@ def peer_exchanges(
 
 def find_halfway(bucket: Bucket) -> tuple[int, int, int] | None:
     """Where a cast may pause once, so that codes are sent while the rest is cast: the position of a weight,
-    one of its rows or their number, and the count of elements of this rank's `weights` before that row.
+    one of its rows or their number, and how many elements of this rank's slice of `weights` come before it.
 
-    It is the last row of tiles that begins in the first half of this rank's codes, or the end of a weight if
-    the middle is in the gap after it. None if no rank needs codes, or the first half has no such row.
+    It is the last row of tiles that begins in the first half of the slice, or the end of a weight if the
+    middle is in the gap after it. None if there is no such row, or nothing is sent.
     """
     if not bucket.is_packed or bucket.world_size == 1:
         return None

@@ -38,7 +38,7 @@ class Step:
     run() is a whole step. A scheduler that updates inside a backward pass calls begin() and turn() itself,
     and raises `failure` at the end.
 
-    exchanges: of the buckets, those of each process group side by side.
+    exchanges: of all buckets; the buckets of one process group are neighbours.
     peers: the ranks that share memory, if any.
     sends: whether a step sends gradients; False if backward passes have sent them.
     late: takes the gathers of NVFP4 weights, which then go on after a step; None if a step waits for them.
@@ -223,7 +223,7 @@ class Step:
     def average(self, gradients: Gradients | Abstain, squares: torch.Tensor | None = None) -> OwnError:
         """Average the gradients of all buckets into their `gradients`. Collective.
 
-        gradients, squares: as of run() and BucketExchange.average().
+        gradients: as of run(). squares: as of BucketExchange.average(); copies of a bucket count once.
         Returns the error of this rank, which has joined all exchanges.
         """
         error = OwnError()
@@ -234,7 +234,8 @@ class Step:
                 if before is not None:
                     with error:
                         if gradients is not ABSTAIN:
-                            in_phase("gradients", before.average)(squares)
+                            counted = squares if before.bucket.is_counted else None
+                            in_phase("gradients", before.average)(counted)
                         else:
                             in_phase("gradients", before.finish)()
         return error
