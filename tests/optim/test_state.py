@@ -126,6 +126,20 @@ def test_a_state_dict_that_does_not_fit_changes_neither_optimizer(device):
         assert_all_equal(optimizer.gathered_masters(), masters, "master")
 
 
+def test_a_file_that_was_written_after_a_weight_has_its_values(device):
+    """In the same optimizer: a state dict that went through no file leaves the master as it was."""
+    for path in (through_a_file, lambda state_dict: state_dict):
+        net, optimizer = build(device)
+        train(net, optimizer)
+        expected = optimizer.gathered_masters()[0].clone()
+        with torch.no_grad():
+            net.first.weight.copy_(2 * net.first.weight)
+        if path is through_a_file:
+            expected = net.first.weight.dequantize(torch.float32)
+        optimizer.load_state_dict(path(optimizer.state_dict()))
+        assert_bytes_equal(optimizer.gathered_masters()[0], expected, "master")
+
+
 def test_load_into_parameters_that_were_moved(device):
     """Trainers move a model and have its optimizer load its own state. Without masters in that state, the
     parameters' values would be lost; of parameters that stay, masters follow what was written.

@@ -499,8 +499,8 @@ def _read_parameter(
         own.check_complete(PLANES, found)
         master = joined(*map(found.pop, PLANES))
     kept, given = saved.shards.masters[i], entries.get("master", entries.get("master_high"))
-    is_of_now = isinstance(given, Piece) and given.unread is None and given.saves == {saved.save_id}
-    if is_written and is_of_now and kept is not None:
+    is_of_now = isinstance(given, Piece) and given.about.ranks is not None and given.unread is None
+    if is_written and is_of_now and given.saves == {saved.save_id} and kept is not None:
         # The entry has the weight's values, but the master stays. accelerate loads a state dict that was
         # never saved, after DDP has written to all weights.
         master = joined(kept, saved.shards.lows[i])
