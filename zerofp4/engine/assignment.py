@@ -28,23 +28,15 @@ def find_bucket_mb(parameters: Sequence[torch.Tensor], dtype: torch.dtype | None
 
 
 class Trained(NamedTuple):
-    """A trainable parameter, and the facts that decide its bucket.
-
-    name: in messages.
-    sharding: the ranks that it is sharded over.
-    by: the number of the optimizer that updates its master.
-    work: the cost of its update as a whole matrix, in any unit; None if the update takes any slice.
-    leader: the position of the first parameter of its amax group, which lies in one bucket.
-    is_compact: whether its optimizer keeps compact state.
-    """
+    """A trainable parameter, and the facts that decide its bucket."""
 
     parameter: torch.Tensor
-    name: str
-    sharding: Sharding = Sharding()
-    by: int = 0
-    work: int | None = None
-    leader: int = 0
-    is_compact: bool = False
+    name: str  # in messages
+    sharding: Sharding = Sharding()  # the ranks that it is sharded over
+    by: int = 0  # the number of the optimizer that updates its master
+    work: int | None = None  # the cost of its update as a whole matrix; None if it is updated in any slices
+    leader: int = 0  # the position of the first parameter of its amax group, which lies in one bucket
+    is_compact: bool = False  # whether its optimizer keeps compact state
 
     @property
     def state(self) -> str:

@@ -74,26 +74,21 @@ class Bucket:
     wire: the dtype that gradients are rounded to before they are added; None keeps autograd's.
     state: as of Trained.
 
-    allocate() makes the memory, and bind() makes the parameters views of it.
-
-    weights: of all ranks, [world_size * slice_numel]; for NVFP4 weights rowwise codes, uint8, half as long.
-    masters, low: this rank's slice, zero between two parameters:
+    allocate() makes the memory, and bind() makes the parameters views of it. masters and low are this rank's
+    slice, zero between two parameters:
 
         state        parameters   masters [slice_numel]           low
         compact24    bf16         bfloat16, the slice of weights  uint8
         compact24    NVFP4        bfloat16                        uint8
         others       FP32         float32, the slice of weights   None
         others       others       float32                         None
-
-    plan: casts the masters of NVFP4 weights; None for other weights, which cast() rounds.
-    scales: uint8 [world_size, bytes], the plan's scales that travel; None if none do.
     """
 
-    weights: torch.Tensor
+    weights: torch.Tensor  # of all ranks, [world_size * slice_numel]; NVFP4: codes, uint8, half as long
     masters: torch.Tensor
     low: torch.Tensor | None = None
-    plan: CastPlan | None = None
-    scales: torch.Tensor | None = None
+    plan: CastPlan | None = None  # casts the masters of NVFP4 weights; cast() rounds other masters
+    scales: torch.Tensor | None = None  # uint8 [world_size, bytes], the plan's scales that travel, if any
 
     def __init__(
         self,
@@ -118,8 +113,7 @@ class Bucket:
         self.group, self.replicas = GroupReference(sharding.group), GroupReference(sharding.replicas)
         self.rank, self.world_size = rank_and_size(sharding.group)
         self.replica, self.replica_count = rank_and_size(sharding.replicas)
-        self.is_counted = not sharding.copy
-        """Whether a norm over all ranks counts this rank's elements: of several copies one counts."""
+        self.is_counted = not sharding.copy  # whether in norms: of several copies one
         self.is_of_whole_matrices = owners is not None
         self.shapes = [parameter.shape for parameter in self.parameters]
         sizes = [shape.numel() for shape in self.shapes]
@@ -135,8 +129,7 @@ class Bucket:
         bounds = [min(r * most, self.slice_numel) for r in range(self.replica_count + 1)]
         self.parts = [slice(first, last) for first, last in itertools.pairwise(bounds)]
         """By replica, the part of a slice that it averages."""
-        self.part = self.parts[self.replica]
-        """The part that this rank averages: all of its slice without replicas."""
+        self.part = self.parts[self.replica]  # all of the slice without replicas
 
     @functools.cached_property
     def gradients(self) -> torch.Tensor:
@@ -323,8 +316,7 @@ class GradientMemory:
         self.aliased = aliased_storages is not None
         self.views = bucket.whole_views(flat.view(-1))
         self._addresses = [view.data_ptr() for view in self.views]
-        self._gaps: list[torch.Tensor] = []
-        """Memory between parameters, which is sent as zeros and which other users of the slot overwrite."""
+        self._gaps: list[torch.Tensor] = []  # sent as zeros; other users of a slot overwrite them
         if self.aliased:
             aliased_storages.add(_storage_address(flat))
             with torch._C.DisableTorchFunctionSubclass():

@@ -34,14 +34,10 @@ ABSTAIN = Abstain.ABSTAIN
 
 
 class Arrived(NamedTuple):
-    """The gradients of a bucket, for an update.
+    """The gradients of a bucket, for an update."""
 
-    own: by parameter, this rank's gradient of its shard, contiguous; None if there is no gradient or shard.
-    rows: the gradients of all ranks, which the update averages as it reads; None if `own` is the mean.
-    """
-
-    own: Gradients
-    rows: RankGradients | None
+    own: Gradients  # by parameter, this rank's gradient of its shard, contiguous; None if there is none
+    rows: RankGradients | None  # of all ranks: the update averages as it reads; None if `own` is the mean
 
 
 UPDATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -54,23 +50,18 @@ class BucketExchange(Protocol):
     In a step: send(), then receive() or average(), with at most one other bucket sent in between; then the
     cast, and gather(). A scheduler may send() earlier. All are collective. An error that receive() or
     average() raises is of this rank alone, which has joined their collectives by then.
-
-    memory: this rank's gradients are sent from it; None if kernels read them in place.
-    arrives_as: the dtype of the gradients that receive() returns; None if only average() can read them.
-    received: memory of gradients of other ranks, which buckets may share; None if there is none.
-    present: by parameter, whether the last send() had its gradient; None if the device knows.
-    halfway: (position of a weight, its row, function to call): the cast may pause there once, so that the
-        codes before that row leave while the rest is cast; None if that gains nothing.
-    error: of this rank in the last send(), which receive() and average() raise.
     """
 
     bucket: Bucket
-    memory: GradientMemory | None
-    arrives_as: torch.dtype | None
-    received: torch.Tensor | None
-    present: Sequence[bool] | None
+    memory: GradientMemory | None  # this rank's gradients are sent from it; None if kernels read p.grad
+    arrives_as: torch.dtype | None  # the dtype of receive(); None if only average() can read the gradients
+    received: torch.Tensor | None  # memory for gradients of other ranks, if any; buckets may share it
+    present: Sequence[bool] | None  # by parameter, whether send() had a gradient; None if the device knows
     halfway: tuple[int, int, Callable[[], None]] | None
-    error: OwnError
+    """(position of a weight, its row, function to call): the cast may pause there once, so that the codes
+    before that row leave while the rest is cast; None if that gains nothing.
+    """
+    error: OwnError  # of this rank in the last send(), raised by receive() and average()
 
     def send(self, gradients: Gradients | Abstain) -> None:
         """Begin to send gradients to the ranks that own them; without memory as of in_place()."""

@@ -23,10 +23,8 @@ class LateGather:
     def __init__(self, gate: Gate, gather: Waitable, derive: Callable[[], None], device: torch.device):
         self.gate, self._device, self._lock = gate, device, threading.Lock()
         self._rest: tuple[Waitable, Callable[[], None]] | None = (gather, derive)
-        self.event: torch.cuda.Event | None = None
-        """On a GPU, recorded after the transposes."""
-        self._waiting: set[int] = set()
-        """Streams that wait for the event already: reads ask here first, since asking the event is slow."""
+        self.event: torch.cuda.Event | None = None  # on a GPU, recorded after the transposes
+        self._waiting: set[int] = set()  # streams that wait for the event: faster to ask than the event
 
     def complete(self) -> None:
         """Wait for the codes of all ranks, and derive columns from them, once."""

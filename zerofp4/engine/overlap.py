@@ -37,8 +37,7 @@ class Schedule:
         """No gradient has been counted."""
         self._missing = [set(exchange.bucket.indices) for exchange in self._exchanges]
         """By bucket, the parameters without a gradient so far."""
-        self._taken: set[int] = set()
-        """Positions of the buckets that were taken, or are being taken."""
+        self._taken: set[int] = set()  # positions of buckets, also of one that is being taken
         self._error = OwnError()  # of this rank, for the next vote
 
     def _count(self, i: int, _: torch.Tensor) -> None:
@@ -92,8 +91,7 @@ class BackwardSchedule(Schedule):
     def start_over(self) -> None:
         super().start_over()
         self._is_stale = False  # whether zero_grad() has dropped sent buckets
-        self._sent: dict[int, ops.Versions] = {}
-        """By parameter, its sent gradient."""
+        self._sent: dict[int, ops.Versions] = {}  # by parameter, its sent gradient
         self._samples: list[tuple[dict[int, torch.Tensor], torch.Tensor]] = []
         """By sent bucket, the gradients by parameter, and their _samples_of() when they were sent."""
 

@@ -434,20 +434,13 @@ def find_peers(
 
 
 class Location(NamedTuple):
-    """Where a rank runs.
+    """Where a rank runs."""
 
-    host: host_name().
-    index: of its GPU; -1 without one.
-    reachable: the indices of the GPUs whose memory its own can access.
-    obstacle: why this rank cannot share memory with any other.
-    rendezvous_count: as of Peers.
-    """
-
-    host: str
-    index: int
-    reachable: list[int]
-    obstacle: str | None
-    rendezvous_count: int = 0
+    host: str  # host_name()
+    index: int  # of its GPU; -1 without one
+    reachable: list[int]  # indices of the GPUs whose memory its own can access
+    obstacle: str | None  # why this rank cannot share memory with any other
+    rendezvous_count: int = 0  # as of Peers
 
 
 def locate(device: torch.device) -> Location:

@@ -64,22 +64,17 @@ class Step:
         together = itertools.groupby(exchanges, lambda e: (e.bucket.group(), e.bucket.replicas()))
         self._groups = [list(group) for _, group in together]
         device = exchanges[0].bucket.device
-        self._beside: torch.cuda.Stream | None = None
-        """The stream of casts and transposes; None for the current stream."""
+        self._beside: torch.cuda.Stream | None = None  # of casts and transposes; None: the current stream
         if device.type == "cuda" and any(exchange.bucket.world_size > 1 for exchange in exchanges):
             self._beside = torch.cuda.Stream(device, priority=-1)
         # The state of one program:
         self.failure = OwnError()
         self._update: Update | None = None
         self._reduces = False
-        self._gradients: dict[BucketExchange, Gradients | Abstain] = {}
-        """By bucket between send and update, this rank's gradients."""
-        self._flagged: set[BucketExchange] = set()
-        """Buckets whose amax reduction this rank has joined with a flag."""
-        self._updated: dict[BucketExchange, torch.cuda.Event] = {}
-        """By bucket between update and cast, the end of its update."""
-        self._gathers: dict[BucketExchange, Waitable | None] = {}
-        """By bucket between cast and transpose, its gather."""
+        self._gradients: dict[BucketExchange, Gradients | Abstain] = {}  # between send and update
+        self._flagged: set[BucketExchange] = set()  # this rank has joined their amax reductions with a flag
+        self._updated: dict[BucketExchange, torch.cuda.Event] = {}  # ends of updates, until the cast
+        self._gathers: dict[BucketExchange, Waitable | None] = {}  # between cast and transpose
 
     def run(
         self,
