@@ -58,8 +58,8 @@ ZEROFP4_HD bool decide_words(const DecideArgs& args, bool differ) {
     }
     const bool skip = made.nonfinite != 0 || refused || (args.failed != nullptr && *args.failed != 0.0f);
     if (args.counts && made.nonfinite != 0 && before == 0 && !refused) ++made.skipped;
-    if (args.found_inf != nullptr && !(args.goes_on && *args.found_inf != 0.0f))
-        *args.found_inf = skip ? 1.0f : 0.0f;
+    // With goes_on, the cast of an earlier bucket may write 1 on another stream meanwhile.
+    if (args.found_inf != nullptr && (skip || !args.goes_on)) *args.found_inf = skip ? 1.0f : 0.0f;
     made.skip = skip ? 1.0f : 0.0f;
     made.refused = refused ? 1.0f : 0.0f;
     return skip;
