@@ -1,7 +1,4 @@
-"""Which cases of the tests run: with --quick one of each test, else those in which every two options meet.
-
-If several processes share the tests: which process runs them.
-"""
+"""Which cases of the tests run, and in which of several processes."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def _rule(item: pytest.Item) -> tuple[str, str]:
     return item.nodeid.partition("[")[0], str(_parameters(item).get("device"))
 
 
-# --quick
+# --quick: one case of each test
 
 
 def representatives(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
@@ -45,7 +42,7 @@ def _is_quick(item: pytest.Item) -> bool:
     return not marks & LEFT_OUT and (world == RANKS or not isinstance(world, Setting))
 
 
-# Every pair
+# Otherwise: cases in which every two options meet
 
 
 def thinned(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -1,6 +1,4 @@
-"""Every test has a case that runs, and every two values of its parameters meet in one, but with --quick.
-Of several processes one runs it.
-"""
+"""Every test has a case that runs in one process; every two values meet in one, but with --quick."""
 
 from __future__ import annotations
 
