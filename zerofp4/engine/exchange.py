@@ -97,6 +97,7 @@ class LocalExchange(BucketExchange):
         self._means: GradientMemory | None = None
 
     def send(self, gradients: Gradients | Abstain) -> None:
+        self.error = OwnError()
         if gradients is ABSTAIN:
             self.finish()
             return
@@ -104,13 +105,15 @@ class LocalExchange(BucketExchange):
         if self.memory is None:
             self._gradients = gradients
         else:
-            self.memory.take(gradients)
+            with self.error:  # other ranks wait for this one in the next bucket
+                self.memory.take(gradients)
 
     def receive(self) -> Arrived:
         gradients, self._gradients = self._gradients, ()  # to be freed after the update
         return Arrived(gradients, None)
 
     def average(self, squares: torch.Tensor | None = None) -> None:
+        self.error.raise_if_any()
         means = self.bucket.gradients
         if self.memory is not None:
             ops.average(self.memory.flat, means, self.memory.flat[0], 0, squares)

@@ -85,6 +85,29 @@ def test_memory_that_a_rank_lacks_ends_the_step_before_it_begins(world):
         check_weights(parameters, optimizer)
 
 
+@on_ranks(2)
+def test_a_gradient_that_a_rank_cannot_copy_for_itself(world):
+    """In a bucket that one rank has alone, the other rank waits in the next bucket."""
+    alone = [dist.new_group([rank]) for rank in range(2)][world.rank]
+    error, parameters = torch.OutOfMemoryError("no memory today"), parameters_of(world)
+    groups = [{"params": parameters[:2], "process_group": alone}, {"params": parameters[2:4]}]
+    options = keywords(OPTIONS, {"transport": "collective", "gradient_wire": torch.bfloat16})
+    optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **options)
+    take_step(parameters[:4], optimizer, world.rank)
+    take = GradientMemory.take
+
+    def fail(memory, gradients):
+        if world.rank == 1 and len(memory.flat) == 1:
+            raise error
+        take(memory, gradients)
+
+    set_gradients(parameters[:4], make_gradients(parameters[:4], 1))
+    with mock.patch.object(GradientMemory, "take", fail):
+        raised = raised_by(optimizer.step)
+    assert raised is error if world.rank == 1 else ABSTAINED in str(raised)
+    assert optimizer.broken is not None
+
+
 LACKS = {
     "weights and masters": (Bucket, "allocate", 2),
     "casts": (cast_plan, "ReducedVector", 1),
