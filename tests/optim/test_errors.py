@@ -322,7 +322,7 @@ def test_the_averages_of_torch_do_not_quantize_in_silence(device, way, updates):
 
 
 def test_averages(device):
-    """(distributed/optim/test_averages has those of several ranks.)"""
+    """In a world of one. distributed/state/test_export has averages of several ranks."""
     net = make_net(device)
     optimizer = ZeroFP4Optimizer(net.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="optimizer must be a ZeroFP4Optimizer, got AdamW"):

@@ -1,6 +1,7 @@
 """The gradients of this rank, and the vote of all ranks on a step or a clip, before anything changes."""
 
 import contextlib
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -367,7 +368,6 @@ class OwnGradients:
         self._words, self._word = agreement.words, agreement.decision.own
         self.launches: ops.MultiTensor | None = None
         """Reads all gradients where they are; None unless they are sent as they are."""
-        self._in_means: ops.MultiTensor | None = None
         self._kinds: Any = None
         """TensorFacts.kinds of the gradients that were checked last: others of equal kinds need no check."""
 
@@ -420,8 +420,8 @@ class OwnGradients:
         the masters could not read it in a CUDA graph. Waits for nothing.
 
         indices: of the gradients' parameters; None for all.
-        in_means: whether to look in the means of this rank instead. Their `squares` count NaNs and Infs, so
-            that they are read once more only if there is one.
+        in_means: whether to look in this rank's slices of the means instead. Their `squares` count NaNs and
+            Infs, so the means are read again only if there is one.
         """
         device = self.squares.device
         if indices is not None:
@@ -429,7 +429,7 @@ class OwnGradients:
         if self._world_size == 1 and ops.is_capturing(device) and not self._inners.heed_found_inf():
             return None
         when = self.squares[:, -2:].sum(0) if in_means else None
-        launches = self._means_launches() if in_means and not self.are_means else self.launches
+        launches = self._means_launches if in_means and not self.are_means else self.launches
         if launches is None:
             word = self._find_by_kind(gradients, self._words, when)
         else:
@@ -440,14 +440,14 @@ class OwnGradients:
                 word = torch.maximum(word, (flag.reshape(()).to(device) != 0).int() * FOUND_INF)
         return word
 
+    @functools.cached_property
     def _means_launches(self) -> ops.MultiTensor:
-        """Reads this rank's part of the means, whose memory stays."""
-        if self._in_means is None:
-            pairs = [zip(b.gradient_views, b.indices, strict=True) for b in self._shards.buckets]
-            owned = [(view, i) for pair in pairs for view, i in pair if view is not None]
-            self._in_means = ops.MultiTensor([view for view, _ in owned], [self._words[i] for _, i in owned])
-            self._in_means.addresses = ops.pointers([view for view, _ in owned])
-        return self._in_means
+        """Reads this rank's slices of the means, whose memory never moves."""
+        pairs = [zip(b.gradient_views, b.indices, strict=True) for b in self._shards.buckets]
+        owned = [(view, i) for pair in pairs for view, i in pair if view is not None]
+        launches = ops.MultiTensor([view for view, _ in owned], [self._words[i] for _, i in owned])
+        launches.addresses = ops.pointers([view for view, _ in owned])
+        return launches
 
     def _find_by_kind(
         self, gradients: Gradients, words: Sequence[int], when: torch.Tensor | None = None
