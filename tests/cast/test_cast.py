@@ -19,12 +19,14 @@ def test_no_weights():
 
 @pytest.mark.parametrize("name", ["data", "rowwise_data.data"])
 def test_another_record_and_codes_exchanged_behind_theirs_are_noticed(device, name):
+    """On a GPU, step() sees codes only once post() has: it looks at all addresses."""
     weights, masters, starts = make(device)
     plan = zerofp4.CastPlan(weights, masters, starts)
     plan.step()
     moved = weights[1] if name == "data" else weights[1].rowwise_data
     moved.data = moved.data.clone()
-    for call in (plan.step, plan.all_gather, plan.post):
+    calls = [plan.step] if name == "data" or device.type == "cpu" else []
+    for call in (*calls, plan.post, plan.step, plan.all_gather):
         with pytest.raises(RuntimeError, match=r"model_weights\[1\]: rowwise_data has moved"):
             call()
     plan.refresh()

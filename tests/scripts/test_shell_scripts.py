@@ -202,8 +202,9 @@ def test_another_torch_is_in_an_environment_that_is_gone_afterwards(tmp_path, is
 
 
 @pytest.mark.parametrize("failing", ["none", "3/4"])
-def test_parts_share_the_tests_on_a_gpu(tmp_path, failing):
+def test_parts_share_the_tests_on_a_gpu(tmp_path, monkeypatch, failing):
     """Each says something and begins with another GPU, and the status is that of all."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     python = f"""#!/bin/sh
 [ "$1" = -m ] || {{ echo "2 0"; exit; }}
 echo "runs $* on $CUDA_VISIBLE_DEVICES"
