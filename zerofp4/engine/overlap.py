@@ -260,7 +260,6 @@ class UpdateSchedule(Schedule):
         if torch._C._current_autograd_node() is None:
             with self._weights.breaking("backward()", in_buckets=True):
                 self._take(self._rest(3 * self._lag))
-                self._step.join()
 
     def _follow_stream(self) -> None:
         """Make the current stream wait for the last hook's: each hook runs on its gradient's stream."""
@@ -328,7 +327,6 @@ class UpdateSchedule(Schedule):
         with self._error:
             error.raise_if_any()
         self._take(self._rest(3 * self._lag))
-        self._step.join()
         return self._step.failure or self._error
 
     def drop(self) -> None:

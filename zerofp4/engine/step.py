@@ -9,10 +9,9 @@ Four buckets are in flight. In turn t, in this order:
 
 Weights without codes have no amaxes and no transposes.
 
-The link between GPUs limits updates, and memory limits casts and transposes. So in a world of several ranks
-casts and transposes run on their own stream, beside the next update. Collectives run on the network's stream,
-after the work on the current stream, which waits for them. On a GPU the host never waits. One thread queues
-everything, in an order that depends on the buckets alone, so that ranks cannot deadlock.
+Collectives run on the network's stream, after the work on the current stream, which waits for them. On a GPU
+the host never waits. One thread queues everything, in an order that depends on the buckets alone, so that
+ranks cannot deadlock.
 """
 
 import itertools
@@ -63,17 +62,12 @@ class Step:
         # buckets each has, and differ between ranks.
         together = itertools.groupby(exchanges, lambda e: (e.bucket.group(), e.bucket.replicas()))
         self._groups = [list(group) for _, group in together]
-        device = exchanges[0].bucket.device
-        self._beside: torch.cuda.Stream | None = None  # of casts and transposes; None: the current stream
-        if device.type == "cuda" and any(exchange.bucket.world_size > 1 for exchange in exchanges):
-            self._beside = torch.cuda.Stream(device, priority=-1)
         # The state of one program:
         self.failure = OwnError()
         self._update: Update | None = None
         self._reduces = False
         self._gradients: dict[BucketExchange, Gradients | Abstain] = {}  # between send and update
         self._flagged: set[BucketExchange] = set()  # this rank has joined their amax reductions with a flag
-        self._updated: dict[BucketExchange, torch.cuda.Event] = {}  # ends of updates, until the cast
         self._gathers: dict[BucketExchange, Waitable | None] = {}  # between cast and transpose
 
     def run(
@@ -94,7 +88,6 @@ class Step:
             for exchanges in self._groups:
                 for t in range(len(exchanges) + 3):
                     self.turn(exchanges, t, lambda e: _of_bucket(gradients, e))
-            self.join()
             self._start_late_gathers()
         except CollectiveError as gone:
             self.failure.raise_if_any(cause=gone)  # came first, and may be why the others have gone
@@ -104,14 +97,9 @@ class Step:
     def begin(self, update: Update | None, failure: OwnError, reduces: bool = True) -> None:
         """Begin a new program. reduces: whether gradients are exchanged."""
         self._update, self.failure, self._reduces = update, failure, reduces
-        self._gradients, self._flagged, self._updated, self._gathers = {}, set(), {}, {}
+        self._gradients, self._flagged, self._gathers = {}, set(), {}
         if self._peers is not None:
             in_phase("weights", self._peers.open)()
-
-    def join(self) -> None:
-        """Make the current stream wait for all casts and transposes."""
-        if self._beside is not None:
-            torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
 
     def turn(
         self,
@@ -136,15 +124,10 @@ class Step:
             if vote is not None:
                 vote(updated)
             self._update_masters(updated)
-            if self._beside is not None:
-                self._updated[updated] = torch.cuda.current_stream(self._beside.device).record_event()
-        with torch.cuda.stream(self._beside):  # None: the current stream
-            if cast is not None:
-                if cast in self._updated:
-                    self._beside.wait_event(self._updated.pop(cast))
-                self._cast(cast)
-            if completed is not None:
-                self._complete(completed)
+        if cast is not None:
+            self._cast(cast)
+        if completed is not None:
+            self._complete(completed)
 
     def _update_masters(self, exchange: BucketExchange) -> None:
         """Update the masters, which leaves their amaxes, and start the all-reduce of amaxes."""
