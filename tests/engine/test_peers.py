@@ -13,7 +13,7 @@ from helpers import assert_bytes_equal
 
 import zerofp4
 from zerofp4.engine import buckets
-from zerofp4.engine.peers import Peers, find_halfway, halves
+from zerofp4.engine.peers import Peers, PushExchange, find_halfway, halves
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def queued(monkeypatch):
     cuda = SimpleNamespace(current_stream=lambda _: current, stream=within, Event=Event)
     monkeypatch.setattr("zerofp4.engine.peers.torch", SimpleNamespace(cuda=cuda))
     peers = Peers.__new__(Peers)
-    peers.device, peers._sent = torch.device("cuda", 0), Event()
+    peers.device = torch.device("cuda", 0)
     peers._stream, peers._other_stream = Stream(), Stream()
     count = iter(range(10))
     peers._gathers = SimpleNamespace(run=lambda: queue(f"barrier {next(count)}"))
@@ -73,14 +73,10 @@ def test_nothing_is_written_before_all_ranks_are_there(queued, count):
 
 
 def test_gradients_leave_behind_codes_and_what_was_sent_before(queued):
-    """In any order; those of a round are where the last one's were read. An update waits until all has left,
-    and not for other ranks, which hear of it then.
-    """
+    """In any order; those of a round are where the last one's were read."""
     peers, before, current = queued
     peers.open()
     gather = peers.start_gather(FIRST)
-    peers.wait_until_sent()
-    assert parts_of(FIRST) <= current.done and "barrier 1" not in current.done
     for name in ("early", "late"):
         current.done.add(f"backward of {name}")
         sent = peers.start_copies(peers._copies_of(name, 0, 32), peers._copies_of(name, 32, 64))
@@ -93,6 +89,18 @@ def test_gradients_leave_behind_codes_and_what_was_sent_before(queued):
     assert "barrier 1" in current.done and not parts_of("early") & current.done
     sent.wait(current)
     assert parts_of("early", "late") <= current.done
+
+
+def test_an_update_waits_until_gradients_have_left_and_not_for_codes(queued):
+    peers, _, current = queued
+    sent = peers.start_copies(peers._copies_of("early", 0, 32), peers._copies_of("early", 32, 64))
+    peers.start_gather(FIRST)
+    exchange = PushExchange.__new__(PushExchange)
+    exchange.memory = SimpleNamespace(flat=SimpleNamespace(data_ptr=lambda: 64))
+    exchange._left = {64: SimpleNamespace(wait=lambda: sent.wait(current))}
+    exchange._peers = SimpleNamespace(arrive=lambda: current.done.add("arrival"))
+    exchange.finish()
+    assert {"arrival", *parts_of("early")} <= current.done and not parts_of(FIRST) & current.done
 
 
 def test_halves():

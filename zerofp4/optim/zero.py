@@ -261,7 +261,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._early is not None:
             return self._end_early_step(closure)
         self._begin_call("step()")
-        gradients, word, sent, loss, error = (), None, None, None, OwnError()
+        gradients, sent, loss, error = (), None, None, OwnError()
         try:
             if closure is not None:
                 with torch.enable_grad():
@@ -271,7 +271,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             reduces, own = self._clipped is None, self._gradients
             gradients = own.collect()
             self._unscale(gradients)
-            word = in_phase("scan", own.find_word)(gradients) if reduces else None
             self.inners.sync_options(self.param_groups)
             self.inners.check_options()
             if not reduces and self._clipped.gradients.changed(gradients):
@@ -289,7 +288,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         except BaseException as failure:
             error = self._to_vote(failure)
         reduces = self._clipped is None
-        present = self._vote(Call(is_clip=False, reduces=reduces), gradients, word, error)
+        word, present = self._vote(Call(is_clip=False, reduces=reduces), gradients, error)
         try:
             self._agreement.decide(word, found_inf=self.found_inf, looks=reduces)
             self._agreement.count_step()
@@ -348,7 +347,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             sent = own.to_average(gradients, reduces)
         except BaseException as failure:
             error = self._to_vote(failure)
-        self._vote(Call(True, reduces, max_norm, norm_type), gradients, None, error)
+        self._vote(Call(True, reduces, max_norm, norm_type), gradients, error)
         means, word, failure = [] if sent is ABSTAIN else own.means(sent), None, OwnError()
         if sent is not None:
             own.squares.zero_()
@@ -468,23 +467,28 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return scale if isinstance(scale, torch.Tensor) else None
 
     def _vote(
-        self, call: Call, gradients: Gradients, word: torch.Tensor | None, error: OwnError
-    ) -> list[bool] | None:
-        """By trainable parameter, whether any rank has a gradient; None if the host does not wait for the
-        vote. If it waits, raises the reason why no rank takes the step.
+        self, call: Call, gradients: Gradients, error: OwnError
+    ) -> tuple[torch.Tensor | None, list[bool] | None]:
+        """Returns the word of a NaN or Inf in gradients that a step is to average; and by trainable parameter
+        whether any rank has a gradient, None if the host does not wait for the vote. If it waits, raises the
+        reason why no rank takes the step.
         """
+        agreement, schedule, word = self._agreement, self._schedule, None
+        # A schedule may wait for the device, so it comes before the scan, which keeps the device busy.
+        sent = Sent() if schedule is None else schedule.close(error, call.reduces)
+        if call.reduces and not call.is_clip and not error:
+            with error:
+                word = in_phase("scan", self._gradients.find_word)(gradients)
         if self.world_size == 1:
             error.raise_if_any()
-            return [gradient is not None for gradient in gradients]
-        agreement, schedule = self._agreement, self._schedule
-        sent = Sent() if schedule is None else schedule.close(error, call.reduces)
+            return word, [gradient is not None for gradient in gradients]
         flags = [False] * len(agreement.slots.labels)
         for slot, gradient in zip(agreement.slots.own, gradients, strict=False):  # an error may leave none
             flags[slot] = gradient is not None
         try:
             in_phase("vote", agreement.begin)(flags, call, error, word, self.param_groups, sent)
             if agreement.defers:
-                return None
+                return word, None
             agreement.read(self.param_groups, at_once=True)
         except Exception:
             error.take()  # it was raised, and would be in a reference cycle
@@ -494,7 +498,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if schedule is not None:
             schedule.accept(agreement.last.sent.again)
         found = agreement.last.present.tolist()
-        return [bool(found[slot]) for slot in agreement.slots.own]
+        return word, [bool(found[slot]) for slot in agreement.slots.own]
 
     # After it
 

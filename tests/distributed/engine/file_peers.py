@@ -100,9 +100,6 @@ class FilePeers(Peers):
         dist.barrier(self.group())
         return Queued(lambda: None)
 
-    def wait_until_sent(self) -> None:
-        self._copy_until(math.inf)
-
     def _copy_until(self, place: float) -> None:
         while self._queue and self._made < place:
             target, source = self._queue.pop(0)
