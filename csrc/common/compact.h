@@ -10,14 +10,6 @@ namespace zerofp4 {
 // The strips of an update on a GPU, which reads one byte or two of an element.
 constexpr int kCompactStripColumns = 256;
 
-ZEROFP4_HD float fused_multiply_add(float a, float b, float c) {
-#if ZEROFP4_DEVICE_CODE
-    return __fmaf_rn(a, b, c);
-#else
-    return __builtin_fmaf(a, b, c);
-#endif
-}
-
 // Masters: the upper 24 bits of a float, stored as the bfloat16 next to it and the lowest of the three bytes,
 // which as a signed number says how many of its steps the master is further from zero than the bfloat16. A
 // byte of -128, half of a step of the bfloat16, does not occur.
@@ -55,13 +47,7 @@ ZEROFP4_HD uint32_t code_bits(float x, float magnitude, float codes) {
     const float slope = fused_multiply_add(magnitude, codes * -0.75f, codes * 1.75f);
     return to_bits(fused_multiply_add(x, slope, 0x1.8p23f));
 }
-ZEROFP4_HD uint32_t moment_code(float x) {
-#if ZEROFP4_DEVICE_CODE
-    return code_bits(x, fabsf(x), kCodes);  // part of an instruction, which the bits are not
-#else
-    return code_bits(x, from_bits(magnitude_bits(x)), kCodes);
-#endif
-}
+ZEROFP4_HD uint32_t moment_code(float x) { return code_bits(x, absolute(x), kCodes); }
 ZEROFP4_HD uint32_t root_code(float x) {
     const uint32_t code = code_bits(x, x, kRootCodes), least = to_bits(0x1.8p23f) + 1;
     return code > least ? code : least;

@@ -24,6 +24,19 @@ ZEROFP4_HD uint32_t float_to_e2m1(float x) {
     return code | sign;
 }
 
+// The code of a magnitude below 7, as the bits of the float 2^23 + kBias + code. Between the values 0, 2, 4
+// and 6 codes grow by 2, 1 and 1/2 per unit, so that the code is the least of three lines; at 2^23 a float
+// has no bits after the point, and each sum rounds its line to the nearest integer, ties to the even one.
+constexpr uint32_t kBiasedZero = 0x4b000000u;  // 2^23
+
+template <uint32_t kBias = 0>
+ZEROFP4_HD uint32_t biased_code(float magnitude) {
+    constexpr float kInteger = 8388608.0f + kBias;
+    return least_of_three(to_bits(fused_multiply_add(magnitude, 2.0f, kInteger)),
+                          to_bits(magnitude + (kInteger + 2.0f)),
+                          to_bits(fused_multiply_add(magnitude, 0.5f, kInteger + 4.0f)));
+}
+
 // Value of a code, exact in float: the codes 2..7 are floats with a one-bit mantissa, 0 and 1 are 0 and one
 // half.
 ZEROFP4_HD float e2m1_to_float(uint32_t code) {

@@ -23,3 +23,10 @@
 #else
 #define ZEROFP4_UNROLL _Pragma("GCC unroll 16")
 #endif
+
+// Before a loop that nvcc would unroll and should not.
+#if ZEROFP4_DEVICE_CODE
+#define ZEROFP4_KEEP_LOOP _Pragma("unroll 1")
+#else
+#define ZEROFP4_KEEP_LOOP
+#endif

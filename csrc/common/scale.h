@@ -57,28 +57,4 @@ ZEROFP4_HD float block_decode(uint32_t scale_byte, float amax, float e4m3_max = 
     return block_decode_by(scale_byte, amax, decode_factor(e4m3_max));
 }
 
-// Four over six: of two scales for a block, one that maps its amax to 6 and one that maps it to 4, the one
-// with the smaller error is taken; the first where they are equal.
-struct FourOverSix {
-    float e4m3_max;         // 448 or 256; 0 where four over six is not wanted
-    int32_t squared_error;  // 0: mean absolute error, 1: mean squared error
-};
-
-struct ScaleCandidates {
-    uint32_t six;
-    uint32_t four;
-};
-
-ZEROFP4_HD ScaleCandidates scale_candidates(float block_amax, const TensorScale& tensor) {
-    const float base = (block_amax / 6.0f) * tensor.encode;
-    return {magnitude_to_e4m3(base), magnitude_to_e4m3(base * 1.5f)};
-}
-
-// The error of one element; those of a block's row are added in the order of its columns, the sums of a
-// tile's rows as a tree: 8, 4, 2, 1 apart.
-ZEROFP4_HD float element_error(float x, float value, float scale, float amax, const FourOverSix& choice) {
-    const float d = ((value * scale) * amax) / (kE2M1Max * choice.e4m3_max) - x;
-    return choice.squared_error ? d * d : from_bits(to_bits(d) & 0x7fffffffu);
-}
-
 }  // namespace zerofp4

@@ -1,4 +1,4 @@
-"""A library for tests, built when it is first asked for, from the headers that the extension is made of."""
+"""Libraries for tests, built when first asked for, from the headers that the extension is made of."""
 
 from __future__ import annotations
 
@@ -30,24 +30,29 @@ def architecture(device: torch.device) -> str:
     return f"-arch=sm_{major}0f" if major >= 10 else f"-arch=sm_{major}{minor}"
 
 
-class Conversions:
-    """The conversions of the kernels on one kind of device, compiled into `folder`.
+def build(name: str, device: torch.device, folder: Path) -> ctypes.CDLL:
+    """The library of tests/native/name.cpp or, for a GPU, name.cu, compiled into `folder`.
 
     Skips the test where there is no compiler.
     """
+    on_gpu = device.type == "cuda"
+    command = os.environ.get("CUDACXX", "nvcc") if on_gpu else os.environ.get("CXX", "g++")
+    compiler = shutil.which(command)
+    if compiler is None:
+        pytest.skip(f"no {command} on the PATH")
+    library = folder / f"{name}_{device.type}.so"
+    source = FOLDER / f"{name}.{'cu' if on_gpu else 'cpp'}"
+    options = [*NVCC, architecture(device)] if on_gpu else GXX
+    options = [*options, f"-I{CSRC}", f"-I{FOLDER}", "-shared"]
+    subprocess.run([compiler, *options, source, "-o", library], check=True)
+    return ctypes.CDLL(str(library))
+
+
+class Conversions:
+    """The conversions of the kernels on one kind of device, compiled into `folder`."""
 
     def __init__(self, device: torch.device, folder: Path):
-        on_gpu = device.type == "cuda"
-        name = os.environ.get("CUDACXX", "nvcc") if on_gpu else os.environ.get("CXX", "g++")
-        compiler = shutil.which(name)
-        if compiler is None:
-            pytest.skip(f"no {name} on the PATH")
-        library = folder / f"conversions_{device.type}.so"
-        source = FOLDER / ("conversions.cu" if on_gpu else "conversions.cpp")
-        options = [*NVCC, architecture(device)] if on_gpu else GXX
-        options = [*options, f"-I{CSRC}", f"-I{FOLDER}", "-shared"]
-        subprocess.run([compiler, *options, source, "-o", library], check=True)
-        self._convert = ctypes.CDLL(str(library)).convert
+        self._convert = build("conversions", device, folder).convert
         self._convert.argtypes = [
             ctypes.c_void_p,
             ctypes.c_float,

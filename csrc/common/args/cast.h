@@ -3,8 +3,8 @@
 // by csrc/dispatch on the host; a CUDA plan keeps the descriptors in device memory.
 
 #include "common/dtype.h"
+#include "common/four_over_six.h"
 #include "common/layout.h"
-#include "common/scale.h"
 
 namespace zerofp4 {
 

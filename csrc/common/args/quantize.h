@@ -2,8 +2,8 @@
 // Quantizing one matrix, and its amaxes.
 
 #include "common/dtype.h"
+#include "common/four_over_six.h"
 #include "common/layout.h"
-#include "common/scale.h"
 
 namespace zerofp4 {
 

@@ -1,7 +1,7 @@
 #pragma once
 // The scales of the 128 blocks of a patch.
 
-#include "common/scale.h"
+#include "common/four_over_six.h"
 #include "cpu/strip/values.h"
 
 namespace zerofp4::cpu::ZEROFP4_ISA {

@@ -159,32 +159,37 @@ __device__ __forceinline__ void round_block(DType dtype, float (&x)[kBlock]) {
     if (dtype == DType::kFloat16) round_all<Float16>(x);
 }
 
-// Four over six, of blocks of 1x16 or of tiles that the shard has whole: a lane takes a block of a row, half
-// a warp those of 16 rows. The strip's columns are done 32 at a time.
+// Four over six, of blocks of 1x16 or of tiles that the shard has whole: a lane takes four neighbouring
+// blocks of a row, one after another, half a warp those of 16 rows.
 template <bool kOfTiles>
-__device__ __forceinline__ void cast_chosen(const WeightDescriptor& weight, const Strip& strip, float amax,
-                                            const TensorScale& tensor) {
-    const int64_t row = strip.row + lane_index() % kHalf, columns = ceil_div(weight.cols, kBlock);
-    const int64_t first_column = (strip.col - lane_index() * kLaneColumns) / kBlock + lane_index() / kHalf;
+__device__ __forceinline__ void cast_chosen(const WeightDescriptor& weight, const Strip& strip,
+                                            const ChoosingTensor& tensor) {
+    constexpr int kTurns = kStripColumns / kBlock / 2, kElements = kTurns * kBlock;
+    const int64_t row = strip.row + lane_index() % kHalf;
+    const int64_t col = strip.col - lane_index() * kLaneColumns + lane_index() / kHalf * kElements;
+    // Of the lane's elements the shard has [begin, end): its first is `index` elements before them.
+    const int64_t index = row * weight.cols + col - weight.start;
+    const int begin = clamp_count(-index, kElements);
+    const int end =
+        clamp_count(weight.numel - index, row < weight.rows ? clamp_count(weight.cols - col, kElements) : 0);
+    uint8_t* codes_out = in_global(weight.codes) + ((row * weight.cols + col) / 2 - weight.start / 2);
+    const int64_t line = kOfTiles ? row / kBlock : row;
+    uint8_t* scales =
+        in_global(weight.rowwise_scale[kCompact]) + line * ceil_div(weight.cols, kBlock) + col / kBlock;
 #pragma unroll 1
-    for (int turn = 0; turn < kStripColumns / kBlock; turn += 2) {
-        const int64_t column = first_column + turn;
-        const RowBlock block = row_block(weight, row, column * kBlock);
-        const int64_t index = block.begin - weight.start;
-        const bool owned = row < weight.rows && column < columns && index >= 0 && index < weight.numel;
-        const int count = owned ? static_cast<int>(block.end - block.begin) : 0;
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int count = turn * kBlock >= begin ? end - turn * kBlock : 0;
         float x[kBlock];
         with_dtype(weight.master_dtype, [&](auto t) {
-            load_elements(in_global(static_cast<const decltype(t)*>(weight.master)) + index, count, x);
+            const auto* master = in_global(static_cast<const decltype(t)*>(weight.master));
+            load_elements(master + index + turn * kBlock, count, x);
         });
         round_block(weight.weight_dtype, x);
         BlockCodes codes;
-        const uint32_t scale = four_over_six<kOfTiles>(x, amax, tensor, choice_of(weight), codes);
-        if (!owned) continue;
-        store8(in_global(weight.codes) + (block.begin / 2 - weight.start / 2), codes, count / 2);
-        if (kOfTiles && row % kBlock != 0) continue;
-        const int64_t line = kOfTiles ? row / kBlock : row;
-        in_global(weight.rowwise_scale[kCompact])[line * columns + column] = static_cast<uint8_t>(scale);
+        const uint32_t scale = four_over_six<kOfTiles>(x, tensor, codes);
+        if (count <= 0) continue;
+        store8(codes_out + turn * (kBlock / 2), codes, count / 2);
+        if (!kOfTiles || row % kBlock == 0) scales[turn] = static_cast<uint8_t>(scale);
     }
 }
 
@@ -218,7 +223,8 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
         } else if constexpr (kKind == kRows) {
             cast_rows(table, weight, strip, tensor);
         } else {
-            cast_chosen<kKind == kChosenTiles>(weight, strip, amax, tensor);
+            cast_chosen<kKind == kChosenTiles>(weight, strip,
+                                               ChoosingTensor(amax, tensor, choice_of(weight)));
         }
     }
 }

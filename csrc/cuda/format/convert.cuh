@@ -29,16 +29,9 @@ __device__ __forceinline__ uint32_t convert_four(const float (&x)[4]) {
 
 #else
 
-// The bits of 2^23 + code, without the sign. Between the values 0, 2, 4 and 6 codes grow by 2, 1 and 1/2 per
-// unit, so that the code is the least of three lines; at 2^23 a float has no bits after the point, and each
-// sum rounds its line to the nearest integer, ties to the even one.
+// Without the sign.
 __device__ __forceinline__ uint32_t code_bits(float x) {
-    constexpr float kInteger = 8388608.0f;
-    const float a = fminf(fabsf(x), kE2M1Max);  // 6 for NaN
-    const uint32_t steep = to_bits(__fmaf_rn(a, 2.0f, kInteger));
-    const uint32_t middle = to_bits(a + (kInteger + 2.0f));
-    const uint32_t flat = to_bits(__fmaf_rn(a, 0.5f, kInteger + 4.0f));
-    return __vimin3_u32(steep, middle, flat);
+    return biased_code(fminf(fabsf(x), kE2M1Max));  // 6 for NaN
 }
 
 __device__ __forceinline__ uint32_t convert_four(const float (&x)[4]) {

@@ -32,14 +32,6 @@ __device__ __forceinline__ uint32_t encode(const float (&magnitudes)[kCount], fl
 
 #else
 
-// As in convert.cuh: 2^23 + kBias + code as the bits of a float.
-template <uint32_t kBias>
-__device__ __forceinline__ uint32_t biased_code(float a) {
-    constexpr float kInteger = 8388608.0f + kBias;
-    return __vimin3_u32(to_bits(__fmaf_rn(a, 2.0f, kInteger)), to_bits(a + (kInteger + 2.0f)),
-                        to_bits(__fmaf_rn(a, 0.5f, kInteger + 4.0f)));
-}
-
 // The codes of magnitudes, the first in the lowest nibble. The exponent bits of the first and the second,
 // with its bias, sum up to 2^32, those of the others are shifted out.
 template <int kCount>
@@ -48,7 +40,7 @@ __device__ __forceinline__ uint32_t encode(const float (&magnitudes)[kCount], fl
 #pragma unroll
     for (int i = kCount - 1; i >= 0; --i) {
         const float a = magnitudes[i] * factor;
-        codes = codes * 16u + (i == 1 ? biased_code<0x500000u>(a) : biased_code<0u>(a));
+        codes = codes * 16u + (i == 1 ? biased_code<0x500000u>(a) : biased_code(a));
     }
     return codes;
 }

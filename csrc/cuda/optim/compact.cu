@@ -11,6 +11,7 @@
 
 #include "common/compact.h"
 #include "cuda/device/raise.cuh"
+#include "cuda/device/reciprocal.cuh"
 #include "cuda/format/nibbles.cuh"
 #include "cuda/optim/gradient.cuh"
 #include "cuda/strip/tile_amax.cuh"
@@ -34,13 +35,6 @@ __device__ __forceinline__ float short_root(float x) {
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     const float root = x * r;
     return __fmaf_rn(__fmaf_rn(-root, root, x), r * 0.5f, root);
-}
-
-// Correctly rounded for magnitudes from 2^-126 to 2^126, as is rcp.rn.
-__device__ __forceinline__ float short_reciprocal(float x) {
-    float r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
 }
 
 // Of every x that is not negative, at most kMostRoot.

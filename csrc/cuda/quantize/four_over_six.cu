@@ -9,8 +9,17 @@
 namespace zerofp4::cuda {
 namespace {
 
-// Padded layouts end at a multiple of so many blocks in both directions.
-constexpr int64_t kPaddedBlocks = kAtomRows / kBlock;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900  // more would spill
+constexpr int kBlocksPerSm = 3;
+#else
+constexpr int kBlocksPerSm = 4;
+#endif
+
+// A warp takes a strip: 16 rows by 8 blocks. Half of it takes four neighbouring blocks of a row, one after
+// another, whose scales are a word of every padded layout.
+constexpr int kStripBlocks = kStripColumns / kBlock;
+constexpr int kTurns = kAtomColumns;
+static_assert(kStripBlocks == 2 * kTurns);
 
 // One copy of the tensor: a matrix [rows, cols] of which the input is the one or the other orientation.
 struct Copy {
@@ -31,16 +40,13 @@ __device__ __forceinline__ Copy columnwise_copy(const QuantizeArgs& args) {
     return {args.cols, cols, args.columnwise_data, args.columnwise_scale};
 }
 
-// The elements of block `j` of stored row `i`; 0 past the edges.
+// The block at p, along the rows or, kColumnwise, down a column; 0 past its first `count` elements.
 template <typename T, bool kColumnwise>
-__device__ __forceinline__ void load_block(const QuantizeArgs& args, int64_t i, int64_t j,
+__device__ __forceinline__ void load_block(const QuantizeArgs& args, const T* p, int count,
                                            float (&x)[kBlock]) {
-    const T* input = static_cast<const T*>(args.input);
     if constexpr (kColumnwise) {
-        const int count = i < args.cols ? clamp_count(args.rows - j * kBlock, kBlock) : 0;
 #pragma unroll
-        for (int r = 0; r < kBlock; ++r)
-            x[r] = r < count ? load_float(input[(j * kBlock + r) * args.cols + i]) : 0.0f;
+        for (int r = 0; r < kBlock; ++r) x[r] = r < count ? load_float(p[r * args.cols]) : 0.0f;
         if (args.hadamard) {
             transform<T>(x, args.signs);
 #pragma unroll
@@ -48,15 +54,8 @@ __device__ __forceinline__ void load_block(const QuantizeArgs& args, int64_t i, 
             round_all<BFloat16>(x);
         }
     } else {
-        const int count = i < args.rows ? clamp_count(args.cols - j * kBlock, kBlock) : 0;
-        load_elements(input + i * args.cols + j * kBlock, count, x);
+        load_elements(p, count, x);
     }
-}
-
-__device__ __forceinline__ void store_block(const Copy& copy, int64_t i, int64_t j, const BlockCodes& codes) {
-    if (!copy.data || i >= copy.rows) return;
-    const int count = clamp_count(copy.cols - j * kBlock, kBlock) / 2;
-    store8(copy.data + (i * copy.cols + j * kBlock) / 2, codes, count);
 }
 
 // Lane `i` of half a warp gives 16 codes of row i and gets those of column i.
@@ -79,10 +78,7 @@ __device__ __forceinline__ void transpose_tile(BlockCodes& codes) {
 }
 
 template <typename T>
-__device__ __forceinline__ void store_values(const QuantizeArgs& args, int64_t i, int64_t j,
-                                             const BlockCodes& codes, float decode) {
-    T* p = static_cast<T*>(args.values) + i * args.cols + j * kBlock;
-    const int count = i < args.rows ? clamp_count(args.cols - j * kBlock, kBlock) : 0;
+__device__ __forceinline__ void store_values(T* p, int count, const BlockCodes& codes, float decode) {
 #pragma unroll
     for (int k = 0; k < kBlock; k += 2) {
         const uint32_t pair = codes[k / 8] >> (4 * (k % 8));
@@ -96,47 +92,79 @@ __device__ __forceinline__ void store_values(const QuantizeArgs& args, int64_t i
     }
 }
 
+// The tile's codes of a column, which are a row of the transpose, and its scale.
+__device__ __forceinline__ void store_transpose(const Copy& copy, int64_t row, int64_t block,
+                                                const BlockCodes& codes, uint32_t scale) {
+    const int64_t col = block * kBlock;
+    if (row < copy.rows)
+        store8(copy.data + (row * copy.cols + col) / 2, codes, clamp_count(copy.cols - col, kBlock) / 2);
+    write_scale(copy.rows, copy.scale_columns(), row, block, scale, copy.scales);
+}
+
+// `across` strips beside each other, down to where the padding of the layouts ends.
 template <typename T, bool kColumnwise, bool kTiles>
-__global__ void __launch_bounds__(kThreads) four_over_six_kernel(const __grid_constant__ QuantizeArgs args) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    four_over_six_kernel(const __grid_constant__ QuantizeArgs args, uint32_t strips, uint32_t across) {
     wait_for_previous_kernel();
     if (is_skipped(args.skip)) return;
     if (blockIdx.x == 0 && threadIdx.x == 0) store_amaxes(args);
+    const uint32_t strip = blockIdx.x * kWarps + warp_index();
+    if (strip >= strips) return;
     const Copy copy = kColumnwise ? columnwise_copy(args) : rowwise_copy(args);
     const float amax = kColumnwise && args.columnwise_amax ? *args.columnwise_amax : *args.amax;
-    const TensorScale tensor = tensor_scale(amax, args.choice.e4m3_max);
-    // Two tiles a warp, side by side; they cover what padded layouts have, in either orientation.
-    const int64_t across = round_up(copy.scale_columns(), kPaddedBlocks);
-    const int64_t tile = grid_warp() * 2 + lane_index() / kHalf;
-    const int64_t down = tile / across, j = tile - down * across;
-    if (down * kBlock >= round_up(copy.rows, kAtomRows)) return;
-    const int64_t i = down * kBlock + lane_index() % kHalf;
+    const ChoosingTensor tensor(amax, tensor_scale(amax, args.choice.e4m3_max), args.choice);
+    // This lane's row and the first of its elements there, and how many of them there are.
+    const uint32_t down = strip / across;
+    const int64_t i = down * int64_t{kBlock} + lane_index() % kHalf;
+    const int64_t j = (strip - down * across) * int64_t{kStripBlocks} + lane_index() / kHalf * kTurns;
+    const int64_t start = j * kBlock;
+    const auto count_of = [&](int64_t length) {
+        return i < copy.rows ? clamp_count(length - start, kTurns * kBlock) : 0;
+    };
+    const int count = count_of(kColumnwise ? args.rows : args.cols);
+    const int codes_of_row = count_of(copy.cols), code_bytes = copy.data ? codes_of_row / 2 : 0;
+    const T* input =
+        static_cast<const T*>(args.input) + (kColumnwise ? start * args.cols + i : i * args.cols + start);
+    uint8_t* data = copy.data + (i * copy.cols + start) / 2;
 
-    float x[kBlock];
-    load_block<T, kColumnwise>(args, i, j, x);
-    BlockCodes codes;
-    const uint32_t scale = four_over_six<kTiles>(x, amax, tensor, args.choice, codes);
-    store_block(copy, i, j, codes);
-    write_scale(copy.rows, copy.scale_columns(), kTiles, i, j, scale, copy.scales);
-    if constexpr (!kColumnwise) {
-        if (args.values) store_values<T>(args, i, j, codes, block_decode(scale, amax, args.choice.e4m3_max));
+    uint32_t words[4] = {}, scales = 0;
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; ++turn) {
+        float x[kBlock];
+        load_block<T, kColumnwise>(args, input, count - turn * kBlock, x);
+        input += kColumnwise ? kBlock * args.cols : kBlock;
+        BlockCodes codes;
+        const uint32_t scale = four_over_six<kTiles>(x, tensor, codes);
+        scales = scales >> 8 | scale << 24;
+        // The codes of two blocks are stored together.
+        words[0] = words[2], words[1] = words[3], words[2] = codes[0], words[3] = codes[1];
+        if (turn % 2 == 1) {
+            store16(data, words, code_bytes - (turn - 1) * (kBlock / 2));
+            data += kBlock;
+        }
+        if constexpr (!kColumnwise) {
+            if (args.values)
+                store_values(static_cast<T*>(args.values) + i * args.cols + start + turn * kBlock,
+                             count - turn * kBlock, codes, block_decode_by(scale, amax, tensor.inverse));
+        }
+        if constexpr (kTiles) {
+            if (!args.columnwise_data) continue;
+            transpose_tile(codes);
+            store_transpose(columnwise_copy(args), (j + turn) * kBlock + lane_index() % kHalf, down, codes,
+                            scale);
+        }
     }
-    if constexpr (kTiles) {
-        if (!args.columnwise_data) return;
-        transpose_tile(codes);
-        const int64_t column = j * kBlock + lane_index() % kHalf;
-        const Copy transpose = columnwise_copy(args);
-        store_block(transpose, column, down, codes);
-        write_scale(transpose.rows, transpose.scale_columns(), kTiles, column, down, scale, transpose.scales);
-    }
+    write_four_scales(copy.scale_columns(), kTiles, i, j, (codes_of_row + kBlock - 1) / kBlock,
+                      i < copy.rows ? scales : 0, copy.scales);
 }
 
 template <typename T, bool kColumnwise, bool kTiles>
 void launch_four_over_six(const QuantizeArgs& args, cudaStream_t stream) {
-    const int64_t rows = round_up(kColumnwise ? args.cols : args.rows, kAtomRows);
-    const int64_t cols = round_up(kColumnwise ? args.rows : args.cols, kAtomRows);
-    const int64_t tiles = rows / kBlock * (cols / kBlock);
-    launch("quantize", four_over_six_kernel<T, kColumnwise, kTiles>, ceil_div(tiles, 2 * kWarps), stream,
-           args);
+    const int64_t rows = kColumnwise ? args.cols : args.rows, cols = kColumnwise ? args.rows : args.cols;
+    const int64_t across = ceil_div(cols, kStripColumns),
+                  strips = round_up(rows, kAtomRows) / kBlock * across;
+    launch("quantize", four_over_six_kernel<T, kColumnwise, kTiles>, ceil_div(strips, kWarps), stream, args,
+           static_cast<uint32_t>(strips), static_cast<uint32_t>(across));
 }
 
 template <typename T>
