@@ -10,7 +10,10 @@ namespace zerofp4::cuda {
 namespace {
 
 constexpr int kDequantizeBlocksPerSm = 4;
-static_assert(kUnitWarps == kWarps);
+// Of a single matrix, which is bound by memory: pieces of fewer rows, and more warps at once.
+constexpr int kRowwiseBlocksPerSm = 8;
+constexpr int kPieceRows = 4;
+static_assert(kUnitWarps == kWarps && kWarpRows % kPieceRows == 0);
 
 // Where a piece of the matrix begins: pieces lie side by side along its rows, a warp has one.
 struct Piece {
@@ -25,28 +28,28 @@ __device__ __forceinline__ Piece piece_of(const DequantizeDescriptor& item, uint
     return {down * rows, (index - down * across) * cols};
 }
 
-// Rowwise: a warp has 16 rows of 512 bytes of output, each lane 16 bytes in all of them.
+// Rowwise: a warp has kRows rows of 512 bytes of output, each lane 16 bytes in all of them.
 
 // All rows exist, and of each lane's columns all or none; those without do what the last one does.
-template <typename T>
+template <typename T, int kRows>
 __device__ __forceinline__ void dequantize_whole_rows(const DequantizeDescriptor& item, uint32_t row,
                                                       uint32_t col) {
     const uint32_t cols = static_cast<uint32_t>(item.cols);
     col = min(col, cols - kVector<T>);
     const uint64_t first = static_cast<uint64_t>(row) * cols + col;
-    decode_rows<T>(
+    decode_rows<T, kRows>(
         {in_global(item.data) + first / 2, in_global(item.scale) + item.scale_offset(row, col / kBlock),
          in_global(static_cast<uint8_t*>(item.output)) + first * sizeof(T), cols / 2, item.scale_step(),
          static_cast<uint64_t>(cols) * sizeof(T), *in_global(item.amax), item.factor()});
 }
 
-template <typename T>
+template <typename T, int kRows>
 __device__ __forceinline__ void dequantize_cut_rows(const DequantizeDescriptor& item, int64_t row,
                                                     int64_t col) {
     const int count = clamp_count(item.cols - col, kVector<T>);
     if (count == 0) return;
     const float amax = *in_global(item.amax);
-    for (int64_t i = row; i < min(row + kWarpRows, item.rows); ++i) {
+    for (int64_t i = row; i < min(row + kRows, item.rows); ++i) {
         const uint32_t byte = in_global(item.scale)[item.scale_offset(i, col / kBlock)];
         const uint32_t codes = load4(in_global(item.data) + (i * item.cols + col) / 2, count / 2);
         uint32_t words[4];
@@ -57,15 +60,15 @@ __device__ __forceinline__ void dequantize_cut_rows(const DequantizeDescriptor& 
     }
 }
 
-template <typename T>
+template <typename T, int kRows>
 __device__ __forceinline__ void dequantize_rowwise(const DequantizeDescriptor& item) {
-    const Piece at = piece_of(item, kWarpRows, kWarpBytes / sizeof(T));
+    const Piece at = piece_of(item, kRows, kWarpBytes / sizeof(T));
     const uint32_t col = at.col + lane_index() * kVector<T>;
     if (at.row >= item.rows) return;
-    if (item.aligned && at.row + kWarpRows <= item.rows) {
-        dequantize_whole_rows<T>(item, at.row, col);
+    if (item.aligned && at.row + kRows <= item.rows) {
+        dequantize_whole_rows<T, kRows>(item, at.row, col);
     } else {
-        dequantize_cut_rows<T>(item, at.row, col);
+        dequantize_cut_rows<T, kRows>(item, at.row, col);
     }
 }
 
@@ -172,13 +175,13 @@ __device__ __forceinline__ void dequantize_columnwise(const DequantizeDescriptor
 }
 
 template <typename T, bool kColumnwise>
-__global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kColumnwise ? kDequantizeBlocksPerSm : kRowwiseBlocksPerSm)
     dequantize_kernel(const __grid_constant__ DequantizeDescriptor item) {
     wait_for_previous_kernel();
     if constexpr (kColumnwise) {
         dequantize_columnwise<T>(item);
     } else {
-        dequantize_rowwise<T>(item);
+        dequantize_rowwise<T, kPieceRows>(item);
     }
 }
 
@@ -187,7 +190,7 @@ __device__ __forceinline__ void dequantize_item(const DequantizeDescriptor& item
     if (item.columnwise) {
         dequantize_columnwise<T>(item);
     } else {
-        dequantize_rowwise<T>(item);
+        dequantize_rowwise<T, kWarpRows>(item);
     }
 }
 
@@ -212,8 +215,11 @@ __global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
 
 template <typename T>
 void dequantize_as(const DequantizeTable& table, const DequantizeDescriptor* host, cudaStream_t stream) {
-    const auto single = host[0].columnwise ? dequantize_kernel<T, true> : dequantize_kernel<T, false>;
-    launch_list("dequantize", single, dequantize_list_kernel<T>, table, host, stream);
+    if (table.count == 1 && !host[0].columnwise) {
+        constexpr int64_t kPieces = kWarpRows / kPieceRows;  // of a piece that table.units counts
+        return launch("dequantize", dequantize_kernel<T, false>, table.units * kPieces, stream, host[0]);
+    }
+    launch_list("dequantize", dequantize_kernel<T, true>, dequantize_list_kernel<T>, table, host, stream);
 }
 
 }  // namespace

@@ -48,7 +48,8 @@ __device__ __forceinline__ LaneRows lane_rows(GroupLines lines, int64_t row, int
 __device__ __forceinline__ void decode_across(const GroupedValuesArgs& args, int64_t row, int64_t col) {
     int64_t group = *args.error ? 0 : find_group(args.begins(), args.places(), row);
     GroupLines lines = lines_of(args, group);
-    if (row + kWarpRows <= lines.end) return decode_rows<BFloat16>(lane_rows(lines, row - lines.begin, col));
+    if (row + kWarpRows <= lines.end)
+        return decode_rows<BFloat16, kWarpRows>(lane_rows(lines, row - lines.begin, col));
     const int64_t stop = min(row + kWarpRows, args.tokens);
     while (true) {
         const int64_t count = min(stop, lines.end) - row;
@@ -74,7 +75,7 @@ __device__ __forceinline__ void decode_along(const GroupedValuesArgs& args, int6
     const GroupLines lines = lines_of(args, group);
     const LaneRows own = lane_rows(lines, row, col - lines.begin);
     if (row + kWarpRows <= args.cols) {
-        decode_rows<BFloat16>(own);
+        decode_rows<BFloat16, kWarpRows>(own);
     } else {
         decode_some_rows<BFloat16>(own, static_cast<int>(args.cols - row));
     }

@@ -1,5 +1,5 @@
 #pragma once
-// 16 rows of codes along which blocks lie to values, 16 bytes of them a lane.
+// Rows of codes along which blocks lie to values, 16 bytes of them per lane.
 
 #include "common/args/dequantize.h"
 #include "common/scale.h"
@@ -7,8 +7,6 @@
 #include "cuda/format/decode.cuh"
 
 namespace zerofp4::cuda {
-
-constexpr int kDecodedRows = 8;
 
 // A lane's vector of columns: where its codes, their scale and its values lie in the first row, and how far
 // it is to the next, in bytes. Lanes that share a block lie side by side.
@@ -26,20 +24,22 @@ struct LaneRows {
 template <typename T>
 __device__ __forceinline__ uint32_t load_codes(const uint8_t* data) {
     if constexpr (kVector<T> == 8) {
-        return __ldcs(reinterpret_cast<const uint32_t*>(data));
+        return *reinterpret_cast<const uint32_t*>(data);
     } else {
-        return __ldcs(reinterpret_cast<const uint16_t*>(data));
+        return *reinterpret_cast<const uint16_t*>(data);
     }
 }
 
-// Lanes that share a block decode the scales of some rows each. For all lanes of a warp.
-template <typename T>
+// kRows of them, which begin at a multiple of it. Lanes that share a block decode the scales of some rows
+// each. For all lanes of a warp.
+template <typename T, int kRows>
 __device__ __forceinline__ void decode_rows(LaneRows at) {
+    constexpr int kDecodedRows = kRows < 8 ? kRows : 8;
     constexpr int kSharing = kBlock / kVector<T>;
     constexpr int kScales = kDecodedRows / kSharing;
     at.scale += at.scale_pitch * (lane_index() % kSharing);
 #pragma unroll 1
-    for (int begin = 0; begin < kWarpRows; begin += kDecodedRows) {
+    for (int begin = 0; begin < kRows; begin += kDecodedRows) {
         uint32_t codes[kDecodedRows];
 #pragma unroll
         for (int r = 0; r < kDecodedRows; ++r, at.data += at.data_pitch) codes[r] = load_codes<T>(at.data);
