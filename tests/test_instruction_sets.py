@@ -13,7 +13,7 @@ from early import waits_for
 
 import zerofp4
 
-ROOMS = ("ops", "tensors")  # whose tests are marked cpu_kernel
+ROOMS = ("ops", "optim", "tensors")  # whose tests are marked cpu_kernel
 SETS = ("baseline", "avx2", "avx512")
 RUNNING = zerofp4.build_info()["cpu"]["running"]
 

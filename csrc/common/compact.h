@@ -33,8 +33,10 @@ ZEROFP4_HD float join_master(BFloat16 high, uint8_t low) {
 // The random bytes of masters: a block of Philox is for 16 neighbours of a row, from a multiple of 16 on.
 // `block` counts them, row-major [rows, blocks of a row].
 constexpr int kRandomColumns = 16;
-ZEROFP4_HD RandomBytes master_bytes(uint32_t number, uint32_t count, uint64_t block) {
-    return philox(static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), count, number, 0);
+template <class Block>
+ZEROFP4_HD auto master_bytes(uint32_t number, uint32_t count, Block block) {
+    using Word = decltype(low_word(block));
+    return philox(low_word(block), high_word(block), Word(count), Word(number), 0);
 }
 
 // Moments: an element over the scale of its group is x, with a magnitude up to 1, and its code is the integer

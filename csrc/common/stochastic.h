@@ -6,9 +6,12 @@
 
 namespace zerofp4 {
 
-struct RandomBytes {
-    uint32_t words[4];  // little endian: byte i is byte i % 4 of word i / 4
+// A block of Philox, or many at once.
+template <class Word>
+struct RandomWords {
+    Word words[4];
 };
+using RandomBytes = RandomWords<uint32_t>;  // little endian: byte i is byte i % 4 of word i / 4
 
 // The low word of a product, and the high one. On the GPU this is one instruction. The compiler is told so:
 // of two products it does not always see that, and of a 64-bit one it adds up parts that are 0.
@@ -26,19 +29,24 @@ ZEROFP4_HD uint32_t multiply(uint32_t a, uint32_t b, uint32_t& high) {
 #endif
 }
 
+// The halves of the number of a block.
+ZEROFP4_HD uint32_t low_word(uint64_t block) { return static_cast<uint32_t>(block); }
+ZEROFP4_HD uint32_t high_word(uint64_t block) { return static_cast<uint32_t>(block >> 32); }
+
 // Philox4x32-10.
-ZEROFP4_HD RandomBytes philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t seed) {
+template <class Word>
+ZEROFP4_HD RandomWords<Word> philox(Word c0, Word c1, Word c2, Word c3, uint64_t seed) {
     uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
 #if ZEROFP4_DEVICE_CODE
 #pragma unroll
 #endif
     for (int round = 0; round < 10; ++round) {
-        uint32_t high0, high1;
-        const uint32_t low0 = multiply(0xd2511f53u, c0, high0);
-        const uint32_t low1 = multiply(0xcd9e8d57u, c2, high1);
-        c0 = high1 ^ c1 ^ k0;
+        Word high0, high1;
+        const Word low0 = multiply(0xd2511f53u, c0, high0);
+        const Word low1 = multiply(0xcd9e8d57u, c2, high1);
+        c0 = high1 ^ c1 ^ Word(k0);
         c1 = low1;
-        c2 = high0 ^ c3 ^ k1;
+        c2 = high0 ^ c3 ^ Word(k1);
         c3 = low0;
         k0 += 0x9e3779b9u;
         k1 += 0xbb67ae85u;
@@ -49,9 +57,11 @@ ZEROFP4_HD RandomBytes philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3
 enum RandomStream : uint32_t { kRowwiseStream = 0, kColumnwiseStream = 1 };
 
 // The bytes of elements [16 * group, 16 * group + 16), counted row-major in the stored orientation.
-ZEROFP4_HD RandomBytes random_bytes(const int64_t* rng_state, uint64_t group, uint32_t stream) {
-    return philox(static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32),
-                  static_cast<uint32_t>(rng_state[1]), stream, static_cast<uint64_t>(rng_state[0]));
+template <class Group>
+ZEROFP4_HD auto random_bytes(const int64_t* rng_state, Group group, uint32_t stream) {
+    using Word = decltype(low_word(group));
+    return philox(low_word(group), high_word(group), Word(static_cast<uint32_t>(rng_state[1])), Word(stream),
+                  static_cast<uint64_t>(rng_state[0]));
 }
 
 // The grid step at a magnitude below 6 (above, some step): half of its power of two, at least 1/2.

@@ -57,6 +57,7 @@ def shards(draw):
     return rows, cols, owned, draw(st.booleans()), offsets, draw(st.booleans())
 
 
+@pytest.mark.cpu_kernel
 @given(specifications=st.lists(shards(), min_size=1, max_size=3), hypers=HYPERS, seed=st.integers(0, 1000))
 def test_equals_the_reference(device, specifications, hypers, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -74,6 +75,22 @@ def test_equals_the_reference(device, specifications, hypers, seed):
         compare_step(tensors, gradients, f"step {step}", offsets=offsets, **hypers)
 
 
+@pytest.mark.cpu_kernel
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_of_every_length(device, seed):
+    """Of up to 600 elements, cut at the borders of groups and of the rows that the CPU takes at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = sorted({*range(1, 70), *(64 * i + near for i in range(1, 10) for near in (-1, 0, 1, 16, 23))})
+    tensors = [
+        Tensor.make(torch.randn(2, cols, generator=generator).to(device), i % 3 > 0, i)
+        for i, cols in enumerate(lengths)
+    ]
+    for step in range(2):
+        gradients = [torch.randn(t.matrix, generator=generator).to(device) for t in tensors]
+        compare_step(tensors, gradients, f"step {step}")
+
+
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("split", [False, True])
 def test_subnormal_numbers_infinities_and_nan(device, split):
     """In groups of their own, and in groups with others, at every magnitude of scales."""
@@ -91,6 +108,7 @@ def test_subnormal_numbers_infinities_and_nan(device, split):
             compare_step([tensor], [gradients.roll(7 * step, 0)], what, **hypers)
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("exponent", range(-145, 121, 19))
 def test_scales_of_every_magnitude(device, exponent):
     """A state that has decayed for a long time, or has had gradients beyond any."""
@@ -102,6 +120,7 @@ def test_scales_of_every_magnitude(device, exponent):
         compare_step([tensor], [gradient], f"2^{exponent}, step {step}")
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("low", [0, 1, 127, 128, 129, 255])
 def test_masters_of_every_bfloat16(device, low):
     """With bytes that do not belong to them too: of zero, of Inf, and half of a step, which is not stored."""
@@ -118,6 +137,7 @@ def test_masters_of_every_bfloat16(device, low):
         compare_step([tensor], [gradient], f"step {step}")
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("scales", [(1e-3, 1e-2), (1e-12, 1e-9), (3.0, 1e-15), (1e30, 1e19), (0.0, 1e-3)])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_codes_of_every_pair(device, scales, bf16):

@@ -1,20 +1,21 @@
 #pragma once
 // The random bytes of a patch.
 
-#include "common/stochastic.h"
+#include "cpu/device/philox.h"
 #include "cpu/strip/values.h"
 
 namespace zerofp4::cpu::ZEROFP4_ISA {
 
 using RandomPatch = uint8_t[kPatchElements];
 
-// The words of 128 groups of 16 elements, group by group.
+// Those of 128 groups of 16 elements, group by group.
 ZEROFP4_HD void random_groups(const int64_t (&rng_state)[2], const uint64_t (&group)[kPatchBlocks],
-                              RandomStream stream, uint32_t (&words)[4 * kPatchBlocks]) {
-    for (int b = 0; b < kPatchBlocks; ++b) {
-        const RandomBytes bytes = random_bytes(rng_state, group[b], stream);
-        for (int i = 0; i < 4; ++i) words[4 * b + i] = bytes.words[i];
-    }
+                              RandomStream stream, RandomPatch& random) {
+    draw_blocks<kPatchBlocks>(random, [&](int b) {
+        Words groups;
+        std::memcpy(&groups, group + b, sizeof groups);
+        return random_bytes(rng_state, groups, stream);
+    });
 }
 
 // Those of 128 runs of 16 elements, run by run; run b begins with element first + b / per_line * line_step +
@@ -31,18 +32,16 @@ inline void random_runs(const int64_t* state, RandomStream stream, int64_t first
         shift[b] = static_cast<int>(element % 16);
         aligned = aligned && shift[b] == 0;
     }
-    uint32_t words[4 * kPatchBlocks];
-    random_groups(rng_state, group, stream, words);
-    std::memcpy(random, words, sizeof words);
+    random_groups(rng_state, group, stream, random);
     if (aligned) return;
     // A run takes what is left of one group and the beginning of the next.
     for (int b = 0; b < kPatchBlocks; ++b) ++group[b];
-    uint32_t next[4 * kPatchBlocks];
+    RandomPatch next;
     random_groups(rng_state, group, stream, next);
     for (int b = 0; b < kPatchBlocks; ++b) {
         uint8_t both[32];
-        std::memcpy(both, words + 4 * b, 16);
-        std::memcpy(both + 16, next + 4 * b, 16);
+        std::memcpy(both, random + 16 * b, 16);
+        std::memcpy(both + 16, next + 16 * b, 16);
         std::memcpy(random + 16 * b, both + shift[b], 16);
     }
 }

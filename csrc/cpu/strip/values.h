@@ -3,6 +3,7 @@
 
 #include "common/dtype.h"
 #include "common/hadamard.h"
+#include "cpu/device/vectors.h"
 #include "cpu/strip/patch.h"
 
 namespace zerofp4::cpu::ZEROFP4_ISA {
@@ -11,17 +12,6 @@ constexpr int kPatchElements = kBlock * kStripColumns;
 constexpr int kPatchBlocks = kPatchElements / kBlock;  // 1 x 16, along either side
 
 using Values = float[kPatchElements];  // row-major
-
-// What a vector register holds.
-#if defined(__AVX512F__)
-constexpr int kVectorBytes = 64;
-#elif defined(__AVX2__)
-constexpr int kVectorBytes = 32;
-#else
-constexpr int kVectorBytes = 16;
-#endif
-typedef float Floats __attribute__((vector_size(kVectorBytes)));
-constexpr int kFloats = kVectorBytes / static_cast<int>(sizeof(float));
 
 // Zero where the patch is cut off.
 template <class T>
