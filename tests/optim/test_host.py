@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofp4 import NVFP4Tensor
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
-from zerofp4.optim.inner import HASH_BITS, OptionsHash
+from zerofp4.optim.inner import HASH_BITS, InnerClass, InnerOptimizers
 from zerofp4.testing import verify_model
 
 
@@ -115,8 +115,13 @@ def test_operations_of_a_step_do_not_grow_with_the_model(device):
     assert counts[0] == counts[1], operations.names
 
 
+class Anything(torch.optim.Optimizer):
+    def __init__(self, params, **options):
+        super().__init__(params, options)
+
+
 def groups(*lrs, **options):
-    return [{"params": [], "lr": lr, "name": "text", "foreach": None, **options} for lr in lrs]
+    return [{"params": [], "size": lr, "name": "text", "foreach": None, **options} for lr in lrs]
 
 
 def test_hashes_tell_values_and_places_apart(device):
@@ -124,7 +129,12 @@ def test_hashes_tell_values_and_places_apart(device):
     hash, also one of a tensor in place.
     """
     tensor = lambda value, **options: torch.tensor(value, device=device, **options)  # noqa: E731
-    of = lambda *lrs, **options: OptionsHash(device).of(groups(*lrs, **options))  # noqa: E731
+
+    def hashes_of(made):
+        inners = InnerOptimizers([InnerClass(Anything, {}, False, 0)] * len(made), made, {})
+        return lambda: inners.check_options() or inners.hash_options(device)
+
+    of = lambda *lrs, **options: hashes_of(groups(*lrs, **options))()  # noqa: E731
     assert of(0.5) == of(0.5, name="other") and of(1) == of(1.0) != of(2) and of(0.5, 1)[1] is None
     values = [0.0, 1.0, -1.0, 2.0, 0.1, math.nextafter(0.1, 1), 5e-324, math.inf, math.nan, 1e300]
     words = [of(tensor(value, dtype=torch.float64))[1].item() for value in values]
@@ -133,10 +143,11 @@ def test_hashes_tell_values_and_places_apart(device):
     assert all(w == int(w) and 0 <= w < 2**HASH_BITS for w in words + pairs)
     assert of(tensor(0.0)) == of(tensor(-0.0)) == of(tensor([[0.0]]))
     assert of(tensor(0.5)) == of(torch.tensor(0.5, dtype=torch.bfloat16))
-    lr, hashes = tensor(0.25), OptionsHash(device)
+    lr = tensor(0.25)
     made = groups(0.5, lr)
-    for change in (lambda: made[0].update(rho=0.5), lambda: lr.fill_(0.125), lambda: made.pop(0)):
-        before = hashes.of(made)
-        assert hashes.of(made) == before
+    hashes = hashes_of(made)
+    for change in (lambda: made[0].update(rho=0.5), lambda: lr.fill_(0.125)):
+        before = hashes()
+        assert hashes() == before
         change()
-        assert hashes.of(made) == OptionsHash(device).of(made) != before
+        assert hashes() == hashes_of(made)() != before

@@ -13,7 +13,6 @@ from zerofp4.engine.buckets import (
     GradientMemory,
     Gradients,
     Sharding,
-    are_sendable,
     gradient_dtype,
     is_sendable,
     joined,

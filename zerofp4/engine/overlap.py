@@ -198,7 +198,7 @@ def _samples_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 class UpdateSchedule(Schedule):
     """overlap="update": takes each bucket through a whole turn of the step.
 
-    One rank alone takes a bucket as soon as it is complete, and finish() takes the rest. Several ranks take
+    One rank alone takes a bucket as soon as it is complete, and step() takes the rest. Several ranks take
     the rest when a backward pass ends, since other ranks may have all gradients, and wait.
 
     [Note: when a weight may be written] autograd accumulates a gradient once per pass, after every node that
@@ -207,21 +207,14 @@ class UpdateSchedule(Schedule):
     when its own gradients are complete, or its pass has ended.
 
     weights: the optimizer's ShardedParameters, which notices other writers, and which an error breaks.
-    begin: starts a step. Returns the error of this rank, and whether all ranks have refused the step.
-    scan: looks for a NaN or Inf in gradients of these indices.
-    vote: on a bucket: whether each parameter has a gradient, the result of scan(), the error of this rank.
+    agreement: the ranks, which vote on each bucket.
+    gradients: OwnGradients, which scans a bucket for a NaN or Inf before the vote.
+    inners: of the masters: one FusedAdamW.
     """
 
-    def __init__(
-        self,
-        weights: Any,
-        step: Step,
-        begin: Callable[[], tuple[OwnError, bool]],
-        scan: Callable[[Gradients, Sequence[int]], torch.Tensor | None],
-        vote: Callable[[list[bool], torch.Tensor | None, OwnError], None],
-    ):
-        self._step, self._weights = step, weights
-        self._begin, self._scan, self._vote = begin, scan, vote
+    def __init__(self, step: Step, weights: Any, agreement: Any, gradients: Any, inners: Any):
+        self._step, self._weights, self._agreement = step, weights, agreement
+        self._own, self._inners = gradients, inners
         self._stream: torch.cuda.Stream | None = None  # of the last hook
         self._in_order = step.exchanges[0].bucket.world_size > 1
         self._lag = int(self._in_order)  # in buckets, between two stages: transfers need time
@@ -230,7 +223,7 @@ class UpdateSchedule(Schedule):
     def start_over(self) -> None:
         super().start_over()
         self.has_begun = False  # whether a bucket has begun to go through the step
-        self.is_refused = False  # whether all ranks have refused the step: it takes no bucket, and raises
+        self._is_refused = False  # whether all ranks have refused the last step: this step only raises
         self._pass: int | None = None  # autograd's number of the last backward pass with a gradient
         self._waiting: dict[BucketExchange, tuple[list[bool], torch.Tensor | None]] = {}  # for the vote
 
@@ -272,8 +265,8 @@ class UpdateSchedule(Schedule):
 
     def _take(self, turns: Iterable[int]) -> None:
         for t in turns:
-            self.begin()
-            if self.is_refused:
+            self._begin()
+            if self._is_refused:
                 return
             # Not all parameters in each turn: the work would grow with the square of the number of buckets.
             positions = {t - stage * self._lag for stage in range(4)} & set(range(len(self._exchanges)))
@@ -283,12 +276,29 @@ class UpdateSchedule(Schedule):
             self._step.turn(self._exchanges, t, self._take_gradients, self._lag, self._vote_on)
             self._weights.versions.take(indices)
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Begin a step, unless one has begun."""
         self._follow_stream()
-        if not self.has_begun:
-            self.has_begun = True
-            self._error, self.is_refused = self._begin()
+        if self.has_begun:
+            return
+        self.has_begun, weights, (fused, *_) = True, self._weights, self._inners.all
+        with self._error:
+            self._agreement.read()
+        self._is_refused = bool(self._error)
+        if self._is_refused:
+            return
+        weights.follow_masters()  # in this step, bucket by bucket
+        with self._error:
+            weights.check_unchanged()
+            if ops.is_capturing(weights.found_inf.device):
+                raise RuntimeError("overlap='update': a CUDA graph cannot capture a backward pass or step()")
+            if self._inners.found_inf() is not None:
+                raise RuntimeError("found_inf on optimizer.inner is not supported with overlap='update'")
+            self._inners.check_options()
+            fused.begin_buckets(self._step.exchanges, self._agreement.skip_in_kernels)
+        weights.found_inf.zero_()
+        self._agreement.decision.first.zero_()  # it grows from bucket to bucket
+        self._step.begin(fused.update_bucket, OwnError())
 
     def _take_gradients(self, exchange: BucketExchange) -> Gradients | Abstain:
         """Take the gradients of a bucket out of p.grad. After an error of this rank they stay there."""
@@ -300,7 +310,7 @@ class UpdateSchedule(Schedule):
                 own = ops.gradients_of(parameters)
                 check_gradients(exchange, own, [self._names[i] for i in indices])
                 sent = in_place(exchange, own)
-                word = in_phase("scan", self._scan)(sent, indices)
+                word = in_phase("scan", self._own.scan)(indices, sent)
                 gradients, present = sent, [gradient is not None for gradient in own]
                 with torch._C.DisableTorchFunctionSubclass():
                     for parameter in parameters:
@@ -312,22 +322,63 @@ class UpdateSchedule(Schedule):
         return gradients
 
     def _vote_on(self, exchange: BucketExchange) -> None:
-        """After an error of this rank every vote carries it, and no rank updates the bucket."""
-        error = self._error or exchange.error or self._step.failure
-        self._vote(*self._waiting.pop(exchange), error)
+        """Vote on a bucket; the update reads the outcome on the device. After an error of this rank every
+        vote carries it, and no rank updates the bucket.
+        """
+        agreement, error = self._agreement, self._error or exchange.error or self._step.failure
+        present, word = self._waiting.pop(exchange)
+        if self._in_order:
+            in_phase("vote", agreement.begin)(present, error, word)
+        agreement.decide(word, found_inf=self._weights.found_inf, bucket=len(present))
+        self._weights.is_between |= not error
 
-    def finish(self, error: OwnError) -> OwnError:
-        """Take the rest of the step. error: of this rank. Returns the error that step() is to raise."""
-        with error:
-            for i, gradient in enumerate(ops.gradients_of(self._parameters)):
-                if gradient is not None and self._position[i] in self._taken:
-                    found = f"{self._names[i]} has a gradient that was assigned after its update"
-                    raise RuntimeError(f"{found} in the backward pass")
-        self.begin()
-        with self._error:
-            error.raise_if_any()
-        self._take(self._rest(3 * self._lag))
-        return self._step.failure or self._error
+    def end_step(self, closure: Callable[[], Any] | None = None, is_scaled: bool = False) -> Any:
+        """step(): take the buckets that no backward pass has completed. Returns the result of the closure.
+
+        is_scaled: whether a GradScaler has scaled the loss.
+        """
+        weights, loss, error = self._weights, None, OwnError()
+        weights.check_not_taken_over()
+        try:
+            with weights.breaking("step()", in_buckets=True):
+                with error:
+                    if closure is not None:
+                        with torch.enable_grad():
+                            loss = closure()
+                    if self.has_begun:  # else _begin() checks
+                        weights.check_unchanged()
+                    if is_scaled:
+                        why = "overlap='update' has used gradients as they were"
+                        raise RuntimeError(f"a GradScaler has scaled the loss, and {why}")
+                    for i, gradient in enumerate(ops.gradients_of(self._parameters)):
+                        if gradient is not None and self._position[i] in self._taken:
+                            found = f"{self._names[i]} has a gradient that was assigned after its update"
+                            raise RuntimeError(f"{found} in the backward pass")
+                self._begin()
+                with self._error:
+                    error.raise_if_any()
+                self._take(self._rest(3 * self._lag))
+                error = self._step.failure or self._error
+                if not self._agreement.defers:
+                    with error:  # its own comes first
+                        self._agreement.read(at_once=True)
+                error.raise_if_any()
+        finally:
+            if weights.is_between:
+                self._agreement.count_step()
+            weights.is_between = False
+            self.start_over()
+        return loss
+
+    def give_up(self) -> None:
+        """Before a load: join the other ranks in the rest of a step, and change nothing."""
+        if self._in_order or self.has_begun:  # of several ranks, another may have begun
+            self._begin()
+            self._step.failure = OwnError(RuntimeError("load_state_dict() came before step()"))
+            with OwnError():  # but a CollectiveError is raised
+                self.end_step()
+            self._agreement.forget(self._agreement.steps)
+        self.drop()
 
     def drop(self) -> None:
         """zero_grad() was called: forget counted gradients, unless a bucket has begun."""

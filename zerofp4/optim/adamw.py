@@ -396,11 +396,7 @@ class Part:
                 f"the state of {name}: scales must begin at a multiple of 8 bytes, since a GPU loads both "
                 f"scales of a group at once, got address {scales.data_ptr():#x}: pass a clone()"
             )
-        of = slice_of(p)
-        if of is None:
-            of, cols = Slice(p.shape, Shard(0, p.numel()), None, 0), p.shape[-1]
-            if any(piece.matrix[1] != cols or piece.shard.start % cols for piece in pieces):
-                raise ValueError(f"{name} has compact state by rows of {cols}, which the weight has not")
+        of = slice_of(p) or Slice(p.shape, Shard(0, p.numel()), None, 0)
         pieces = pieces or (of.piece,)
         rows, cols = pieces[0].matrix
         first_row = of.shard.start // max(1, rows * cols) * rows  # of one of the matrices of a stack

@@ -23,27 +23,26 @@ from zerofp4.engine import (
     Gradients,
     Sent,
     are_as_sent,
-    are_sendable,
     check_gradients,
     in_place,
     is_sendable,
 )
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.optim.build import Slots
-from zerofp4.optim.inner import InnerOptimizers, OptionsHash, show_options
+from zerofp4.optim.build import Announcement, find_slots
+from zerofp4.optim.inner import InnerOptimizers, show_options
 from zerofp4.optim.sharded import ShardedParameters
 
 
 class Call(NamedTuple):
     """The call that a rank is in, which must be the same on every rank."""
 
-    is_clip: bool  # clip_grad_norm_(), not step()
-    reduces: bool  # gradients are to be averaged; False if clip_grad_norm_ has averaged them
+    is_clip: bool = False  # clip_grad_norm_(), not step()
+    reduces: bool = True  # gradients are to be averaged; False if clip_grad_norm_ has averaged them
     max_norm: float = 0.0
     norm_type: float = 0.0
     # begin() fills in these two:
     step: int = 0  # the number of steps taken before
-    options: int = 0  # the first of OptionsHash.of()
+    options: int = 0  # the first of InnerOptimizers.hash_options()
 
 
 _EQUAL = len(Call._fields) + 1
@@ -79,7 +78,7 @@ class Agreement:
 
         presence flags, by slot | _EQUAL values | their negatives, which show differences | _FLAGS flags
 
-    slots: one position in the vector for each trainable parameter of any rank.
+    announced: by all ranks, from which the vector gets a slot for each trainable parameter of any rank.
     group: all ranks that step together.
     failed: float32 [], 1 once a rank did not come to a barrier of the GPUs; None if ranks share no memory.
 
@@ -94,14 +93,18 @@ class Agreement:
 
     def __init__(
         self,
-        slots: Slots,
+        announced: Sequence[Announcement],
         shards: ShardedParameters,
+        inners: InnerOptimizers,
         group: dist.ProcessGroup | None,
         on_nonfinite: str,
         failed: torch.Tensor | None,
     ):
-        count, device, self._shards = len(slots.labels), shards.found_inf.device, shards
-        self.slots, self._group, self.world_size = slots, GroupReference(group), rank_and_size(group)[1]
+        rank, self.world_size = rank_and_size(group)
+        self._group, self._shards, self._inners = GroupReference(group), shards, inners
+        device = shards.found_inf.device
+        self.slots = find_slots(announced, rank)
+        count = len(self.slots.labels)
         self._raises = on_nonfinite == "raise"
         self.defers = False
         """Whether the host leaves votes to the device."""
@@ -111,24 +114,22 @@ class Agreement:
         self._vector = torch.zeros(count + 2 * _EQUAL + _FLAGS, dtype=torch.float64, device=device)
         self._unread: list[Vote] = []
         self.last = Read(0, Sent(), None)
-        self._options_hash = OptionsHash(device)
 
     def begin(
         self,
         present: Sequence[bool],
-        call: Call,
         error: OwnError,
         word: torch.Tensor | None,
-        param_groups: Sequence[dict],
-        sent: Sent,
+        call: Call = Call(),  # noqa: B008
+        sent: Sent = Sent(),  # noqa: B008
     ) -> None:
         """Vote. Collective, of several ranks.
 
         present: by slot, or by parameter of a bucket, whether this rank has a gradient.
-        call: of this rank; it does not count with an error.
         word: of OwnGradients.find_word(); None if no gradients were looked at.
+        call: of this rank; it does not count with an error.
         """
-        options, tensors = (0, None) if error else self._options_hash.of(param_groups)
+        options, tensors = (0, None) if error else self._inners.hash_options(self._vector.device)
         flags, equal = [float(sent.all), float(sent.again), 0.0, 0.0], [0.0] * _EQUAL
         if error:
             present, flags[-1] = [0.0] * len(present), rank_and_size(self._group())[0] + 1.0
@@ -147,26 +148,25 @@ class Agreement:
         event = torch.cuda.current_stream(vector.device).record_event() if on_gpu else None
         self._unread.append(Vote(on_host, event, call.is_clip, error))
 
-    def read(self, param_groups: Sequence[dict] | None = None, at_once: bool = False) -> None:
-        """Wait for the votes that the host has not read. Local, unless options differ.
+    def read(self, at_once: bool = False, counts: bool = True) -> None:
+        """Wait for the votes that the host has not read. Local, unless options differ and the votes count.
 
-        param_groups: the votes count as read, and ranks list options that differ; None only looks.
         at_once: whether the votes are of the present call, not of an earlier one, as messages say.
+        counts: whether the votes count as read, and ranks list options that differ.
 
         Raises RuntimeError, the same on every rank, if no rank takes the step, or one of its buckets, which
         breaks the optimizer if others were taken. But a rank whose error is the reason raises that, if the
         votes count as read.
         """
         votes, taken, self.last = self._unread, 0, Read(0, Sent(), None)
-        if param_groups is not None:
+        if counts:
             self._unread = []
         for vote in votes:
             if vote.event is not None:
                 vote.event.synchronize()
             words = vote.vector[-_FLAGS - 2 * _EQUAL :].tolist()
-            sent = Sent(*map(bool, words[-_FLAGS : -_FLAGS + 2]))
-            self.last = Read(taken, sent, vote.vector[: -len(words)])
-            problem = self._find_problem(words, param_groups)
+            self.last = Read(taken, Sent(*map(bool, words[-_FLAGS:-2])), vote.vector[: -len(words)])
+            problem = self._find_problem(words, counts)
             if problem is not None:
                 which = "all ranks have taken in part" if taken else "no rank has taken"
                 prefix = "" if at_once else f"of the last step, which {which}: "
@@ -175,12 +175,10 @@ class Agreement:
                     self._shards.mark_broken("step()", RuntimeError(prefix + problem))
                 # Marked: a closure that calls clip_grad_norm_ must not bring it to another vote. A variable
                 # would be in a reference cycle with its traceback.
-                raise raised_by_all(
-                    (param_groups is not None and vote.error.take()) or RuntimeError(prefix + problem)
-                )
+                raise raised_by_all((counts and vote.error.take()) or RuntimeError(prefix + problem))
             taken += not vote.is_clip
             self.last = self.last._replace(taken=taken)
-        if param_groups is not None and not at_once:
+        if counts and not at_once:
             self.steps += taken > 0
 
     def raise_own(self) -> None:
@@ -193,8 +191,10 @@ class Agreement:
         self._unread, self.steps = [], steps
         self.decision.refused.zero_()
 
-    def _find_problem(self, words: list[float], param_groups: Sequence[dict] | None) -> str | None:
-        """Why no rank takes the step, the same text on every rank; None if all do."""
+    def _find_problem(self, words: list[float], lists: bool) -> str | None:
+        """Why no rank takes the step, the same text on every rank; None if all do. lists: whether ranks list
+        options that differ, which is collective.
+        """
         equal, minus, failed = words[:_EQUAL], words[_EQUAL : 2 * _EQUAL], words[-1]
         if failed:
             return f"rank {int(failed) - 1} found an error, and no rank takes this step"
@@ -217,13 +217,13 @@ class Agreement:
             if values[0] != values[1]:
                 return f"{name} must be the same on every rank, got from {values[0]} to {values[1]}"
         if low.options != high.options or equal[-1] != -minus[-1]:
-            listed = None if param_groups is None else self._list_options(param_groups)
-            return listed or "options of param_groups differed between ranks"  # and may be equal again
+            listed = self._list_options() if lists else None  # None: they are equal again
+            return listed or "options of param_groups differed between ranks"
         return None
 
-    def _list_options(self, param_groups: Sequence[dict]) -> str | None:
+    def _list_options(self) -> str | None:
         """The options of rank 0 and of the first rank with other ones; None without one. Collective."""
-        shown = exchange(show_options(param_groups), None, self._group(), "comparing options")
+        shown = exchange(show_options(self._inners.param_groups), None, self._group(), "comparing options")
         rank = next((rank for rank, other in enumerate(shown) if other != shown[0]), None)
         rule = "options of param_groups must be the same on every rank"
         return None if rank is None else f"{rule}: rank 0 has {shown[0]}; rank {rank} has {shown[rank]}"
@@ -279,15 +279,15 @@ class Agreement:
                 )
             )
 
-    def presence(self, buckets: Sequence[Sequence[int]] | None) -> list[torch.Tensor]:
-        """By trainable parameter, float64 [1] on the device: 0 if no rank has a gradient, or the step changes
-        nothing. buckets: the parameters of each, if each has a vote of its own; then they share these flags.
+    def presence(self, by_bucket: bool) -> dict[torch.Tensor, torch.Tensor]:
+        """By master that an optimizer updates, float64 [1] on the device: 0 if no rank has a gradient, or the
+        step changes nothing. by_bucket: whether each bucket has a vote of its own; they share these flags.
         """
-        count = len(self.slots.labels)
-        positions = dict(enumerate(self.slots.own))
-        for indices in buckets or ():
-            positions |= zip(indices, range(count - len(indices), count), strict=True)
-        return [self.decision.present[positions[i] :][:1] for i in range(len(positions))]
+        count, positions = len(self.slots.labels), dict(enumerate(self.slots.own))
+        for bucket in self._shards.buckets if by_bucket else ():
+            positions |= zip(bucket.indices, range(count - len(bucket.indices), count), strict=True)
+        optimized, flags = self._shards.optimized, self.decision.present
+        return {m: flags[position:][:1] for i, position in positions.items() for m in optimized[i]}
 
     @property
     def skip_in_kernels(self) -> torch.Tensor:
@@ -304,7 +304,7 @@ class Agreement:
         step raises its error. Returns the number of steps that the ranks have taken, skipped ones too.
         """
         with contextlib.suppress(RuntimeError):
-            self.read()
+            self.read(counts=False)
             return self.steps + (self.last.taken > 0)
         return self.steps
 
@@ -343,11 +343,7 @@ class Clipped(NamedTuple):
 
 
 class OwnGradients:
-    """The gradients of this rank's trainable parameters, where backward passes leave them.
-
-    wire: the dtype that gradients are rounded to when they are sent, None for their own. A gradient that
-        becomes infinite by it counts as infinite, in a world of any size.
-    """
+    """The gradients of this rank's trainable parameters, where backward passes leave them."""
 
     def __init__(
         self,
@@ -355,10 +351,13 @@ class OwnGradients:
         exchanges: Sequence[BucketExchange],
         agreement: Agreement,
         inners: InnerOptimizers,
-        wire: torch.dtype | None,
     ):
-        self._shards, self._exchanges, self._inners, self._wire = shards, exchanges, inners, wire
+        self._shards, self._exchanges, self._inners = shards, exchanges, inners
         self._world_size = agreement.world_size
+        self._wire = exchanges[0].bucket.wire
+        """The dtype that gradients are rounded to when they are sent, None for their own. A gradient that
+        becomes infinite by it counts as infinite, in a world of any size.
+        """
         self.are_means = self._world_size == 1 and all(one.memory is None for one in exchanges)
         """Whether gradients are their own means, in p.grad: in a world of one if nothing rounds them."""
         self.squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=shards.found_inf.device)
@@ -409,29 +408,20 @@ class OwnGradients:
             return [gradient for gradient in gradients if gradient is not None]
         return [bucket.gradients[bucket.part] for bucket in self._shards.buckets if bucket.is_counted]
 
-    def find_word(
-        self,
-        gradients: Gradients,
-        indices: Sequence[int] | None = None,
-        in_means: bool = False,
-    ) -> torch.Tensor | None:
-        """int32 [] on the device, for the vote: the word of the first gradient with a NaN or Inf, once it is
-        rounded to `wire`, or FOUND_INF of users and GradScalers; 0 if there is none. None if the optimizer of
-        the masters could not read it in a CUDA graph. Waits for nothing.
+    def find_word(self, gradients: Gradients, in_means: bool = False) -> torch.Tensor | None:
+        """scan() of all gradients, for the vote, or FOUND_INF of users and GradScalers. None if the optimizer
+        of the masters could not read it in a CUDA graph. Waits for nothing.
 
-        indices: of the gradients' parameters; None for all.
         in_means: whether to look in this rank's slices of the means instead. Their `squares` count NaNs and
             Infs, so the means are read again only if there is one.
         """
         device = self.squares.device
-        if indices is not None:
-            return self._find_by_kind(gradients, [self._words[i] for i in indices])
         if self._world_size == 1 and ops.is_capturing(device) and not self._inners.heed_found_inf():
             return None
         when = self.squares[:, -2:].sum(0) if in_means else None
         launches = self._means_launches if in_means and not self.are_means else self.launches
         if launches is None:
-            word = self._find_by_kind(gradients, self._words, when)
+            word = self.scan(range(len(self._words)), gradients, when)
         else:
             word = self._word
             launches.find_nonfinite(word.zero_(), when)
@@ -449,18 +439,20 @@ class OwnGradients:
         launches.addresses = ops.pointers([view for view, _ in owned])
         return launches
 
-    def _find_by_kind(
-        self, gradients: Gradients, words: Sequence[int], when: torch.Tensor | None = None
+    def scan(
+        self, indices: Iterable[int], gradients: Gradients, when: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """find_word() of gradients of any layouts and dtypes. words: the larger the earlier."""
-        plain = [(word, g) for word, g in zip(words, gradients, strict=True) if g is not None and g.numel()]
+        """int32 [] on the device: the word of the first gradient with a NaN or Inf, once it is rounded to the
+        wire's dtype; 0 if there is none. Gradients may have any layouts and dtypes.
+
+        indices: of their parameters. when: as of ops.find_nonfinite().
+        """
+        plain: list[tuple[int, torch.Tensor]] = []
         others: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
-        dtypes = [g.dtype for _, g in plain]
-        keeps = {dtype: _keeps_values(dtype, self._wire) for dtype in set(dtypes)}
-        if not (all(keeps.values()) and are_sendable([g for _, g in plain], dtypes)):
-            present, plain = plain, []
-            for word, g in present:
-                is_plain = keeps[g.dtype] and is_sendable(g, g.dtype)
+        for i, g in zip(indices, gradients, strict=True):
+            if g is not None and g.numel():
+                word = self._words[i]
+                is_plain = _keeps_values(g.dtype, self._wire) and is_sendable(g, g.dtype)
                 (plain if is_plain else others.setdefault(g.dtype, [])).append((word, g))
         found = torch.zeros((), dtype=torch.int32, device=self.squares.device)
         ops.find_nonfinite([g for _, g in plain], [word for word, _ in plain], found, when)

@@ -135,21 +135,25 @@ class Checked:
         self.names = [parameter_name(g, i, self.param_groups[g]) for g, i in self._positions]
         """Their names in messages."""
         _check_parameters(self.parameters, self.names)
-        _check_saved_names(self.param_groups)
         tried = try_options(self.classes, self.param_groups, self.parameters[0].device)
         _check_parts(self.classes, self.param_groups, rank_and_size(group)[1])
-        of_class = [one.defaults for one in tried if type(one) is optimizer_class]
-        self.defaults = (of_class or [tried[0].defaults])[0]
+        of_class = (one.defaults for one in tried if type(one) is optimizer_class)
+        self.defaults = next(of_class, tried[0].defaults)
         """Options of the optimizer's own class."""
         self.trained = self._find_trained(tried)
+        self.why_at_once = _find_why_at_once(self.classes)
+        """Why all masters are updated at once, not bucket by bucket; or None."""
         if communication.overlap == "update":
-            _check_updates_early(self.classes, on_nonfinite)
+            _check_updates_early(self.why_at_once, on_nonfinite)
         _check_gradients(communication, self.trained, self.classes)
         self.why_collective = self._find_why_collective(group)
-        if masters_from is not None and not hasattr(masters_from, "_hand_over"):
-            raise TypeError(f"masters_from must be a ZeroFP4Optimizer, got {type(masters_from).__name__}")
-        self.held: Mapping = {} if masters_from is None else masters_from._hand_over(self.trained, group)
+        self.held: Mapping = {}
         """The masters of an earlier optimizer, by parameter."""
+        if masters_from is not None:
+            self.held = getattr(masters_from, "_saved", None)
+            if self.held is None:
+                raise TypeError(f"masters_from must be a ZeroFP4Optimizer, got {type(masters_from).__name__}")
+            self.held.check_continued(self.trained)
         trainable = [one.parameter for one in self.trained]
         made_as = communication.gradient_wire or communication.gradient_dtype
         float16 = (o.name for o in self.trained if (made_as or gradient_dtype(o.parameter)) == torch.float16)
@@ -202,8 +206,6 @@ class Checked:
                 sharding, leader = self.places[g].sharding, len(found)
                 found.append(Trained(p, name, sharding, inner.number, work, leader, is_compact))
         weights = [i for i, one in enumerate(found) if isinstance(one.parameter, NVFP4Tensor)]
-        if self.amax_groups and not weights:
-            raise ValueError("amax_groups was given, but no NVFP4 weight of params requires a gradient")
         leaders: dict[int, int] = {}  # by number of an amax group
         numbers = number_groups([found[i].parameter.record for i in weights], self.amax_groups)
         for i, number in zip(weights, numbers, strict=True):
@@ -318,19 +320,6 @@ def _check_parameters(parameters: Sequence[torch.Tensor], names: Sequence[str]) 
             raise ValueError(f"{first} and {second} share memory: pass tied weights as one parameter")
 
 
-def _check_saved_names(param_groups: Sequence[dict]) -> None:
-    """Raise ValueError for two parameters with one name in checkpoints."""
-    given: dict[str, str] = {}
-    for name in itertools.chain.from_iterable(group.get("param_names", ()) for group in param_groups):
-        own = own_name(name)
-        if own in given:
-            raise ValueError(
-                f"params: {given[own]!r} and {name!r} have one name in checkpoints, {own!r}: give the "
-                "parameters of each model a prefix, as in [('generator.weight', p)]"
-            )
-        given[own] = name
-
-
 LAYOUTS: dict[str, Callable[[torch.Tensor], list[list[torch.Tensor]]]] = {
     "whole": lambda pair: [[*pair]],
     "matrices": lambda pair: [[matrix] for matrix in pair],
@@ -396,14 +385,17 @@ def _take_steps(inner: InnerClass, group: dict, layout: Callable, seed: int = 0)
     return torch.cat([master.flatten() for mine in masters for master in mine]) - before.flatten()
 
 
-def _check_updates_early(classes: Sequence[InnerClass], on_nonfinite: str) -> None:
+def _find_why_at_once(classes: Sequence[InnerClass]) -> str | None:
+    for own in (one.optimizer_class for one in classes):
+        if own is not FusedAdamW:
+            return f"{own.__name__} updates all masters at once, and FusedAdamW can in buckets"
+    return "whole matrices are updated all at once" if any(one.whole for one in classes) else None
+
+
+def _check_updates_early(why_at_once: str | None, on_nonfinite: str) -> None:
     """Raise ValueError for classes and options that overlap="update" does not support."""
-    for one in classes:
-        if one.optimizer_class is not FusedAdamW or one.whole:
-            name = "whole matrices" if one.whole else one.optimizer_class.__name__
-            raise ValueError(
-                f'overlap="update" needs FusedAdamW, which updates one bucket after the other: not {name}'
-            )
+    if why_at_once is not None:
+        raise ValueError(f'overlap="update" updates one bucket after the other: {why_at_once}')
     if on_nonfinite == "raise":
         raise ValueError(
             'on_nonfinite="raise" is not supported with overlap="update": other weights are updated by '

@@ -6,6 +6,7 @@ ranks name a group of their own at the same position of param_groups, for other 
 other parts of a matrix that tensor parallelism has cut, layers of another pipeline stage.
 """
 
+import collections
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,12 +28,21 @@ not have them, and they would keep process groups alive.
 
 def find_names(param_groups: Sequence[dict]) -> bool:
     """Give parameters without names their names in convert_model's model. Returns whether they have names:
-    not if no one model has them all, or two would have one name in checkpoints.
+    not if no one model has them all, or two would have one name in checkpoints. Raises ValueError for two
+    given names that are one in checkpoints.
     """
-    if "param_names" in param_groups[0]:
-        return True
-    found = names_in_converted_model([p for group in param_groups for p in group["params"]])
-    if found is None or len(set(map(own_name, found))) < len(found):
+    are_given = "param_names" in param_groups[0]
+    if are_given:
+        found = [name for group in param_groups for name in group["param_names"]]
+    else:
+        found = names_in_converted_model([p for group in param_groups for p in group["params"]]) or []
+    twice = [name for name, count in collections.Counter(map(own_name, found)).items() if count > 1]
+    if are_given and twice:
+        raise ValueError(
+            f"params: several parameters have the name {twice[0]!r} in checkpoints: give the parameters of "
+            "each model a prefix, as in [('generator.weight', p)]"
+        )
+    if twice or not found:
         return False
     names = iter(found)
     for group in param_groups:

@@ -1,5 +1,6 @@
 """The torch optimizers that update the masters, and the options of their parameter groups."""
 
+import contextlib
 import hashlib
 import inspect
 import math
@@ -51,11 +52,9 @@ def inner_classes(
 
     whole_matrices, defaults: arguments of ZeroFP4Optimizer, for its own optimizer_class only.
 
-    Raises TypeError for arguments of another type, ValueError for a class that cannot be sharded, and for a
+    Raises TypeError for a class of another kind, ValueError for a class that cannot be sharded, and for a
     group that has its own class but lacks one of the defaults.
     """
-    if not (whole_matrices is None or isinstance(whole_matrices, bool)):
-        raise TypeError(f"whole_matrices must be None, True or False, got {whole_matrices!r}")
     chosen = [group.get("optimizer_class", optimizer_class) for group in param_groups]
     order, classes = list(dict.fromkeys(chosen)), []
     for g, (group, own) in enumerate(zip(param_groups, chosen, strict=True)):
@@ -136,7 +135,7 @@ class InnerOptimizers:
         param_groups: Sequence[dict],
         masters: Mapping[int, Sequence[torch.Tensor]],
     ):
-        self.classes = classes
+        self.classes, self._outer_groups = classes, param_groups
         self.all: tuple[torch.optim.Optimizer, ...] = ()
         for inner in {one.number: one for one in classes}.values():  # numbered as they come
             groups = []
@@ -148,7 +147,10 @@ class InnerOptimizers:
         """Copies of the parameter groups and of the groups here, from the last sync_options()."""
         self._checked: list[dict] = []
         """The copies that check_options() last passed."""
-        self.sync_options(param_groups)
+        self._hashed: list[dict] = []
+        """The copies of hash_options(). The hash of their numbers, and their tensors, are here, too."""
+        self._number_hash, self._tensors = 0, []
+        self.sync_options()
 
     def _of(self, number: int, by_group: Sequence) -> list:
         """Select the entries of one optimizer from a list by parameter group."""
@@ -160,24 +162,15 @@ class InnerOptimizers:
         groups = [iter(optimizer.param_groups) for optimizer in self.all]
         return [next(groups[one.number]) for one in self.classes]
 
-    def sync_options(self, param_groups: Sequence[dict]) -> None:
+    def sync_options(self) -> None:
         """Copy options both ways: those that a parameter group has changed since the last copy to the
         optimizers, all others from the optimizers, which may change their own.
-
-        Raises ValueError for another choice of state than they were built with.
         """
-        inner_groups = self.param_groups
+        param_groups, inner_groups = self._outer_groups, self.param_groups
         if are_unchanged([*param_groups, *inner_groups], self._copies):
             return
         copies = self._copies or param_groups  # after a load only the optimizers' options count
-        triples = zip(param_groups, inner_groups, copies, strict=False)
-        for g, (group, inner_group, before) in enumerate(triples):
-            now, chosen = group.get("state"), inner_group.get("state")
-            if self._copies and now != chosen:
-                raise ValueError(
-                    f"param_groups[{g}]['state'] was {chosen!r} when the optimizer was built and is {now!r} "
-                    "now: build a new optimizer, which can load_state_dict() this one's state_dict()"
-                )
+        for group, inner_group, before in zip(param_groups, inner_groups, copies, strict=False):
             inner_group |= {k: value for k, value in options(group).items() if value is not before.get(k)}
             for key in options(before).keys() - group.keys():
                 inner_group.pop(key, None)
@@ -185,10 +178,34 @@ class InnerOptimizers:
         self._copies = list(map(dict, [*param_groups, *inner_groups]))
 
     def check_options(self) -> None:
-        """Raise ValueError for a NaN or Inf in an option that was replaced, not written in place."""
+        """Before a vote: sync_options(). Raises ValueError for a NaN or Inf in an option that was replaced,
+        not written in place.
+        """
+        self.sync_options()
         if self._checked is not self._copies:
             check_finite(self._copies)
             self._checked = self._copies
+
+    def hash_options(self, device: torch.device) -> tuple[int, torch.Tensor | None]:
+        """The hash of compared_options() that are numbers, and that of the values of tensors, each of
+        HASH_BITS. Costs a step little if no option was replaced since the last one.
+
+        The second is a float64 [] on the device, for which the host does not wait; None without tensors.
+        """
+        if self._hashed is not self._copies:
+            items = [(name, item) for name, own in compared_options(self.param_groups) for item in own]
+            values = [(name, None if torch.is_tensor(i) else float(i)) for name, i in items]
+            digest = hashlib.sha256(repr(values).encode()).digest()
+            self._number_hash = int.from_bytes(digest[: HASH_BITS // 8], "big")
+            self._tensors = [item.detach() for _, item in items if torch.is_tensor(item)]
+            self._hashed = self._copies
+        if not self._tensors:
+            return self._number_hash, None
+        moved = [t.to(device, torch.float64, non_blocking=True).reshape(-1) for t in self._tensors]
+        words = (torch.cat(moved) + 0.0).view(torch.int64)  # -0.0 is 0.0
+        factors = torch.full_like(words, _ODD).cumprod(0)  # modulo 2**64
+        word = ((words ^ (words >> 32)) * factors).sum()  # the low bits of a number like 1.0 are zeros
+        return self._number_hash, ((word ^ (word >> 32)) & ((1 << HASH_BITS) - 1)).double()
 
     # A step
 
@@ -226,15 +243,17 @@ class InnerOptimizers:
         """The state of a master; empty if it has none yet."""
         return next((o.state[master] for o in self.all if master in o.state), {})
 
-    def present(self) -> tuple[list[dict], list[tuple]]:
-        """Options, state and groups, for restore()."""
-        return self._copies, [(optimizer.state, optimizer.param_groups) for optimizer in self.all]
-
-    def restore(self, present: tuple[list[dict], list[tuple]]) -> None:
-        """Undo a load(), which replaced these objects."""
-        self._copies, objects = present
-        for optimizer, (state, groups) in zip(self.all, objects, strict=True):
-            optimizer.state, optimizer.param_groups = state, groups
+    @contextlib.contextmanager
+    def restored_by_errors(self) -> Iterator[None]:
+        """An error inside undoes a load(), which replaces options, state and groups by other objects."""
+        copies, before = self._copies, [(one.state, one.param_groups) for one in self.all]
+        try:
+            yield
+        except BaseException:
+            self._copies = copies
+            for one, (state, groups) in zip(self.all, before, strict=True):
+                one.state, one.param_groups = state, groups
+            raise
 
     def load(self, param_groups: Sequence[dict], states: Mapping[int, dict], device: torch.device) -> None:
         """Load options and state. The next sync_options() copies all options to the parameter groups.
@@ -312,37 +331,3 @@ def show_options(param_groups: Sequence[dict]) -> str:
         texts = (f"tensor({i.tolist()})" if torch.is_tensor(i) else str(float(i)) for i in items)
         shown.append(f"{name} {' '.join(texts)}")
     return ", ".join(shown)
-
-
-class OptionsHash:
-    """Hashes of compared_options(). They cost a step little if no option was replaced since the last one.
-
-    device: where the values of tensors are hashed.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._copies: list[dict] = []
-        """The groups that `_on_host` and `_tensors` belong to."""
-        self._on_host = 0
-        self._tensors: list[torch.Tensor] = []
-
-    def of(self, param_groups: Sequence[dict]) -> tuple[int, torch.Tensor | None]:
-        """The hash of numbers, and that of the values of tensors, each of HASH_BITS.
-
-        The second is a float64 [] on the device, for which the host does not wait; None without tensors.
-        """
-        if not are_unchanged(param_groups, self._copies):
-            items = [(name, item) for name, own in compared_options(param_groups) for item in own]
-            values = [(name, None if torch.is_tensor(i) else float(i)) for name, i in items]
-            digest = hashlib.sha256(repr(values).encode()).digest()
-            self._on_host = int.from_bytes(digest[: HASH_BITS // 8], "big")
-            self._tensors = [item.detach() for _, item in items if torch.is_tensor(item)]
-            self._copies = list(map(dict, param_groups))
-        if not self._tensors:
-            return self._on_host, None
-        moved = [t.to(self._device, torch.float64, non_blocking=True).reshape(-1) for t in self._tensors]
-        words = (torch.cat(moved) + 0.0).view(torch.int64)  # -0.0 is 0.0
-        factors = torch.full_like(words, _ODD).cumprod(0)  # modulo 2**64
-        word = ((words ^ (words >> 32)) * factors).sum()  # the low bits of a number like 1.0 are zeros
-        return self._on_host, ((word ^ (word >> 32)) & ((1 << HASH_BITS) - 1)).double()

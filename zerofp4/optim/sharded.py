@@ -33,6 +33,8 @@ from zerofp4.shard import Shard, intersect
 from zerofp4.storage import record_of
 from zerofp4.tensors import INIT_VAL, Holder, NVFP4Tensor, QuantizedTensor, had_master, note_master
 
+Planes = tuple[torch.Tensor | None, torch.Tensor | None]
+
 
 class ShardedParameters:
     """The trainable parameters of an optimizer, and whether their masters are of one step. Building it is
@@ -53,8 +55,9 @@ class ShardedParameters:
         peers: Peers | None,
         late: LateGathers | None,
     ):
+        self.param_groups = checked.param_groups
         self._members = [list(map(id, group["params"])) for group in checked.param_groups]
-        self.trained, self._late = checked.trained, late
+        self.trained, self._peers, self._late = checked.trained, peers, late
         self.parameters = [one.parameter for one in self.trained]
         self.names = [one.name for one in self.trained]
         named = zip(checked.names, checked.parameters, strict=True)
@@ -73,14 +76,15 @@ class ShardedParameters:
                 bucket.allocate(zeros)
                 bucket.bind()  # at once, which frees the parameters' own memory
         exchange(None, error, group, "allocating weights and masters")
-        # By parameter: this rank's shard, its master, 1D, and the low bytes of a master of 24 bits; None if
-        # this rank owns nothing, or there are no low bytes.
+        # By parameter: this rank's shard; its master, 1D, None if this rank owns nothing; and the planes of
+        # the master, which are itself and its low bytes, None unless it has 24 bits.
         self.shards: list[Shard] = self.by_parameter(lambda b: b.shards)
         self.masters: list[torch.Tensor | None] = self.by_parameter(lambda b: b.own_views(b.masters))
-        self.lows: list[torch.Tensor | None] = self.by_parameter(lambda b: b.own_views(b.low))
+        lows = self.by_parameter(lambda b: b.own_views(b.low))
+        self.planes: list[Planes] = list(zip(self.masters, lows, strict=True))
         self.optimized = [self._as_optimized(i, master) for i, master in enumerate(self.masters)]
         """By parameter, the tensors that an optimizer updates: none, the master, or the matrices in it."""
-        for i, (one, master, low) in enumerate(zip(self.trained, self.masters, self.lows, strict=True)):
+        for i, (one, (master, low)) in enumerate(zip(self.trained, self.planes, strict=True)):
             if one.is_compact and master is not None:
                 master.zerofp4_slice = Slice(one.parameter.shape, self.shards[i], low, i)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
@@ -140,9 +144,8 @@ class ShardedParameters:
                     part = intersect(first, values.numel(), shard.start, shard.end)
                     if part.numel:
                         start = first + part.start - shard.start
-                        planes = [plane for plane in (self.masters[i], self.lows[i]) if plane is not None]
+                        here = [p[start : start + part.numel] for p in self.planes[i] if p is not None]
                         with error:
-                            here = [plane[start : start + part.numel] for plane in planes]
                             write_master(values[part.start : part.end], *here)
         exchange(None, error, group, "sending initial values")
         for parameter in self.parameters:
@@ -168,24 +171,19 @@ class ShardedParameters:
         rows, columns = self.parameters[i].shape[-2:]
         return [matrix.view(rows, columns) for matrix in piece.split(rows * columns)]
 
-    def saved_planes(self, i: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """A parameter's entries of `masters` and `lows` for a save, an export or an average. If the weight
-        is_overwritten(), they are made from its new values.
-        """
-        return self.written_planes(i) if self.is_overwritten(i) else (self.masters[i], self.lows[i])
-
-    def is_overwritten(self, i: int) -> bool:
-        """Whether a weight was written to since the last step, and its master is to follow. After a load, and
-        once another optimizer has taken the weights over, masters do not follow.
+    def saved_planes(self, i: int) -> Planes:
+        """The planes of a master for a save, an export or an average: made from the weight's new values if it
+        was written to since the last step. But after a load, and once another optimizer has taken the weights
+        over, masters do not follow writes.
         """
         follows = self.weights_follow and not self.holder.is_taken_over
-        return follows and bool(self.versions.written([i]))
+        return self.written_planes(i) if follows and self.versions.written([i]) else self.planes[i]
 
-    def written_planes(self, i: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Entries of `masters` and `lows` from the weight's values. A value that the master rounds to keeps
-        the master: DDP writes all weights with the values that they hold. Not collective.
+    def written_planes(self, i: int) -> Planes:
+        """The planes of a master from the weight's values. A value that the master rounds to keeps the
+        master: DDP writes all weights with the values that they hold. Not collective.
         """
-        planes, parameter, shard = (self.masters[i], self.lows[i]), self.parameters[i], self.shards[i]
+        planes, parameter, shard = self.planes[i], self.parameters[i], self.shards[i]
         if planes[0] is None or had_master(parameter):
             return planes
         values = initial_values(parameter)[shard.start : shard.end].to(planes[0].device)
@@ -197,10 +195,12 @@ class ShardedParameters:
         return made
 
     def follow_masters(self) -> None:
-        """Ignore writes to weights: they are cast from their masters."""
-        self.weights_follow = True
-        for parameter in self.parameters:
-            note_master(parameter)
+        """After a load, ignore writes to weights: they are cast from their masters."""
+        if not self.weights_follow:
+            self.weights_follow = True
+            self.versions.take()
+            for parameter in self.parameters:
+                note_master(parameter)
 
     @functools.cached_property
     def optimized_pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -247,12 +247,14 @@ class ShardedParameters:
 
     # Changes to the parameters from outside
 
-    def check_unchanged(self, param_groups: Sequence[dict]) -> None:
+    def check_unchanged(self) -> None:
         """Raise RuntimeError for parameters that were exchanged, moved, written to or unfrozen, and if the
-        optimizer is broken.
+        optimizer is broken or a rank has failed the others.
         """
+        if self._peers is not None:
+            self._peers.check()
         self.raise_if_broken()
-        self.check_groups(param_groups)
+        self.check_groups()
         self.check_moved()
         replaced = self.holder.find_replaced()
         if replaced is not None:
@@ -283,9 +285,9 @@ class ShardedParameters:
                 "init_sync=False"
             )
 
-    def check_groups(self, param_groups: Sequence[dict]) -> None:
+    def check_groups(self) -> None:
         """Raise RuntimeError unless these are the parameters that the optimizer was built with."""
-        if [list(map(id, group["params"])) for group in param_groups] != self._members:
+        if [list(map(id, group["params"])) for group in self.param_groups] != self._members:
             raise RuntimeError(
                 "param_groups is not the list that the optimizer was built with: masters and weights lie in "
                 "flat buffers, so build a new optimizer to change it"
@@ -389,6 +391,8 @@ class ShardedParameters:
         self.check_moved()
         for plan in self.plans:
             plan.check()
+        if self._peers is not None:
+            self._peers.check()
 
 
 # Initial values

@@ -208,15 +208,15 @@ class SavedParameter(NamedTuple):
             value = value.full_tensor()
         if math.prod(shape) != value.numel() or (shape and shape != tuple(value.shape)):
             raise ValueError(f"{what} has shape {tuple(value.shape)}, here {shape}")
-        if not isinstance(value, Piece):
-            return value.detach().reshape(-1)[shard.start : shard.end].to(entry.dtype, copy=True)
-        if value.unread:
-            raise ValueError(f"{what} is not whole in the checkpoint")
-        if value.shard == shard:
-            return value.values.to(entry.dtype)
-        if value.is_whole:  # a file that a world of one wrote
-            return value.values[shard.start : shard.end].to(entry.dtype, copy=True)
-        raise ValueError(f"{what} has the elements of another rank. {ONE_PART}")
+        if isinstance(value, Piece):
+            if value.unread:
+                raise ValueError(f"{what} is not whole in the checkpoint")
+            if value.shard == shard:
+                return value.values.to(entry.dtype)
+            if not value.is_whole:  # as in a file that a world of one wrote
+                raise ValueError(f"{what} has the elements of another rank. {ONE_PART}")
+            value = value.values
+        return value.detach().reshape(-1)[shard.start : shard.end].to(entry.dtype, copy=True)
 
     def check_complete(self, names: Iterable[str], found: Mapping[str, Any]) -> None:
         """Raise ValueError for the first of these entries that a state dict lacks."""
@@ -238,7 +238,6 @@ class SavedState(Mapping):
 
     def __init__(
         self,
-        *,
         shards: Any,
         inners: InnerOptimizers,
         announced: Sequence[Any],
@@ -308,6 +307,26 @@ class SavedState(Mapping):
         about = About(saved.ranks, self.device, saved.refusal, self.shards.obstacle)
         return Piece(values, shape, shard.start, about, {self.save_id})
 
+    def check_continued(self, trained: Sequence[Any]) -> None:
+        """Raise ValueError unless a later optimizer of these parameters (Trained) can take over the masters
+        of those that are also here: one at least.
+        """
+        if self.shards.obstacle is not None:
+            raise ValueError(f"masters_from cannot hand over its masters: {self.shards.obstacle}")
+        taken = [one for one in trained if one.parameter in self]
+        if not taken:
+            raise ValueError("masters_from has the master of none of the trainable parameters of params")
+        written = self.shards.versions.written()
+        for one in taken:
+            i = self.indices[id(one.parameter)]
+            if not self.parameters[i].ranks.refers_to(one.sharding.group):
+                raise ValueError(f"{one.name} is sharded over another process group than in masters_from")
+            if i in written:
+                raise ValueError(
+                    f"{one.name} was written to since the last step of masters_from, whose master would undo "
+                    "that"
+                )
+
     def master(self, parameter: torch.Tensor, follows_writes: bool = False) -> Piece | None:
         """A piece of the float32 master; None without one. Each call converts a master of 24 bits.
 
@@ -316,8 +335,8 @@ class SavedState(Mapping):
         i = self.indices.get(id(parameter))
         if i is None:
             return None
-        planes = self.shards.masters[i], self.shards.lows[i]
-        return self.piece(i, joined(*(self.shards.saved_planes(i) if follows_writes else planes)))
+        planes = self.shards.saved_planes(i) if follows_writes else self.shards.planes[i]
+        return self.piece(i, joined(*planes))
 
     def entries(self, i: int) -> dict[str, Piece]:
         """The entries of trainable parameter i: pieces of its master and state. The state is zeros before the
@@ -355,11 +374,10 @@ class SavedState(Mapping):
         return SavedOptions(groups, self.save_id)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "state": {saved.number: self.entries(i) for i, saved in enumerate(self.parameters)},
-            "param_groups": self.groups(),
-            "steps": self._count_steps(),
-        }
+        state, self.consolidated = self.consolidated, None
+        if state is None:
+            state = {saved.number: self.entries(i) for i, saved in enumerate(self.parameters)}
+        return {"state": state, "param_groups": self.groups(), "steps": self._count_steps()}
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Piece]:
         i = self.indices.get(id(parameter))
@@ -498,12 +516,12 @@ def _read_parameter(
     if not found.keys().isdisjoint(PLANES):
         own.check_complete(PLANES, found)
         master = joined(*map(found.pop, PLANES))
-    kept, given = saved.shards.masters[i], entries.get("master", entries.get("master_high"))
+    kept, given = saved.shards.planes[i], entries.get("master", entries.get("master_high"))
     is_of_now = isinstance(given, Piece) and given.about.ranks is not None and given.unread is None
-    if is_written and is_of_now and given.saves == {saved.save_id} and kept is not None:
+    if is_written and is_of_now and given.saves == {saved.save_id} and kept[0] is not None:
         # The entry has the weight's values, but the master stays. accelerate loads a state dict that was
         # never saved, after DDP has written to all weights.
-        master = joined(kept, saved.shards.lows[i])
+        master = joined(*kept)
     parts = saved.shards.optimized[i]
     if not parts or not (found or was_in_file):  # of other ranks, or never updated
         return master, {}

@@ -6,7 +6,6 @@ import operator
 import secrets
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ from zerofp4.engine import (
     LateGathers,
     Sent,
     Step,
-    Trained,
     Update,
     UpdateSchedule,
     collective_exchanges,
@@ -38,7 +36,7 @@ from zerofp4.nn import free_frozen
 from zerofp4.ops import is_capturing
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.agreement import Agreement, Call, Clipped, OwnGradients, global_norm
-from zerofp4.optim.build import Checked, Communication, check_announcements, choose_way, find_slots
+from zerofp4.optim.build import Checked, Communication, check_announcements, choose_way
 from zerofp4.optim.inner import InnerOptimizers
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state_dict import SavedState, agree_on_save, read_state_dict
@@ -138,37 +136,23 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             # backward pass the peer may never come.
             exchanges[0].send(ABSTAIN)
             exchanges[0].finish()
-        slots, failed = find_slots(announced, rank), None if self._peers is None else self._peers.failed
-        self._agreement = Agreement(slots, self._shards, group, on_nonfinite, failed)
-        me = weakref.ref(self)
-        self._saved = SavedState(
-            shards=self._shards,
-            inners=self.inners,
-            announced=announced,
-            rank=rank,
-            token=token,
-            steps=self._agreement.look,
-        )
-        self.state = self._saved
+        failed = None if self._peers is None else self._peers.failed
+        self._agreement = Agreement(announced, self._shards, self.inners, group, on_nonfinite, failed)
+        steps = self._agreement.look
+        self.state = self._saved = SavedState(self._shards, self.inners, announced, rank, token, steps)
         # The parts of a step
         self._offer_parts()
         self._step = Step(exchanges, self._peers, sends=self._schedule is None, late=late)
-        wire = communication.gradient_wire
-        self._gradients = OwnGradients(self._shards, exchanges, self._agreement, self.inners, wire)
-        why_at_once = self._find_why_at_once()
+        self._gradients = OwnGradients(self._shards, exchanges, self._agreement, self.inners)
+        why_at_once = checked.why_at_once
         self._fused: FusedAdamW | None = self.inners.all[0] if why_at_once is None else None
         """Updates the masters bucket by bucket; None if all are updated at once."""
         why_host_waits = self._find_why_host_waits(group, on_nonfinite) or why_at_once
         self._agreement.defers = why_host_waits is None
         self._early: UpdateSchedule | None = None
         if communication.overlap == "update":
-            self._early = UpdateSchedule(
-                self._shards,
-                self._step,
-                begin=lambda: me()._begin_early(),
-                scan=self._gradients.find_word,
-                vote=lambda *bucket: me()._vote_early(*bucket),
-            )
+            parts = self._shards, self._agreement, self._gradients, self.inners
+            self._early = UpdateSchedule(self._step, *parts)
         self._clipped: Clipped | None = None
         """The gradients of the next step, if clip_grad_norm_ has averaged them."""
         self._run_program()
@@ -206,23 +190,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _offer_parts(self) -> None:
         """Let FusedAdamW update its masters bucket by bucket, and leave the amaxes that casts need."""
-        optimized, present = self._shards.optimized, {}
-        if self.world_size > 1:
-            voted_on = self._shards.buckets if self.communication.overlap == "update" else ()
-            flags = self._agreement.presence([bucket.indices for bucket in voted_on])
-            present = {m: flag for masters, flag in zip(optimized, flags, strict=True) for m in masters}
+        optimized, by_bucket = self._shards.optimized, self.communication.overlap == "update"
+        present = self._agreement.presence(by_bucket) if self.world_size > 1 else {}
         for number, inner in enumerate(self.inners.all):
             if isinstance(inner, FusedAdamW):
                 mine = [b for b in self._shards.buckets if self._shards.trained[b.indices[0]].by == number]
                 parts = [([m for i in b.indices for m in optimized[i]], b.plan) for b in mine]
                 inner.offer_parts(parts, present)
-
-    def _find_why_at_once(self) -> str | None:
-        for inner in self.inners.all:
-            if type(inner) is not FusedAdamW:
-                return f"{type(inner).__name__} updates all masters at once, and FusedAdamW can in buckets"
-        has_matrices = any(bucket.is_of_whole_matrices for bucket in self._shards.buckets)
-        return "whole matrices are updated all at once" if has_matrices else None
 
     def _find_why_host_waits(self, group: dist.ProcessGroup | None, on_nonfinite: str) -> str | None:
         """Why the host waits for the vote of each step, besides the update; the same on every rank."""
@@ -259,7 +233,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._saved.consolidated = None
         self._shards.holder.end_watch()
         if self._early is not None:
-            return self._end_early_step(closure)
+            is_scaled = self._take_scale() is not None or self._gradients.scaler_found_inf is not None
+            return self._early.end_step(closure, is_scaled)
         self._begin_call("step()")
         gradients, sent, loss, error = (), None, None, OwnError()
         try:
@@ -271,7 +246,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             reduces, own = self._clipped is None, self._gradients
             gradients = own.collect()
             self._unscale(gradients)
-            self.inners.sync_options(self.param_groups)
             self.inners.check_options()
             if not reduces and self._clipped.gradients.changed(gradients):
                 raise RuntimeError(
@@ -288,7 +262,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         except BaseException as failure:
             error = self._to_vote(failure)
         reduces = self._clipped is None
-        word, present = self._vote(Call(is_clip=False, reduces=reduces), gradients, error)
+        word, present = self._vote(Call(reduces=reduces), gradients, error)
         try:
             self._agreement.decide(word, found_inf=self.found_inf, looks=reduces)
             self._agreement.count_step()
@@ -335,6 +309,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 raise ValueError(f"norm_type must be positive, got {norm_type}")
             kind = norm_type
             self._check_ready()
+            self.inners.check_options()
             gradients = own.collect()
             if before is not None and before.gradients.written():
                 raise RuntimeError(
@@ -351,7 +326,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         means, word, failure = [] if sent is ABSTAIN else own.means(sent), None, OwnError()
         if sent is not None:
             own.squares.zero_()
-        if own.are_means and (reduces or kind == 2.0):
+        if own.are_means:
             own.add_squares(means)
         if reduces:
             self._forget_clipped()
@@ -425,7 +400,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 "a vote of the ranks"
             )
         if self._clipped is None:  # else the vote of this step's clip_grad_norm_ is not due
-            self._agreement.read(self.param_groups)
+            self._agreement.read()
 
     def _to_vote(self, failure: BaseException) -> OwnError:
         """An error of this rank, for the vote. Raises one that all ranks raise, as in a clip_grad_norm_ of a
@@ -437,9 +412,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _check_ready(self) -> None:
         """Raise RuntimeError if this rank cannot step."""
-        if self._peers is not None:
-            self._peers.check()
-        self._shards.check_unchanged(self.param_groups)
+        if self.param_groups is not self._shards.param_groups:
+            raise RuntimeError(
+                "param_groups is not the list that the optimizer was built with: change its groups in place"
+            )
+        self._shards.check_unchanged()
 
     def _unscale(self, gradients: Gradients) -> None:
         """Divide the gradients by the scale of a GradScaler, unless its unscale_() has."""
@@ -486,10 +463,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         for slot, gradient in zip(agreement.slots.own, gradients, strict=False):  # an error may leave none
             flags[slot] = gradient is not None
         try:
-            in_phase("vote", agreement.begin)(flags, call, error, word, self.param_groups, sent)
+            in_phase("vote", agreement.begin)(flags, error, word, call, sent)
             if agreement.defers:
                 return word, None
-            agreement.read(self.param_groups, at_once=True)
+            agreement.read(at_once=True)
         except Exception:
             error.take()  # it was raised, and would be in a reference cycle
             if schedule is not None:
@@ -532,7 +509,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._agreement.decide(None, looks=False)  # a barrier may have failed since
         skip = self._agreement.decision.skip if self.inners.heed_found_inf() else None
         self.inners.step(skip)
-        self.inners.sync_options(self.param_groups)
+        self.inners.sync_options()
 
     def _run_program(
         self,
@@ -549,85 +526,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 for plan in self._shards.plans:
                     plan.begin_update()  # the masters have changed since their amaxes were computed
             self._step.run(update, gradients, error)
-            if not self._shards.weights_follow:
-                self._shards.follow_masters()
+            self._shards.follow_masters()
         finally:
             self._shards.versions.take()
-
-    # Updates in backward passes
-
-    def _begin_early(self) -> tuple[OwnError, bool]:
-        """Begin a step, before its first bucket. Returns the error of this rank, and whether it is the
-        refusal of the last step, which every rank raises.
-        """
-        error = OwnError()
-        with error:
-            self._agreement.read(self.inners.param_groups)
-        if error:
-            return error, True
-        if not self._shards.weights_follow:
-            self._shards.versions.take()  # the weights follow the masters in this step, bucket by bucket
-            self._shards.follow_masters()
-        with error:
-            self._check_ready()
-            if is_capturing(self.found_inf.device):
-                raise RuntimeError("overlap='update': a CUDA graph cannot capture a backward pass or step()")
-            if self.inners.found_inf() is not None:
-                raise RuntimeError("found_inf on optimizer.inner is not supported with overlap='update'")
-            self.inners.sync_options(self.param_groups)
-            self._fused.begin_buckets(self._step.exchanges, self._agreement.skip_in_kernels)
-        self.found_inf.zero_()
-        self._agreement.decision.first.zero_()  # it grows from bucket to bucket
-        self._step.begin(self._fused.update_bucket, OwnError())
-        return error, False
-
-    def _vote_early(self, present: list[bool], word: torch.Tensor | None, error: OwnError) -> None:
-        """Vote on a bucket; the update reads the outcome on the device. present, word: of its gradients."""
-        agreement = self._agreement
-        if self.world_size > 1:
-            call = Call(is_clip=False, reduces=True)
-            groups = self.inners.param_groups  # as of the first bucket: a scheduler may have run since
-            in_phase("vote", agreement.begin)(present, call, error, word, groups, Sent())
-        agreement.decide(word, found_inf=self.found_inf, bucket=len(present))
-        self._shards.is_between |= not error
-
-    def _end_early_step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take the buckets that no backward pass has completed, and end the step."""
-        self._shards.check_not_taken_over()
-        early, loss, error = self._early, None, OwnError()
-        is_scaled = self._take_scale() is not None or self._gradients.scaler_found_inf is not None
-        try:
-            with self._shards.breaking("step()", in_buckets=True):
-                with error:
-                    if closure is not None:
-                        with torch.enable_grad():
-                            loss = closure()
-                    if early.has_begun:  # else begin() checks
-                        self._shards.check_unchanged(self.param_groups)
-                    if is_scaled:
-                        why = "overlap='update' has used gradients as they were"
-                        raise RuntimeError(f"a GradScaler has scaled the loss, and {why}")
-                error = early.finish(error)
-                if not self._agreement.defers:
-                    with error:  # its own comes first
-                        self._agreement.read(self.inners.param_groups, at_once=True)
-                error.raise_if_any()
-        finally:
-            if self._shards.is_between:
-                self._agreement.count_step()
-            self._shards.is_between = False
-            early.start_over()
-        return loss
-
-    def _give_up_early_step(self) -> None:
-        """Before a load: join the other ranks in the rest of a step, and change nothing."""
-        if self.world_size > 1 or self._early.has_begun:  # of several ranks, another may have begun
-            self._early.begin()
-            self._step.failure = OwnError(RuntimeError("load_state_dict() came before step()"))
-            with OwnError():  # but a CollectiveError is raised
-                self._end_early_step()
-            self._agreement.forget(self._agreement.steps)
-        self._early.drop()
 
     def _forget_clipped(self) -> None:
         """The gradients that clip_grad_norm_ has averaged are used, or must not be."""
@@ -649,10 +550,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self._agreement.look()
-        self.inners.sync_options(self.param_groups)
+        self.inners.sync_options()
         state_dict = self._saved.state_dict()
-        if self._saved.consolidated is not None:
-            state_dict["state"], self._saved.consolidated = self._saved.consolidated, None
         for hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         return state_dict
@@ -683,11 +582,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self.world_size == 1:
             return
         whole: dict[int, dict[str, torch.Tensor]] = {}
-        for number, entries in self._saved.state_dict()["state"].items():
-            for name, piece in entries.items():
+        for i, saved in enumerate(self._saved.parameters):
+            for name, piece in self._saved.entries(i).items():
                 tensor = piece.full_tensor()
                 if rank == to:
-                    whole.setdefault(number, {})[name] = tensor.cpu()
+                    whole.setdefault(saved.number, {})[name] = tensor.cpu()
         self._saved.consolidated = whole if rank == to else None
 
     @torch.no_grad()
@@ -710,32 +609,29 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         written = self._shards.versions.written()  # a pass that ends accepts the values of weights
         if self._early is not None:
-            self._give_up_early_step()
+            self._early.give_up()
         error = OwnError()
         with error:
             self._shards.check_moved()
         moved = str(error.take()) if error else None  # an error would keep frames
         obstacle = self._shards.obstacle or moved
-        before, loaded, steps, saves = self.inners.present(), None, 0, set()
-        try:
+        loaded, steps, saves = None, 0, set()
+        with self.inners.restored_by_errors():
             with error:
-                self._shards.check_groups(self.param_groups)
+                self._shards.check_groups()
                 self._shards.check_can_refresh()
-                self.inners.sync_options(self.param_groups)
+                self.inners.sync_options()
                 for hook in self._optimizer_load_state_dict_pre_hooks.values():
                     state_dict = hook(self, state_dict) or state_dict
                 loaded, saves = read_state_dict(self._saved, state_dict, written, obstacle)
                 steps = int(state_dict.get("steps", 0))
             save_id, token = agree_on_save(saves, error, self.process_group(), "load_state_dict()")
             steps = steps if save_id is None else int(save_id.partition("-")[2])
-        except BaseException:
-            self.inners.restore(before)
-            raise
         with self._shards.breaking("load_state_dict()"):
             if moved is not None:
                 self.refresh()
-            self.inners.sync_options(self.param_groups)
-            for values, *planes in zip(loaded, self._shards.masters, self._shards.lows, strict=True):
+            self.inners.sync_options()
+            for values, planes in zip(loaded, self._shards.planes, strict=True):
                 if values is not None and planes[0] is not None:
                     write_master(values, *planes)
             self._saved.token, self._saved.consolidated = token, None
@@ -767,31 +663,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             "high_precision": sum(bucket.weights.nbytes for bucket in sharded if not bucket.is_packed),
             "bf16_equivalent": 2 * sum(p.numel() for bucket in sharded for p in bucket.parameters),
         }
-
-    def _hand_over(self, trained: Sequence[Trained], group: dist.ProcessGroup | None) -> SavedState:
-        """The masters for a later optimizer of these parameters. Raises ValueError if it cannot go on with
-        them.
-        """
-        if not self.process_group.refers_to(group):
-            raise ValueError("masters_from must shard its masters over the same process group")
-        if self.broken is not None:
-            raise ValueError(f"masters_from is of no more use: {self.broken}")
-        if self._early is not None and self._early.has_begun:
-            raise ValueError("masters_from is in the middle of a step: call its step() first")
-        saved, written = self._saved, self._shards.versions.written()
-        taken = [one for one in trained if one.parameter in saved]
-        if not taken:
-            raise ValueError("masters_from has the master of none of the trainable parameters of params")
-        for one in taken:
-            i = saved.indices[id(one.parameter)]
-            if not saved.parameters[i].ranks.refers_to(one.sharding.group):
-                raise ValueError(f"{one.name} is sharded over another process group than in masters_from")
-            if i in written:
-                raise ValueError(
-                    f"{one.name} was written to since the last step of masters_from, whose master would undo "
-                    "that"
-                )
-        return saved
 
     # For users
 
@@ -864,10 +735,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         before it is replayed.
         """
         self._shards.raise_if_broken()
-        self._agreement.read()
+        self._agreement.read(counts=False)
         self._shards.check()
-        if self._peers is not None:
-            self._peers.check()
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -123,6 +123,11 @@ FAULTS = {
     "moved, in clip": Fault(MOVED, move, clip, lambda opt, _: opt.refresh()),
     "stray": Fault(STRAY, stray, mend=lambda opt, _: opt.param_groups[0]["params"].pop()),
     "stray, in clip": Fault(STRAY, stray, clip, lambda opt, _: opt.param_groups[0]["params"].pop()),
+    "another list": Fault(
+        STRAY,
+        lambda opt, _: setattr(opt, "param_groups", [*opt.param_groups]),
+        mend=lambda opt, _: setattr(opt, "param_groups", opt.inners._outer_groups),
+    ),
     "lr": Fault(
         r"param_groups\[0\].*lr.* must be finite.*, got inf",
         lambda opt, _: opt.param_groups[0].update(lr=math.inf),
