@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases.streams import Event, Stream
 
 import zerofp4
@@ -73,6 +74,22 @@ def _recipe(weight):
         layer(torch.ones(16, weight.shape[1], dtype=weight.dtype)).float().sum().backward()
 
 
+def _layer(weight):
+    layer = torch.nn.Linear(*weight.shape[::-1], bias=False, dtype=weight.dtype)
+    layer.weight = torch.nn.Parameter(weight.detach())
+    return layer
+
+
+def _loaded(weight):
+    other = _layer(zerofp4.quantize(torch.zeros_like(weight), columnwise=True))
+    other.load_state_dict(_layer(weight).state_dict())
+
+
+def _plain_state_dict(weight):
+    zerofp4.register_plain_state_dict(layer := _layer(weight))
+    layer.state_dict()
+
+
 READS = {
     "rowwise_data": lambda w: w.rowwise_data,
     "columnwise_data": lambda w: w.columnwise_data,
@@ -97,6 +114,12 @@ READS = {
     "share_memory_": lambda w: w.share_memory_(),
     "inside of a tensor": lambda w: w.__tensor_flatten__(),
     "dequantize_many": lambda w: zerofp4.dequantize_many([w]),
+    "a load of it": _loaded,
+    "a plain state dict": _plain_state_dict,
+    "compiled": lambda w: torch.compile(_layer(w), backend="aot_eager")(
+        torch.ones(1, w.shape[1]).to(w.dtype)
+    ),
+    "broadcast": lambda w: dist.broadcast(w.detach(), 0),
 }
 
 
@@ -116,7 +139,7 @@ ASKS = {
 
 
 @pytest.mark.parametrize("name", [*READS, *(f"{name} that travel" for name in SCALES), *SCALES, *ASKS])
-def test_whoever_reads_or_writes_elements_waits(name):
+def test_whoever_reads_or_writes_elements_waits(world_of_one, name):
     """And nobody else. Scales of blocks of 1x16 travel with the codes."""
     name, _, travels = name.partition(" that ")
     bucket, call = Bucket(block=(1 if travels else 16, 16)), (READS | SCALES | ASKS)[name]

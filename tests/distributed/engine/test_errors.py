@@ -10,7 +10,7 @@ import torch.distributed as dist
 from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients, take_step
 
 from distributed import cases
-from distributed.engine.test_forward import late_gathers
+from distributed.engine.overlap_cases import late_gathers
 from distributed.optim.cases import (
     built,
     check_weights,

@@ -1,34 +1,36 @@
-"""Gradients that travel while a backward pass makes the others: the bytes of a step that waits for all. By
-collectives, or written into each other's memory, here of files on the CPU; with that of GPUs the same checks
-run in test_peers.
+"""Gradients that travel while a backward pass makes the others, and weights that are gathered while the next
+forward pass runs: the bytes of a step that waits for all. By collectives, or written into each other's
+memory, here of files on the CPU; with that of GPUs the same checks run in test_peers.
 """
 
+import contextlib
 import datetime
 import functools
-from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases.fsdp2 import Collectives
-from cases.optim import assert_all_equal, keywords
+from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
 
-from distributed.engine import overlap_checks as checks
+from distributed.engine import overlap_cases as checks
 from distributed.engine.file_peers import sharing_files
 from distributed.engine.overlap_cases import (
+    CLASSES,
+    FOUND,
     OPTIONS,
     SMALL,
     TINY,
     assert_same,
+    late_gathers,
     loss_of,
     make,
     make_pair,
     nothing_changes,
     step_of,
 )
-from distributed.engine.overlap_checks import FOUND
-from distributed.optim.cases import check_weights, raise_in_turn
+from distributed.optim.cases import check_weights, model_bytes
 from distributed.run import on_ranks
 from zerofp4 import FourOverSix
 from zerofp4.distributed import CollectiveError
@@ -46,41 +48,26 @@ def run(world, check, late, **options):
         check(alone, transport="peer", process_group=group, **options)
 
 
-@on_ranks(2, 3, time_limit=60)
+ROUNDED = {"gradient_wire": torch.float16}
+UPDATES = {"overlaps": ("update",)}
+
+
+@on_ranks(1, 2, 3, time_limit=120)
 @pytest.mark.parametrize(
     ("late", "options"),
     [
         (None, {"name": "AdamW", "clip": True}),
         (None, {}),
         (True, {"clip": True}),
+        (True, UPDATES | ROUNDED),
+        (None, UPDATES | {"blocks": {"block": (1, 16), "columnwise": False}, "bucket_mb": TINY}),
+        (None, UPDATES | {"blocks": {"four_over_six": FourOverSix()}, "reduction": "reduce_scatter"}),
     ],
 )
 def test_the_bytes_of_a_step_without_overlap(world, late, options):
-    run(world, checks.whole_steps, late, **options)
-
-
-@on_ranks(1, 2, nightly=[3], time_limit=120)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"bucket_mb": TINY, "state": "compact"},
-        {"blocks": {"block": (1, 16), "columnwise": False}},
-        {"blocks": {"four_over_six": FourOverSix()}},
-        {"gradient_dtype": torch.float32, "gradient_wire": torch.bfloat16},
-        {"reduction": "reduce_scatter"},
-    ],
-)
-def test_the_bytes_of_updates_in_backward_passes(world, options):
-    """Also of blocks whose scales travel with the codes."""
-    run(world, checks.whole_steps, None, overlaps=("update",), **options)
-
-
-@on_ranks(2)
-def test_updates_of_ranks_that_share_memory(world):
-    run(world, checks.whole_steps, True, overlaps=("update",), gradient_wire=torch.float16)
-
-
-ROUNDED = {"gradient_wire": torch.float16}
+    """Updates in backward passes also of one rank, and of blocks whose scales travel with the codes."""
+    if world.world_size > 1 or (late is None and "overlaps" in options):
+        run(world, checks.whole_steps, late, **options)
 
 
 @on_ranks(2, nightly=[3], time_limit=60)
@@ -191,7 +178,7 @@ def test_an_optimizer_sends_nothing_once_another_has_its_parameters(world):
         first.append(earlier)
         loss_of(net, world, 7).backward()  # travels, and nobody waits for it
         warns = pytest.warns(UserWarning, match="begin with 4-bit values")
-        with warns if world.rank == 0 else nullcontext():
+        with warns if world.rank == 0 else contextlib.nullcontext():
             second = ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **keywords(OPTIONS, options))
         second.zero_grad()
         models[m] = net, second
@@ -269,21 +256,64 @@ def test_a_rank_that_never_comes_ends_in_the_groups_timeout(world):
             optimizer.step()
 
 
+# Weights that are gathered while the next forward pass runs, and arrive as late as can be
+
+
 @on_ranks(2)
-def test_gradients_in_the_memory_of_another_are_refused(world):
-    """By every rank, before anything has changed; clones of the same gradients are taken."""
-    net, optimizer = make(world, transport="auto", bucket_mb=TINY)
-    masters = optimizer.gathered_masters()
-    loss_of(net, world, 0).backward()
-    if world.rank == 1:
-        a, b = net.layers[0].weight, net.layers[1].weight
-        a.grad, b.grad = b.grad, a.grad
-    found = "exchanged, shared or transposed" if world.rank == 1 else f"rank 1 {FOUND}"
-    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(0.3)):
-        with pytest.raises(RuntimeError, match=found):
-            raise_in_turn(optimizer, call)
-    assert_all_equal(optimizer.gathered_masters(), masters, "master")
-    for p in net.parameters():
-        p.grad = None if p.grad is None else p.grad.clone()
-    optimizer.step()
-    assert optimizer.skipped_steps == 0
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("overlap", ["forward", "both"])
+def test_the_same_where_they_arrive_late(world, name, overlap):
+    """Also where nobody reads weights between steps, and where one is skipped."""
+    models = make_pair(world, overlap, name=name, bucket_mb=SMALL)
+    for net, optimizer in reversed(models):
+        late = optimizer is models[1][1]
+        with late_gathers() if late else contextlib.nullcontext():
+            for step in range(4):
+                loss_of(net, world, step, rare=step % 3 > 0, reentrant=False if step % 2 else None).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            parameters = list(net.parameters())
+            for step in range(4):
+                set_gradients(parameters, make_gradients(parameters, 10 * step + world.rank))
+                if step == 2:
+                    parameters[2].grad[0] = torch.nan
+                optimizer.step()
+                assert optimizer.found_inf.item() == (step == 2)
+            optimizer.check()
+    assert_same(models, "8 steps")
+
+
+@on_ranks(2)
+def test_a_group_that_is_destroyed_before_its_weights_are_read(world):
+    group = dist.new_group()
+    models = make_pair(world, "forward", bucket_mb=SMALL, process_group=group)
+    step_of(world, models, 0)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    assert_all_equal(*(model_bytes(list(net.parameters())) for net, _ in models), "weights")
+
+
+@on_ranks(2)
+def test_what_begins_while_weights_are_on_their_way(world):
+    """Loads, addresses that are taken anew, gradients, and another optimizer. Questions wait for nothing."""
+    models = []
+    for (net, optimizer), overlap in zip(
+        make_pair(world, "both", bucket_mb=SMALL), (None, "both"), strict=True
+    ):
+        with late_gathers() as begun:
+            step_of(world, [(net, optimizer)], 0)
+            state = optimizer.state_dict()
+            optimizer.describe(), repr(optimizer), repr(net)
+            assert overlap is None or world.device.type != "cpu" or not begun
+            step_of(world, [(net, optimizer)], 1)
+            optimizer.load_state_dict(state)
+            optimizer.refresh()
+            step_of(world, [(net, optimizer)], 2)
+            loss_of(net, world, 9).backward()  # is sent, and dropped
+            options = {"lr": 0.02, "overlap": overlap, "bucket_mb": TINY, "transport": "collective"}
+            named = net.named_parameters()
+            second = ZeroFP4Optimizer(named, FusedAdamW, masters_from=optimizer, **keywords(options))
+            second.zero_grad()
+            step_of(world, [(net, second)], 3)
+        models.append((net, second))
+    assert_same(models, "the end")

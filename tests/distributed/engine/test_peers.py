@@ -16,9 +16,8 @@ from cases.optim import assert_all_equal, keywords, make_gradients, make_paramet
 from early import waits_for
 
 from distributed.cases import is_last, raised_by, raised_everywhere
-from distributed.engine.overlap_cases import SMALL, TINY
-from distributed.engine.overlap_checks import gpu_of
-from distributed.engine.overlap_checks import on_gpu as early_check
+from distributed.engine.overlap_cases import SMALL, TINY, gpu_of
+from distributed.engine.overlap_cases import on_gpu as early_check
 from distributed.optim.cases import SPECIFICATIONS, built, check_weights, gradients_of, model_bytes
 from distributed.processes import device_for
 from distributed.run import Check, Launch, Setting, on_ranks, run_ranks

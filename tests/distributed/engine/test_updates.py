@@ -15,6 +15,7 @@ from cases.optim import assert_all_equal
 from distributed.cases import is_last, raised_by
 from distributed.engine.file_peers import sharing_files
 from distributed.engine.overlap_cases import (
+    FOUND,
     OPTIONS,
     TINY,
     assert_same,
@@ -26,7 +27,6 @@ from distributed.engine.overlap_cases import (
     nothing_changes,
     step_of,
 )
-from distributed.engine.overlap_checks import FOUND
 from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
 from zerofp4.distributed import CollectiveError

@@ -12,7 +12,7 @@ from torch import nn
 
 import zerofp4
 from distributed.engine.file_peers import sharing_files
-from distributed.engine.test_forward import late_gathers
+from distributed.engine.overlap_cases import late_gathers
 from distributed.optim.cases import gradients_of, model_bytes
 from distributed.run import on_ranks
 from zerofp4 import FourOverSix
