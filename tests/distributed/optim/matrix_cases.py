@@ -48,7 +48,7 @@ def make_groups(device, beside: str, seed: int = 0) -> tuple[list, list[dict]]:
 
 
 def matrices_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor] if tensor.dim() == 2 else [tensor[e] for e in range(len(tensor))]
+    return [tensor] if tensor.dim() <= 2 else [tensor[e] for e in range(len(tensor))]
 
 
 class OneProcess:

@@ -79,6 +79,17 @@ def move(optimizer: ZeroFP4Optimizer, parameters: list[nn.Parameter]) -> None:
     parameters[1].data = parameters[1].data.clone()
 
 
+def recast(_, parameters: list[nn.Parameter], dtype: torch.dtype = torch.float16) -> None:
+    parameters[1].data = parameters[1].data.to(dtype)
+
+
+def exchange(optimizer: ZeroFP4Optimizer, bad: bool) -> None:
+    if bad:  # a gradient in the memory of another
+        parameters = optimizer.param_groups[0]["params"]
+        parameters[1].grad = parameters[7].grad.view(-1)[:7]
+    optimizer.step()
+
+
 def stray(optimizer: ZeroFP4Optimizer, parameters: list[nn.Parameter]) -> None:
     optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(3, device=parameters[0].device)))
 
@@ -121,6 +132,12 @@ FAULTS = {
     ),
     "moved": Fault(MOVED, move, mend=lambda opt, _: opt.refresh()),
     "moved, in clip": Fault(MOVED, move, clip, lambda opt, _: opt.refresh()),
+    "another dtype": Fault(
+        r"\[1\] was bfloat16 .* now it is float16 .*change the model back .*refresh\(\)",
+        recast,
+        mend=lambda opt, parameters: (recast(opt, parameters, torch.bfloat16), opt.refresh()),
+    ),
+    "exchanged": Fault("exchanged, shared or transposed", call=exchange),
     "stray": Fault(STRAY, stray, mend=lambda opt, _: opt.param_groups[0]["params"].pop()),
     "stray, in clip": Fault(STRAY, stray, clip, lambda opt, _: opt.param_groups[0]["params"].pop()),
     "another list": Fault(
@@ -330,7 +347,8 @@ CALLS = {
     "ZeroFP4Optimizer": build_optimizer,
     "behind the vote": step_behind_the_vote,
     "load_state_dict": load,
-    **{name: functools.partial(call_of_optimizer, name=name) for name in FAULTS},
+    # What is exchanged must come from a backward pass.
+    **{name: functools.partial(call_of_optimizer, name=name) for name in FAULTS if name != "exchanged"},
 }
 
 

@@ -23,11 +23,12 @@ from distributed.cases import is_last
 from distributed.optim.cases import (
     assert_same_on_all_ranks,
     averages,
+    by_default,
     check_weights,
     model_bytes,
     parameters_of,
 )
-from distributed.optim.matrix_cases import BESIDE, MATRICES, MUON, OneProcess, make_groups
+from distributed.optim.matrix_cases import BESIDE, MATRICES, MUON, OTHERS, OneProcess, make_groups
 from distributed.run import on_ranks
 from zerofp4 import NVFP4Tensor
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
@@ -302,33 +303,39 @@ def test_classes_that_need_whole_tensors_are_refused(world):
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize(
-    ("optimizer_class", "options"),
+    ("optimizer_class", "whole", "options", "default"),
     [
-        (Lion, {"whole_matrices": False, "bucket_mb": 0.002}),
-        (Lamb, {"whole_matrices": True, "bucket_mb": 0.002}),
-        (AdamMini, {"whole_matrices": True}),
-        (OfGPUs, {"whole_matrices": False}),
-        (torch.optim.Muon, {"bucket_mb": 0.002}),
-        (torch.optim.Muon, {"nesterov": False, "momentum": 0.8, "ns_steps": 3}),
-        (torch.optim.Adafactor, {"whole_matrices": True}),
-        (FusedAdamW, {"whole_matrices": True}),
+        (Lion, False, {"bucket_mb": 0.002}, torch.float32),
+        (Lamb, True, {"bucket_mb": 0.002}, torch.float32),
+        (AdamMini, True, {}, torch.float32),
+        (OfGPUs, False, {}, torch.float32),
+        (torch.optim.AdamW, False, {"fused": True}, torch.float32),
+        (torch.optim.AdamW, False, {}, torch.float16),
+        (torch.optim.SGD, False, {"momentum": 0.9, "nesterov": True}, torch.bfloat16),
+        (torch.optim.Adagrad, False, {}, torch.float64),
+        (torch.optim.Muon, True, {"bucket_mb": 0.002}, torch.float32),
+        (torch.optim.Muon, True, {"nesterov": False, "momentum": 0.8, "ns_steps": 3}, torch.float32),
+        (torch.optim.Adafactor, True, {}, torch.float32),
+        (FusedAdamW, True, {}, torch.float32),
     ],
 )
-def test_steps_are_those_of_one_process(world, optimizer_class, options):
+def test_steps_are_those_of_one_process(world, optimizer_class, whole, options, default):
+    """Whatever torch's default dtype is."""
     OfGPUs.device = world.device.type
-    parameters = make_parameters(world.device, 0, MATRICES)
-    own = {name: value for name, value in options.items() if name not in ("whole_matrices", "bucket_mb")}
+    parameters = make_parameters(world.device, 0, MATRICES if whole else [*MATRICES, *OTHERS])
+    own = {name: value for name, value in options.items() if name != "bucket_mb"}
     plain = OneProcess([{"params": parameters}], optimizer_class, lr=0.02, **own)
-    with warnings.catch_warnings(record=True):
+    with warnings.catch_warnings(record=True), by_default(default):
         warnings.simplefilter("always")
-        optimizer = ZeroFP4Optimizer(parameters, optimizer_class, **keywords(options, lr=0.02))
+        options = keywords(options, lr=0.02, whole_matrices=whole)
+        optimizer = ZeroFP4Optimizer(parameters, optimizer_class, **options)
     for step in range(3):
         set_gradients(parameters, make_gradients(parameters, step))
         plain.step([p.grad for p in parameters])
-        optimizer.step()
+        with by_default(default):
+            optimizer.step()
         check_same(optimizer, plain, f"step {step}:")
     described = optimizer.describe()
-    whole = options.get("whole_matrices", True)
     assert all(bucket["whole_matrices"] == whole for bucket in described["buckets"])
     if optimizer_class is FusedAdamW and world.world_size > 1:
         assert described["obstacle"] == "whole matrices are updated all at once"
