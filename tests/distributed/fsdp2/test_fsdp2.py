@@ -81,22 +81,29 @@ def test_weights_of_an_amax_group_share_one(world):
 
 
 @on_ranks(1, 2, 4)
-@pytest.mark.parametrize("kind", [{}, ROWS], ids=["tiles", "rows"])
-def test_collectives_of_a_step_and_bytes_of_a_gather(world, kind):
-    run = start(world, kind=kind)
+@pytest.mark.parametrize(("kind", "replicas"), [({}, 1), (ROWS, 1), ({}, 2)])
+def test_collectives_of_a_step_and_bytes_of_a_gather(world, kind, replicas):
+    """A step makes one all-reduce over the ranks that a weight is sharded over, none for one rank alone."""
+    shards = world.world_size // replicas
+    if shards == 0:
+        return
+    mesh = mesh_of(world, (replicas, shards), ("replicate", "shard")) if replicas > 1 else None
+    run = start(world, mesh=mesh, kind=kind)
     with Collectives() as backward:
         run.backward(0)
     with Collectives() as step:
         run.optimizer.step()
     with Collectives() as again:
         run.backward(1)
-    assert not backward.named("allreduce") and not again.named("allreduce")  # only a step casts
-    assert len(step.calls) == (world.world_size > 1)
+    if replicas == 1:  # between replicas gradients are reduced
+        assert not backward.named("allreduce") and not again.named("allreduce")  # only a step casts
+    assert len(step.calls) == (shards > 1)
     assert all(name == "allreduce" and dtype == torch.float32 for name, _, dtype in step.calls)
     with Collectives() as gather, unsharded(run.model):
         pass
-    if world.world_size > 1:  # half a byte an element, scales, and rows that fill up the last shards
-        rows, scales = [-(-n // world.world_size) for n in (130, 2)], (2, 9) if kind else (0, 0)
+    run.check()
+    if shards > 1:  # half a byte an element, scales, and rows that fill up the last shards
+        rows, scales = [-(-n // shards) for n in (130, 2)], (2, 9) if kind else (0, 0)
         sizes = [n for name, n, dtype in gather.named("allgather_base") if dtype == torch.uint8]
         expected = [rows[0] * (22 // 2 + scales[0]), rows[1] * (130 // 2 + scales[1])]
         assert sizes[1:3] == expected, gather.calls
@@ -140,24 +147,20 @@ def test_layers_multiply_rows_that_are_gathered(world):
         run.check(names=MLP, as_values=False)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("has_tensor_cores", [True, False])
-def test_columns_are_made_where_products_read_them(world, has_tensor_cores):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "has_fp4_tensor_cores", lambda device: has_tensor_cores)
-        run = start(world, model=make_model(world, model_class=lambda: Mlp(zerofp4.nn.Linear)))
-    run.step(0)
-    run.check(names=MLP, columnwise=MLP if has_tensor_cores else (), as_values=False)
-
-
 @on_ranks(1, 2)
-@pytest.mark.parametrize(("columnwise", "reshards"), [(True, True), (True, False), (False, True)])
-def test_quantized_layers_multiply_what_is_gathered(world, columnwise, reshards):
+@pytest.mark.parametrize(
+    ("columnwise", "has_tensor_cores", "reshards"),
+    [(True, False, True), (True, True, False), (False, True, True), (None, True, True), (None, False, True)],
+)
+def test_quantized_layers_multiply_what_is_gathered(world, columnwise, has_tensor_cores, reshards):
     """Both copies of the weight give the same products; the transposed one is made where a layer reads it."""
     model, expected = (make_model(world, model_class=lambda: Mlp(zerofp4.nn.Linear)) for _ in range(2))
     zerofp4.convert_model(expected)
-    run = start(world, model=model, columnwise=columnwise, reshard_after_forward=reshards)
-    codes = {"names": MLP, "columnwise": MLP if columnwise else (), "as_values": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "has_fp4_tensor_cores", lambda device: has_tensor_cores)
+        run = start(world, model=model, columnwise=columnwise, reshard_after_forward=reshards)
+    has_columns = has_tensor_cores if columnwise is None else columnwise
+    codes = {"names": MLP, "columnwise": MLP if has_columns else (), "as_values": False}
     run.check(**codes)
     plain = Run(world, expected, None, None)
     assert run.backward(0, alike=True) == plain.backward(0, alike=True)
@@ -165,20 +168,6 @@ def test_quantized_layers_multiply_what_is_gathered(world, columnwise, reshards)
         torch.testing.assert_close(p.grad.full_tensor(), expected.get_parameter(name).grad, msg=name)
     run.optimizer.step()
     run.check(**codes)
-
-
-@on_ranks(2, 4)
-def test_a_mesh_of_replicas_and_shards(world):
-    """A step makes one all-reduce over the ranks that a weight is sharded over, none for one rank alone."""
-    mesh = mesh_of(world, (2, world.world_size // 2), ("replicate", "shard"))
-    run = start(world, mesh=mesh, mp_policy=BF16)
-    for step in range(2):
-        run.backward(step)
-        with Collectives() as collectives:
-            run.optimizer.step()
-        run.optimizer.zero_grad()
-        assert len(collectives.calls) == (world.world_size > 2)
-        run.check(torch.bfloat16)
 
 
 # Ways of training that change no number
@@ -370,14 +359,6 @@ def test_a_master_that_one_rank_has_lost_stops_all(world):
 # Several sets of ranks, or several dimensions of one mesh
 
 
-def step_alike(world, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """With the same batch on every rank."""
-    batch = torch.randn(6, 48, generator=torch.Generator().manual_seed(seed)).to(world.device)
-    model(batch).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 @on_ranks(4)
 def test_weights_of_two_sets_of_ranks_in_one_model(world):
     """Each set casts its own weights, with one all-reduce."""
@@ -389,15 +370,13 @@ def test_weights_of_two_sets_of_ranks_in_one_model(world):
             fully_shard(module, mesh=pairs if name in ("second", "experts") else everyone)
     fully_shard(model, mesh=everyone)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    attachment = fsdp2.attach(model, optimizer)
-    check_gathered(model)
-    before = model.state_dict()["experts.stack"].full_tensor().clone()
-    for seed in range(2):
-        step_alike(world, model, optimizer, seed)
-        check_gathered(model)
-    assert not torch.equal(model.state_dict()["experts.stack"].full_tensor(), before)
+    run = Run(world, model, optimizer, fsdp2.attach(model, optimizer))
+    run.check()
+    for step in range(2):
+        run.step(step, alike=True)
+        run.check()
     with Collectives() as collectives:
-        attachment.refresh()
+        run.attachment.refresh()
     assert [name for name, *_ in collectives.calls] == ["allreduce", "allreduce"]
 
 
@@ -424,17 +403,15 @@ def test_slices_of_tensor_parallelism_are_weights_of_their_own(world, shape, mp_
     for module in modules:
         fully_shard(module, mesh=mesh[names[:-1]], mp_policy=mp_policy, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    fsdp2.attach(model, optimizer)
-    for seed in range(3):
+    run = Run(world, model, optimizer, fsdp2.attach(model, optimizer))
+    for step in range(3):
         for module in modules:
             module.unshard()
         for name, dim in (("up.weight", 0), ("down.weight", 1)):
             own = masters[name].chunk(2, dim)[mesh["tensor"].get_local_rank()].contiguous().to(dtype)
             values = model.get_parameter(name).to_local()
-            assert_bytes_equal(values, zerofp4.quantize(own).dequantize(), f"{name} before step {seed}")
+            assert_bytes_equal(values, zerofp4.quantize(own).dequantize(), f"{name} before step {step}")
         for module in modules:
             module.reshard()
-        step_alike(world, model, optimizer, seed)
-        after = {name: value.full_tensor() for name, value in model.state_dict().items()}
-        assert not any(after[name].equal(masters[name]) for name in masters)
-        masters = after
+        run.step(step, alike=True)
+        masters = run.masters()

@@ -10,12 +10,10 @@ import torch.distributed as dist
 from cases.optim import assert_all_equal
 from cases.trainers import with_fsdp2
 from helpers import assert_bytes_equal
-from torch.nn.parallel import DistributedDataParallel
 
 import zerofp4
-from distributed.engine import overlap_cases
 from distributed.optim.cases import assert_same_on_all_ranks
-from distributed.run import on_ranks, run_ranks
+from distributed.run import run_ranks
 from zerofp4.integrations import fsdp2
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
 
@@ -208,24 +206,3 @@ def test_runs_go_on_in_worlds_of_other_sizes(tmp_path):
         for name in WAYS:
             begun, ended = after[0][name][0], before[0][name][1]
             assert_all_equal(begun, ended, f"{name}, leg {leg}, master")
-
-
-@on_ranks(1, 2)
-def test_prepared_models_train_as_others(world):
-    """One is wrapped in DDP by prepare(), once its optimizer exists, and another before it does."""
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    accelerator = accelerate.Accelerator(cpu=world.device.type == "cpu")
-    prepared = overlap_cases.make(world)
-    net, optimizer = accelerator.prepare(*prepared)
-    torch.manual_seed(3)
-    other = overlap_cases.Net().to(world.device)
-    zerofp4.convert_model(other, columnwise=True)
-    wrapped = DistributedDataParallel(other, init_sync=False)
-    other_optimizer = ZeroFP4Optimizer(other.named_parameters(), FusedAdamW, **overlap_cases.OPTIONS)
-    for step in range(3):
-        overlap_cases.loss_of(wrapped, world, step).backward()
-        accelerator.backward(overlap_cases.loss_of(net, world, step))
-        for each in (other_optimizer, optimizer):
-            each.step()
-            each.zero_grad()
-        overlap_cases.assert_same([(other, other_optimizer), prepared], f"step {step}")

@@ -38,14 +38,25 @@ def test_models_are_built_in_bfloat16():
         assert not re.search(r"\.to\(.*torch\.b?float16", path.read_text()), path.name
 
 
-# They assert what they show.
-ALONE = ["fsdp2", "experts", "muon", "ema", "recipe"]
+PACKAGES = {
+    **dict.fromkeys(["fsdp2", "experts", "muon", "ema", "recipe"], ()),
+    "hugging_face_trainer": ["transformers", "accelerate"],
+    "accelerate_loop": ["accelerate"],
+    "lightning_module": ["lightning"],
+    "lora": ["peft", "transformers"],
+}
+"""By the example, what it needs beside torch."""
 GRAPH, MEGATRON = "cuda_graph_step", "megatron"
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("example", ALONE)
-def test_training_without_other_packages(world, example):
+@pytest.mark.parametrize("example", PACKAGES)
+def test_training(world, example):
+    """They assert what they show."""
+    for package in PACKAGES[example]:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    if example == "hugging_face_trainer" and world.world_size > 1 and world.device.type == "cpu":
+        pytest.importorskip("transformers", "5.24", reason="an older Trainer has its ranks load to cpu:0")
     with pytest.MonkeyPatch.context() as patch:
         assert run_in_group(patch, example)["world"] == world
 
@@ -94,26 +105,6 @@ def test_a_run_that_goes_on(world):
 def test_a_run_that_goes_on_in_other_worlds(tmp_path):
     for runs, ranks in enumerate([2, 1, 3], 1):
         run_ranks(go_on, ranks, folder=tmp_path, step=10 * runs)
-
-
-PACKAGES = {
-    "hugging_face_trainer": ["transformers", "accelerate"],
-    "accelerate_loop": ["accelerate"],
-    "lightning_module": ["lightning"],
-    "lora": ["peft", "transformers"],
-}
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("example", PACKAGES)
-def test_training_with_other_packages(world, example):
-    """They assert what they show."""
-    for package in PACKAGES[example]:
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    if example == "hugging_face_trainer" and world.world_size > 1 and world.device.type == "cpu":
-        pytest.importorskip("transformers", "5.24", reason="an older Trainer has its ranks load to cpu:0")
-    with pytest.MonkeyPatch.context() as patch:
-        assert run_in_group(patch, example)["world"] == world
 
 
 @on_ranks(2, time_limit=120.0)
@@ -191,7 +182,7 @@ def test_quantization_aware_finetune_refuses(what, tmp_path, monkeypatch, capsys
 def test_no_example_is_left_out():
     """And each fits on a screen or two, but for the whole recipe of a fine-tuning."""
     examples = {path.stem: path for path in (ROOT / "examples").glob("[!_]*.py")}
-    assert examples.keys() == {"own_optimizer_step", "resume", FINETUNE, GRAPH, MEGATRON, *ALONE, *PACKAGES}
+    assert examples.keys() == {"own_optimizer_step", "resume", FINETUNE, GRAPH, MEGATRON, *PACKAGES}
     lines = {name: len(path.read_text().splitlines()) for name, path in examples.items()}
     assert lines.pop(FINETUNE) < 220 and max(lines.values()) < 80
 

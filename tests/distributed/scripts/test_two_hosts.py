@@ -40,17 +40,6 @@ def test_a_step_of_one_host_sends_what_describe_says():
         assert here / 1e6 == pytest.approx(said[f"sent_{phase}/2xcuda"], rel=1e-4) and across == 0
 
 
-def test_bytes_that_ranks_send_to_other_hosts():
-    """Of 2 x 2 ranks, which own 512 elements each: to the other rank of the host, and to the other host."""
-    rings = {"amaxes": (32 * 3 / 8, 32 * 3 / 8), "weights": (1024 * 3 / 8, 1024 * 3 / 8)}
-    expected = {
-        "collective": (1024, 2 * 1024),
-        "reduce_scatter": (4096 * 3 / 8, 4096 * 3 / 8),
-    }
-    for way, gradients in expected.items():
-        assert two_hosts.sent_of([(32, 32), (32, 32)], 4, way, of_host=2) == rings | {"gradients": gradients}
-
-
 def test_what_the_model_has_cross_the_link():
     """Of 64 x 64 elements in 16 tiles, four ranks on two hosts own 1,024 each."""
     rings = {"amaxes": 2 * 2 * 16 * 3 / 4, "weights": 2048 * 3 / 4}
