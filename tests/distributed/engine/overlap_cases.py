@@ -69,11 +69,6 @@ def make(world, name="FusedAdamW", *, blocks=None, **options):
     return net, ZeroFP4Optimizer(net.named_parameters(), CLASSES[name], **keywords(options))
 
 
-def make_updating(world, **options):
-    """With updates in backward passes."""
-    return make(world, overlap="update", **options)
-
-
 def make_pair(world, overlap="update", **options):
     """Without overlap, and with it."""
     return [make(world, overlap=way, **options) for way in (None, overlap)]
@@ -99,21 +94,18 @@ def step_of(world, models, seed, **how):
     assert len(set(losses)) == 1
 
 
-def bytes_of(net, optimizer):
-    return all_bytes(list(net.parameters()), optimizer)
-
-
 def assert_same(models, what):
-    expected, *others = [bytes_of(*model) for model in models]
+    expected, *others = [all_bytes(list(net.parameters()), optimizer) for net, optimizer in models]
     for found in others:
         assert_all_equal(found, expected, what)
 
 
 @contextlib.contextmanager
-def nothing_changes(*model):
-    before = [tensor.clone() for tensor in bytes_of(*model)]
+def nothing_changes(net, optimizer):
+    parameters = list(net.parameters())
+    before = [tensor.clone() for tensor in all_bytes(parameters, optimizer)]
     yield
-    assert_all_equal(bytes_of(*model), before, "nothing changes")
+    assert_all_equal(all_bytes(parameters, optimizer), before, "nothing changes")
 
 
 def moved(net, optimizer, before):
@@ -211,7 +203,7 @@ def make_models(world, name="FusedAdamW", overlaps=("backward",), transport="col
 def whole_steps(world, clip=False, overlaps=("backward", "forward", "both"), **options):
     """Of real gradients: a weight used twice, one that only some ranks use, recomputed segments, a rank
     without a backward pass, autograd.grad in between, gradients that are dropped before a step, zeros in
-    place of None, and checkpoints that one model takes over from another.
+    place of None, checkpoints that one model takes over from another, and a pass in a closure.
     """
     models, updates = make_models(world, overlaps=overlaps, **options), overlaps[0] == "update"
     for step in range(5):
@@ -223,14 +215,20 @@ def whole_steps(world, clip=False, overlaps=("backward", "forward", "both"), **o
             if step in (1, 3) and not updates:  # sent, and dropped
                 loss_of(net, world, 70 + step).backward()
                 optimizer.zero_grad(set_to_none=step == 1)
-            if step != 3 or world.rank:
-                loss_of(net, world, step, **how).backward()
+
+            def backward(net=net, step=step, how=how):
+                if step != 3 or world.rank:
+                    loss_of(net, world, step, **how).backward()
+
+            in_step = step == 4 and not clip
+            if not in_step:
+                backward()
             own = [optimizer.clip_grad_norm_(0.1).item()] if clip else []
             if clip and step == 2:  # what was reduced is read no more, on no rank
                 optimizer.zero_grad()
                 loss_of(net, world, 90).backward()
                 own.append(optimizer.clip_grad_norm_(0.05).item())
-            optimizer.step()
+            optimizer.step(backward if in_step else None)
             optimizer.zero_grad(set_to_none=step % 3 != 0)
             norms.append(own)
         assert all(own == norms[0] for own in norms)

@@ -1,18 +1,30 @@
-"""overlap="update" of several ranks: backward passes exchange, update, cast and gather each bucket."""
+"""overlap="update": backward passes exchange, update, cast and gather each bucket."""
 
 import contextlib
 import copy
 import functools
 import io
 import math
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases.optim import assert_all_equal
+from cases.optim import (
+    assert_all_equal,
+    built,
+    keywords,
+    make_gradients,
+    set_gradients,
+    through_a_file,
+    turn_gradients,
+)
+from helpers import needs_gpu
 
+import zerofp4
 from distributed.cases import is_last, raised_by
+from distributed.engine import overlap_cases
 from distributed.engine.file_peers import sharing_files
 from distributed.engine.overlap_cases import (
     FOUND,
@@ -22,7 +34,6 @@ from distributed.engine.overlap_cases import (
     break_off,
     loss_of,
     make_pair,
-    make_updating,
     moved,
     nothing_changes,
     step_of,
@@ -31,9 +42,9 @@ from distributed.optim.cases import check_weights
 from distributed.run import on_ranks
 from zerofp4.distributed import CollectiveError
 from zerofp4.engine import GradientMemory
-from zerofp4.optim import agreement
+from zerofp4.optim import AveragedMasters, FusedAdamW, ZeroFP4Optimizer, agreement
 
-make = functools.partial(make_updating, bucket_mb=TINY)
+make = functools.partial(overlap_cases.make, overlap="update", bucket_mb=TINY)
 
 
 @on_ranks(2, 3, time_limit=60)
@@ -56,22 +67,6 @@ def test_a_second_backward_pass_of_other_parameters(world):
     with pytest.raises(RuntimeError, match=r"rare.weight.* got a gradient in a second backward pass"):
         net.rare(torch.ones(1, 64, dtype=torch.bfloat16, device=world.device)).sum().backward()
     assert optimizer.broken is not None
-
-
-@on_ranks(1, 2)
-def test_a_backward_pass_in_a_closure(world):
-    models = make_pair(world, bucket_mb=TINY)
-    for step in range(2):
-        for net, optimizer in models:
-
-            def closure(net=net, optimizer=optimizer, seed=step):
-                optimizer.zero_grad()
-                loss = loss_of(net, world, seed, rare=world.rank != seed)
-                loss.backward()
-                return loss
-
-            assert optimizer.step(closure).item() > 0
-        assert_same(models, f"step {step}")
 
 
 # Memory
@@ -103,11 +98,6 @@ def test_no_more_than_a_bucket_of_gradients_lives(world, reduction, reentrant):
 
 
 # Errors
-
-
-def of_last_rank(world, mine, others=FOUND):
-    """Around a call that raises on every rank: what the last one found, and what the others are told."""
-    return pytest.raises((ValueError, RuntimeError), match=mine if is_last(world) else others)
 
 
 @on_ranks(1)
@@ -158,7 +148,8 @@ def test_an_error_of_one_rank_behind_the_first_update(world, way):
         before = [master.clone() for master in optimizer.gathered_masters()]
         pass_that_writes(world, net, 1)
         hears = is_last(world) or not defers
-        with of_last_rank(world, r"layers.1.bias.* was written to") if hears else contextlib.nullcontext():
+        found = r"layers.1.bias.* was written to" if is_last(world) else FOUND
+        with pytest.raises(RuntimeError, match=found) if hears else contextlib.nullcontext():
             optimizer.step()
         assert (optimizer.broken is not None) == hears
         if not defers:
@@ -239,7 +230,7 @@ def test_a_load_does_not_go_on_after_a_collective_that_failed(world):
     same rank, as long again.
     """
     group = dist.new_group()  # of no more use afterwards, as gradients are on their way in it
-    _, optimizer = make(world, bucket_mb=TINY, transport="collective", process_group=group)
+    _, optimizer = make(world, transport="collective", process_group=group)
     gone = CollectiveError("agreeing on step() failed")
     with mock.patch.object(agreement, "reduce_max", mock.Mock(side_effect=gone)):
         assert raised_by(lambda: optimizer.load_state_dict(optimizer.state_dict())) is gone
@@ -251,7 +242,7 @@ def test_an_error_of_a_send_is_that_of_its_bucket(world):
     update the buckets before it.
     """
     with sharing_files(world, True) as (alone, group):
-        net, optimizer = make(alone, bucket_mb=TINY, transport="peer", process_group=group)
+        net, optimizer = make(alone, transport="peer", process_group=group)
         optimizer._agreement.defers = False
         step_of(alone, [(net, optimizer)], 0)
         before = optimizer.gathered_masters()
@@ -287,3 +278,138 @@ def test_written_weights_are_the_masters_that_a_state_dict_lacks(world):
             p.fill_(0.5)
     optimizer.load_state_dict(state_dict)
     assert all(torch.all(master == 0.5) for master in optimizer.gathered_masters())
+
+
+# One rank alone, in no process group
+
+
+@pytest.fixture
+def alone(device):
+    return SimpleNamespace(device=device, rank=0, world_size=1)
+
+
+def test_gradients_that_somebody_assigned(device):
+    """All of a step in step(), fp16 parameters and experts too, in any order of memory."""
+    ways = (OPTIONS | {"overlap": overlap, "bucket_mb": TINY} for overlap in (None, "update"))
+    models = [built(device, FusedAdamW, **options) for options in ways]
+    for step in range(3):
+        for parameters, optimizer in models:
+            gradients = make_gradients(parameters, step)
+            gradients[step] = None
+            set_gradients(parameters, gradients)
+            turn_gradients(parameters[step::2])
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_all_equal(models[1][1].gathered_masters(), models[0][1].gathered_masters(), f"step {step}")
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled(alone, whole):
+    """Layers, or the model, whose gradients one node makes."""
+    models = make_pair(alone, bucket_mb=TINY)
+    for net, _ in models:
+        for module in [net] if whole else net.layers:
+            module.compile(backend="aot_eager")
+    for step in range(2):
+        step_of(alone, models, step)
+    assert_same(models, "the end")
+
+
+@needs_gpu
+def test_a_backward_pass_on_another_stream():
+    """The weights are there for what is queued behind step(), on its stream."""
+    alone = SimpleNamespace(device=torch.device("cuda"), rank=0)
+    models, side = make_pair(alone, bucket_mb=TINY), torch.cuda.Stream()
+    for step in range(3):
+        for net, optimizer in models:
+            with torch.cuda.stream(side):
+                side.wait_stream(torch.cuda.default_stream())
+                torch.cuda._sleep(10_000_000)
+                loss_of(net, alone, step).backward()
+            torch.cuda.default_stream().wait_stream(side)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(models, f"step {step}")
+
+
+# What it refuses
+
+
+def again(net, optimizer, alone, zeroes=False, **how):
+    if zeroes:  # which takes no update back
+        optimizer.zero_grad()
+    loss_of(net, alone, 1, **how).backward()
+
+
+def in_segments(net, optimizer, alone):
+    """Two of which use one weight."""
+    optimizer.step()
+    again(net, optimizer, alone, reentrant=True)
+
+
+def assigned(net, optimizer, alone):
+    net.norm.weight.grad = torch.ones_like(net.norm.weight)
+    optimizer.step()
+
+
+def scaled(net, optimizer, alone):
+    optimizer.grad_scale = torch.full((), 2.0, device=alone.device)  # as GradScaler.step() does
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (again, "got a second gradient before step"),
+        (functools.partial(again, zeroes=True), "got a second gradient before step"),
+        (in_segments, "use_reentrant=False where several segments use one weight"),
+        (assigned, r"norm.weight.* was assigned after its update"),
+        (scaled, "a GradScaler has scaled the loss"),
+    ],
+)
+def test_what_comes_after_an_update_breaks_the_optimizer(alone, call, message):
+    """Which gradients are in the masters is not known."""
+    net, optimizer = make(alone)
+    loss_of(net, alone, 0).backward()
+    with pytest.raises(RuntimeError, match=message):
+        call(net, optimizer, alone)
+    assert optimizer.broken is not None
+    with pytest.raises(RuntimeError, match="of no more use"):
+        optimizer.step()
+
+
+def test_a_found_inf_of_ones_own(alone):
+    net, optimizer = make(alone)
+    optimizer.inner.found_inf = torch.zeros((), device=alone.device)
+    with nothing_changes(net, optimizer), pytest.raises(RuntimeError, match=r"found_inf .* is not supported"):
+        loss_of(net, alone, 0).backward()
+        optimizer.step()
+    optimizer.inner.found_inf = None
+    optimizer.zero_grad()
+    step_of(alone, [(net, optimizer)], 0)
+
+
+# Checkpoints and errors
+
+
+def test_between_a_backward_pass_and_its_step(alone):
+    """Nothing is clipped, accumulated, saved or handed over."""
+    net, optimizer = make(alone)
+    averages, unsaved = AveragedMasters(optimizer), r"call step\(\) before they are saved"
+    taken = keywords(OPTIONS, masters_from=optimizer)
+    loss_of(net, alone, 1).backward()
+    for call, message in (
+        (lambda: optimizer.clip_grad_norm_(1.0), "clip_grad_norm_ needs all gradients"),
+        (lambda: optimizer.no_sync().__enter__(), "accumulates gradients"),
+        (lambda: through_a_file(optimizer.state_dict()), unsaved),
+        (lambda: zerofp4.master_state_dict(net, optimizer), unsaved),
+        (optimizer.consolidate_state_dict, unsaved),
+        (averages.update, unsaved),
+        (lambda: ZeroFP4Optimizer(net.named_parameters(), FusedAdamW, **taken), "in the middle of a step"),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            call()
+    optimizer.step()
+    assert optimizer.broken is None
+    through_a_file(optimizer.state_dict())

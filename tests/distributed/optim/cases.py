@@ -13,7 +13,6 @@ from torch import nn
 
 from distributed.cases import raised_by
 from zerofp4 import NVFP4Tensor
-from zerofp4.cast import CastPlan
 from zerofp4.optim import ZeroFP4Optimizer
 
 # Sizes that cut parameters at slice boundaries, also inside rows and tiles.
@@ -149,15 +148,3 @@ def raise_in_turn(optimizer: ZeroFP4Optimizer, call: Callable) -> None:
             raise error
     finally:
         del error  # else it is in a cycle with this frame
-
-
-def refuse_one_step(plan: CastPlan, error: Exception | None = None) -> None:
-    """Have the next start_step() raise, as on a rank that finds "storage has moved" and tells the others."""
-    start = plan.start_step
-
-    def refuse():
-        plan.start_step = start
-        plan.abstain()
-        raise error or RuntimeError("storage has moved")  # a variable would be in a cycle with its frame
-
-    plan.start_step = refuse
