@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, take_step, through_a_file
-from distributed.optim.compact_cases import HYPERS, make_sharded
+from cases.optim import assert_all_equal, make_parameters, take_step, through_a_file
 from distributed.optim.fused_cases import (
     COMPACT_STATE,
     OPTIONS,
@@ -144,6 +143,22 @@ def test_scales_that_lie_between_two_pairs(device):
 
 # ZeroFP4Optimizer
 
+SPECIFICATIONS = [
+    ((34, 128), torch.bfloat16, True),
+    ((40, 130), torch.bfloat16, True),
+    ((16, 192), torch.float32, True),
+    ((34, 66), torch.float16, True),
+    ((3, 18, 96), torch.bfloat16, True),
+    ((300,), torch.bfloat16, False),
+    ((30, 65), torch.bfloat16, False),
+    ((9, 256), torch.float32, False),
+    ((7, 80), torch.float16, False),
+    ((2, 9, 128), torch.bfloat16, False),
+    ((5, 3), torch.bfloat16, False),
+    ((), torch.float32, False),
+]
+"""Masters of 24 bits and of 32, full state beside compact, rows that groups divide and that they do not."""
+
 
 def test_what_is_kept():
     """5.1 bytes for each element, and 3 of the master, of which two are those of a bf16 weight."""
@@ -163,12 +178,15 @@ def test_groups_beside_another_class(device):
         pytest.skip("this torch has no grad_dtype")
     models = []
     for beside in (False, True):
-        params, sgd = make_sharded(device), nn.Parameter(torch.ones(6, 64, device=device))
+        params, sgd = (
+            make_parameters(device, 0, SPECIFICATIONS),
+            nn.Parameter(torch.ones(6, 64, device=device)),
+        )
         groups = [{"params": part, "state": "compact"} for part in (params[:4], params[4:])]
         groups += [
             {"params": [sgd], "optimizer_class": torch.optim.SGD, "lr": 0.5, "weight_decay": 0.0}
         ] * beside
-        optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **HYPERS)
+        optimizer = ZeroFP4Optimizer(groups, FusedAdamW, **OPTIONS)
         assert (optimizer.describe()["obstacle"] is not None) == beside
         for step in range(3):
             sgd.grad = torch.ones_like(sgd)
@@ -180,15 +198,15 @@ def test_groups_beside_another_class(device):
 
 def test_masters_move_between_optimizers(device):
     """Those of 24 bits stay what they are in 32 bits, and come back so, also by a load. Exports have them."""
-    parameters = make_sharded(device)
-    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, state="compact", **HYPERS)
+    parameters = make_parameters(device, 0, SPECIFICATIONS)
+    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, state="compact", **OPTIONS)
     take_step(parameters, optimizer, 0)
     masters = optimizer.gathered_masters()
     exported = dict(zerofp4.master_state_dict(nn.ParameterList(parameters), optimizer, torch.bfloat16))
     assert_all_equal(exported.values(), [master.bfloat16() for master in masters], "exported")
     for state in ("full", "compact"):
         saved = optimizer.state_dict()
-        optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, state=state, masters_from=optimizer, **HYPERS)
+        optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, state=state, masters_from=optimizer, **OPTIONS)
         assert_all_equal(optimizer.gathered_masters(), masters, state)
         optimizer.load_state_dict(saved)
         assert_all_equal(optimizer.gathered_masters(), masters, state)

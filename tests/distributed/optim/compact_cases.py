@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from cases.optim import make_parameters
 from helpers import assert_bytes_equal, assert_values_equal
 
 from zerofp4 import ops, reference
@@ -105,28 +104,3 @@ class Tensor:
         first = self.groups_before(self.start, self.matrix[1])
         scales = self.moments.scales.view(-1, 2)[first : first + len(self.scales)]
         assert_bytes_equal(self.scales.cpu(), scales, f"{what}: scales")
-
-
-# ZeroFP4Optimizer
-
-SPECIFICATIONS = [
-    ((34, 128), torch.bfloat16, True),
-    ((40, 130), torch.bfloat16, True),
-    ((16, 192), torch.float32, True),
-    ((34, 66), torch.float16, True),
-    ((3, 18, 96), torch.bfloat16, True),
-    ((300,), torch.bfloat16, False),
-    ((30, 65), torch.bfloat16, False),
-    ((9, 256), torch.float32, False),
-    ((7, 80), torch.float16, False),
-    ((2, 9, 128), torch.bfloat16, False),
-    ((5, 3), torch.bfloat16, False),
-    ((), torch.float32, False),
-]
-"""Masters of 24 bits and of 32, full state beside compact, rows that groups divide and that they do not."""
-
-HYPERS = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-
-
-def make_sharded(device, seed=0):
-    return make_parameters(device, seed, SPECIFICATIONS)

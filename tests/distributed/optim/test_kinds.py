@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
 from helpers import assert_bytes_equal
 from torch import nn
@@ -74,6 +73,8 @@ def check(parameters, optimizer):
         (None, FusedAdamW, {"bucket_mb": None}),
         (None, torch.optim.AdamW, {}),
         (None, FusedAdamW, {"overlap": "both"}),
+        (None, FusedAdamW, {"state": "compact"}),  # whose groups a slice must not cut, either
+        (None, FusedAdamW, {"state": "compact", "bucket_mb": None}),
         (True, FusedAdamW, {"overlap": "forward"}),
         (False, FusedAdamW, {"overlap": "backward"}),
     ],
@@ -90,21 +91,6 @@ def test_the_bytes_of_the_whole_master_after_each_step(world, late, cls, options
         for step in range(4):
             take_step(alone, *model, step)
             check(*model)
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize("bucket_mb", [SMALL, None])
-def test_compact_state_is_that_of_one_rank(world, bucket_mb):
-    """Whose groups a slice must not cut, either."""
-    alone = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
-    options = {"state": "compact", "bucket_mb": bucket_mb}
-    models = [make(world, process_group=group, **options) for group in (alone, None)]
-    for step in range(3):
-        for parameters, optimizer in models:
-            set_gradients(parameters, make_gradients(parameters, step))
-            optimizer.step()
-        assert_all_equal(*(optimizer.gathered_masters() for _, optimizer in models), f"step {step}: master")
-        check(*models[1])
 
 
 @on_ranks(2)

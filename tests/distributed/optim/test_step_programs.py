@@ -11,6 +11,7 @@ import contextlib
 import functools
 import io
 import math
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -50,7 +51,7 @@ PLACES = st.tuples(st.integers(0, RANKS - 1), st.integers(0, COUNT - 1))
 MISSING = st.frozensets(PLACES, max_size=8)
 NONFINITE = st.none() | st.tuples(PLACES, st.sampled_from([math.nan, math.inf, -math.inf]))
 PASSES = st.tuples(SEEDS, MISSING, NONFINITE)
-MAX_NORMS = st.sampled_from([0.0, 0.01, 1.0, 30.0, math.inf])
+MAX_NORMS = st.sampled_from([0.0, 0.01, 1.0, 30.0, sys.float_info.max, math.inf])
 NORM_TYPES = st.sampled_from([2.0, math.inf, 1.0, 3.0, 0.5])
 
 
