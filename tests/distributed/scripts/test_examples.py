@@ -19,7 +19,7 @@ from helpers import needs_gpu
 import zerofp4
 from distributed.cases import shared_folder
 from distributed.processes import ROOT
-from distributed.run import on_ranks, run_ranks
+from distributed.run import on_ranks
 from zerofp4 import launch
 
 
@@ -88,23 +88,13 @@ def run_in_group(patch, example, *arguments) -> dict:
     return names
 
 
-def go_on(world, folder, step):
-    """Ten steps of examples/resume.py."""
-    with pytest.MonkeyPatch.context() as patch:
-        assert run_in_group(patch, "resume", folder)["state"]["step"] == step
-
-
 @on_ranks(1, 2)
 def test_a_run_that_goes_on(world):
+    """Ten steps of examples/resume.py at a time."""
     folder = shared_folder(world)
-    go_on(world, folder, 10)
-    go_on(world, folder, 20)
-
-
-@pytest.mark.nightly
-def test_a_run_that_goes_on_in_other_worlds(tmp_path):
-    for runs, ranks in enumerate([2, 1, 3], 1):
-        run_ranks(go_on, ranks, folder=tmp_path, step=10 * runs)
+    for step in (10, 20):
+        with pytest.MonkeyPatch.context() as patch:
+            assert run_in_group(patch, "resume", folder)["state"]["step"] == step
 
 
 @on_ranks(2, time_limit=120.0)

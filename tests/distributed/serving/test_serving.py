@@ -72,38 +72,11 @@ def on_one_machine(model: nn.Module) -> nn.Module:
     return whole
 
 
-@on_ranks(2, nightly=[3])
-@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
-def test_zero_ranks_write_what_they_trained(world, name):
-    model = make_plain(name).to(world.device)
-    optimizer = train(model)
-    folder = shared_folder(world)
-    serving.save_pretrained(model, folder, optimizer)
-    if world.rank == 0:
-        assert check_quantized(model, read(folder), "compressed-tensors") == len(served_modules(model))
-
-
 def read_alone(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
     """What a process without others writes."""
     with mock.patch("zerofp4.serving.save.resolve_group", lambda group: None):
         serving.save_pretrained(model, folder)
     return read(folder)
-
-
-@on_ranks(2, nightly=[3])
-@pytest.mark.parametrize(("name", "kind"), KINDS, ids=str)
-def test_sharded_models_are_written_as_whole_ones(world, name, kind):
-    model, _ = sharded(world, name, kind)
-    folder, other = shared_folder(world), shared_folder(world)
-    serving.save_pretrained(model, folder, dtype=torch.bfloat16)
-    whole = on_one_machine(model)
-    if world.rank == 0:
-        found, expected = read(folder), read_alone(whole, other)
-        most = 6 * FourOverSix().e4m3_max if kind else 2688
-        assert check_quantized(whole, found, "compressed-tensors", most) == len(served_modules(whole))
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_bytes_equal(found[key], value, key)
 
 
 @on_ranks(2)
@@ -153,7 +126,7 @@ def test_ranks_with_other_models_are_refused(world):
     assert not list(folder.iterdir())
 
 
-# Refit
+# What they are, written and sent in pieces
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,9 +135,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_pieces(world, model: nn.Module, dtype: torch.dtype | None) -> None:
-    """The pieces of all ranks, put together, are the whole tensors; taking them calls no collective, and the
-    codes and scales of a weight are 9/16 of a byte an element, in all.
-    """
+    """The pieces of all ranks, put together, are the whole tensors; taking them calls no collective."""
     served = serving.weights(model, dtype=dtype)
     with Collectives() as collectives:
         pieces = [(name, as_bytes(tensor).cpu(), part) for name, tensor, part in served]
@@ -192,8 +163,19 @@ def check_pieces(world, model: nn.Module, dtype: torch.dtype | None) -> None:
 
 @on_ranks(2, nightly=[3])
 @pytest.mark.parametrize(("name", "kind"), KINDS, ids=str)
-def test_pieces_of_sharded_models(world, name, kind):
+def test_sharded_models_are_those_of_one_machine(world, name, kind):
+    """As files and in pieces, of which all ranks send 9/16 of a byte an element."""
     model, _ = sharded(world, name, kind)
+    folder, other = shared_folder(world), shared_folder(world)
+    serving.save_pretrained(model, folder, dtype=torch.bfloat16)
+    whole = on_one_machine(model)
+    if world.rank == 0:
+        found, expected = read(folder), read_alone(whole, other)
+        most = 6 * FourOverSix().e4m3_max if kind else 2688
+        assert check_quantized(whole, found, "compressed-tensors", most) == len(served_modules(whole))
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_bytes_equal(found[key], value, key)
     check_pieces(world, model, torch.bfloat16)
     numel = sum(weight.record.shape.numel() for *_, weight in fsdp2.prepared_weights(model))
     quantized = ("weight_packed", "weight_scale")
@@ -203,9 +185,14 @@ def test_pieces_of_sharded_models(world, name, kind):
     assert sent * 16 == numel * 9
 
 
-@on_ranks(2)
-def test_pieces_of_a_zero_optimizer(world):
-    model = make_plain("Qwen3Moe").to(world.device)
-    train(model)
+@on_ranks(2, nightly=[3])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_zero_ranks_serve_what_they_trained(world, name):
+    model = make_plain(name).to(world.device)
+    optimizer = train(model)
+    folder = shared_folder(world)
+    serving.save_pretrained(model, folder, optimizer)
+    if world.rank == 0:
+        assert check_quantized(model, read(folder), "compressed-tensors") == len(served_modules(model))
     check_pieces(world, model, None)
     assert all(tensor.shape == part.shape for _, tensor, part in serving.weights(model))

@@ -31,7 +31,8 @@ from zerofp4.serving import files
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["adamw", "compact"])
-def test_master_state_dict_is_the_model_in_its_own_keys(world, case, dtype):
+def test_the_model_of_the_masters(world, case, dtype):
+    """In its own keys, and as an ordinary one in its place."""
     model, optimizer = trained(world, case=case)
     found = dict(zerofp4.master_state_dict(model, optimizer, dtype))
     assert list(found) == list(model.state_dict())
@@ -40,6 +41,15 @@ def test_master_state_dict_is_the_model_in_its_own_keys(world, case, dtype):
         assert_bytes_equal(found[name], expected.to(dtype), name)
     storages = {tensor.untyped_storage().data_ptr() for tensor in found.values() if tensor.numel()}
     assert len(storages) == sum(p.numel() > 0 for p in model.parameters())
+    masters = dict(zerofp4.master_state_dict(model, optimizer))
+    with pytest.raises(RuntimeError, match=r"first\.weight is held by a ZeroFP4Optimizer"):
+        zerofp4.unconvert_model(model)
+    assert {"first.weight", "second.weight"} <= set(zerofp4.unconvert_model(model, optimizer))
+    for name, p in model.named_parameters():
+        assert type(p) is nn.Parameter
+        assert_bytes_equal(p.detach(), masters[name].to(p.dtype), name)
+    with pytest.raises(RuntimeError, match="was replaced in its module"):
+        run(model, optimizer, range(1))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="safetensors is not installed")
@@ -66,20 +76,6 @@ def test_safetensors_are_written_in_shards(world):
             zerofp4.save_safetensors(model, path, optimizer, torch.bfloat16)
     if world.rank == 0:
         assert set(path.iterdir()) == {*names, index}
-
-
-@on_ranks(1, 2, 3)
-def test_unconvert_model_gives_the_masters_values(world):
-    model, optimizer = trained(world)
-    masters = dict(zerofp4.master_state_dict(model, optimizer))
-    with pytest.raises(RuntimeError, match=r"first\.weight is held by a ZeroFP4Optimizer"):
-        zerofp4.unconvert_model(model)
-    assert zerofp4.unconvert_model(model, optimizer) == ["first.weight", "second.weight"]
-    for name, p in model.named_parameters():
-        assert type(p) is nn.Parameter
-        assert_bytes_equal(p.detach(), masters[name].to(p.dtype), name)
-    with pytest.raises(RuntimeError, match="was replaced in its module"):
-        run(model, optimizer, range(1))
 
 
 @on_ranks(1, 2, 3)

@@ -95,17 +95,6 @@ def test_get_and_set_state_dict(world, get, put):
     assert_goes_on((model, optimizer), (other, loaded))
 
 
-@on_ranks(2)
-def test_a_full_state_dict_gathers_nothing(world):
-    """torch gathers DTensors alone. consolidate_state_dict() is for that, and a save says so."""
-    options = StateDictOptions(**FULL, **OFFLOAD)
-    state = get_optimizer_state_dict(*trained(world), options=options)
-    assert bool(state) == (world.rank == 0)
-    if state:
-        with pytest.warns(UserWarning, match=r"call consolidate_state_dict\(\)"):
-            torch.save(state, io.BytesIO())
-
-
 @on_ranks(1, 2)
 def test_other_groups_and_another_filter_load_by_name(world):
     model = make_model(world)
