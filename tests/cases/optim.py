@@ -94,8 +94,9 @@ def everything(parameters, optimizer, *others: torch.Tensor) -> list[torch.Tenso
     tensors = [*others, *optimizer.gathered_masters()]
     for p in parameters:
         tensors += [b for _, b in p.record.buffers()] if isinstance(p, NVFP4Tensor) else [p.detach()]
-    for _, state in sorted(optimizer.inner.state_dict()["state"].items()):
-        tensors += [state[key] for key in sorted(state)]
+    for inner in optimizer.inners.all:
+        for _, state in sorted(inner.state_dict()["state"].items()):
+            tensors += [state[key] for key in sorted(state)]
     return [tensor.clone() for tensor in tensors]
 
 

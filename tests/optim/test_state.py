@@ -1,8 +1,11 @@
-"""Saving and loading the state of ZeroFP4Optimizer, in one process."""
+"""Saving and loading the state of ZeroFP4Optimizer, in one process, and the pieces that it consists of."""
 
 import copy
 import io
 import math
+import pickle
+import zipfile
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -25,6 +28,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import zerofp4
 from zerofp4.optim import AveragedMasters, Communication, FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim.piece import Piece, SavedOptions
 from zerofp4.optim.state_dict import CODES
 
 
@@ -41,6 +45,21 @@ def build(device):
     return net, ZeroFP4Optimizer(groups, torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 
 
+def named(device):
+    net, optimizer = build(device)
+    return list(net.parameters()), optimizer
+
+
+def compact(device):
+    parameters = [torch.nn.Parameter(torch.randn(4, 64, device=device, dtype=torch.bfloat16))]
+    return parameters, ZeroFP4Optimizer(parameters, FusedAdamW, lr=0.1, state="compact")
+
+
+def of_two_classes(device):
+    parameters, groups = make_groups(device, "fused")
+    return parameters, ZeroFP4Optimizer(groups, torch.optim.Muon, **MUON)
+
+
 def entry(i, name, value):
     """A change to one entry of the state."""
     return lambda s: s["state"][i].update({name: value(s["state"][i][name])})
@@ -52,78 +71,53 @@ def shorter(state):
         state["param_groups"][1].get(key, [None]).pop()
 
 
+ONE_TOO_FEW = r"param_groups have \[8\] parameters, and these \[9\]; .* with named_parameters\(\)"
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("make", "change", "message"),
     [
-        (lambda s: s.update(param_groups=s["param_groups"][:1]), r"does not fit: first\.bias is missing"),
-        (shorter, r"does not fit: second\.bias is missing"),
-        (lambda s: s["param_groups"][0].pop("params"), "state_dict cannot be loaded: KeyError: 'params'"),
-        (lambda s: s["param_groups"][0].update(lr=-1.0), "Invalid learning rate: -1.0"),
-        (entry(1, "master", lambda _: torch.zeros(5)), r"\.master has shape \(5,\), here \(6, 48\)"),
-        (lambda s: s["state"][0]["master"].__create_chunk_list__(), r"\.master is not whole in the check"),
-        (lambda s: s["state"].pop(1), r"second\.weight\.master is missing"),
-        (lambda s: s["state"][1].pop("master"), r"second\.weight\.master is missing"),
-        (entry(1, "exp_avg", lambda _: None), r"second\.weight\.exp_avg is missing"),
-        (entry(0, "exp_avg_sq", lambda _: "0.5"), "state_dict cannot be loaded: AttributeError"),
-        (entry(0, "step", lambda _: torch.zeros(2)), r"\.step has shape \(2,\), here \(\)"),
-        (entry(0, "step", lambda _: math.nan), r"\.step must be finite and not negative, got nan"),
-        (entry(0, "step", lambda step: -step.whole()), r"\.step must be finite and not negative, got -1\.0"),
+        (named, lambda s: s.update(param_groups=s["param_groups"][:1]), r"not fit: first\.bias is missing"),
+        (named, shorter, r"does not fit: second\.bias is missing"),
+        (named, lambda s: s["param_groups"][0].pop("params"), "cannot be loaded: KeyError: 'params'"),
+        (named, lambda s: s["param_groups"][0].update(lr=-1.0), "Invalid learning rate: -1.0"),
+        (named, entry(1, "master", lambda _: torch.zeros(5)), r"\.master has shape \(5,\), here \(6, 48\)"),
+        (named, lambda s: s["state"][0]["master"].__create_chunk_list__(), r"\.master is not whole in the"),
+        (named, lambda s: s["state"].pop(1), r"second\.weight\.master is missing"),
+        (named, lambda s: s["state"][1].pop("master"), r"second\.weight\.master is missing"),
+        (named, entry(1, "exp_avg", lambda _: None), r"second\.weight\.exp_avg is missing"),
+        (named, entry(0, "exp_avg_sq", lambda _: "0.5"), "state_dict cannot be loaded: AttributeError"),
+        (named, entry(0, "step", lambda _: torch.zeros(2)), r"\.step has shape \(2,\), here \(\)"),
+        (named, entry(0, "step", lambda _: math.nan), r"\.step must be finite and not negative, got nan"),
+        (named, entry(0, "step", lambda step: -step.whole()), r"must be finite and not negative, got -1\.0"),
+        (built, lambda s: s["param_groups"][0]["params"].pop(), ONE_TOO_FEW),
+        (compact, lambda s: s["state"][0].pop("master_high"), r"\.master_high is missing"),
+        (compact, lambda s: s["state"][0].pop("master_low"), r"\.master_low is missing"),
+        (of_two_classes, lambda s: s["param_groups"][1].update(betas=(2.0, 0.9)), "betas"),
+        (of_two_classes, lambda s: s["state"][4].pop("step"), r"param_groups\[1\].*\.step is missing"),
     ],
 )
-def test_a_state_dict_that_does_not_fit_changes_nothing(device, change, message):
-    """Masters of some parameters alone would be trained beside those of another model."""
-    net, optimizer = build(device)
-    train(net, optimizer)
+def test_a_state_dict_that_does_not_fit_changes_nothing(device, make, change, message):
+    """Masters of some parameters alone would be trained beside those of another model. Neither optimizer of
+    two classes changes.
+    """
+    parameters, optimizer = make(device)
+    take_step(parameters, optimizer, 0)
     state = copy.deepcopy(optimizer.state_dict())
     for entries in state["state"].values():
-        entries["master"].values.fill_(7)
+        entries["master_high" if make is compact else "master"].values.fill_(7)
     for group in state["param_groups"]:
         group["lr"] = 7.0
     change(state)
-    inner, groups = optimizer.inner.state, optimizer.inner.param_groups
-    with unchanged(list(net.parameters()), optimizer), pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(state)
-    assert optimizer.inner.state is inner and optimizer.inner.param_groups is groups
-    assert all(group["lr"] != 7 for group in [*optimizer.param_groups, *groups])
-    train(net, optimizer)
-
-
-def test_other_groups_are_refused_without_names(device):
-    parameters, optimizer = built(device)
-    state = copy.deepcopy(optimizer.state_dict())
-    state["param_groups"][0]["params"].pop()
-    message = r"param_groups have \[8\] parameters, and these \[9\]; .* with named_parameters\(\)"
+    inners = [(inner.state, inner.param_groups) for inner in optimizer.inners.all]
     with unchanged(parameters, optimizer), pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(state)
-
-
-@pytest.mark.parametrize("plane", ["master_high", "master_low"])
-def test_half_of_a_master_of_24_bits_is_refused(device, plane):
-    parameters = [torch.nn.Parameter(torch.randn(4, 64, device=device, dtype=torch.bfloat16))]
-    optimizer = ZeroFP4Optimizer(parameters, FusedAdamW, lr=0.1, state="compact")
-    take_step(parameters, optimizer, 0)
-    state = copy.deepcopy(optimizer.state_dict())
-    del state["state"][0][plane]
-    with unchanged(parameters, optimizer), pytest.raises(ValueError, match=rf"\.{plane} is missing"):
-        optimizer.load_state_dict(state)
-    assert set(optimizer.state[parameters[0]]) == {"master_high", "master_low", "step", *CODES}
-
-
-def test_a_state_dict_that_does_not_fit_changes_neither_optimizer(device):
-    parameters, groups = make_groups(device, "fused")
-    optimizer = ZeroFP4Optimizer(groups, torch.optim.Muon, **MUON)
-    for seed in range(2):
-        take_step(parameters, optimizer, seed)
-    states = [(inner.state, inner.param_groups) for inner in optimizer.inners.all]
-    masters, bad = optimizer.gathered_masters(), optimizer.state_dict()
-    bad["param_groups"][1]["betas"] = (2.0, 0.9)
-    other = ZeroFP4Optimizer(make_groups(device, "sgd")[1], torch.optim.Muon, **MUON).state_dict()
-    for state_dict, message in ((bad, "betas"), (other, r"param_groups\[1\].*\.step is missing")):
-        with pytest.raises(ValueError, match=message):
-            optimizer.load_state_dict(state_dict)
-        for inner, (state, groups) in zip(optimizer.inners.all, states, strict=True):
-            assert inner.state is state and inner.param_groups == groups
-        assert_all_equal(optimizer.gathered_masters(), masters, "master")
+    for inner, (before, groups) in zip(optimizer.inners.all, inners, strict=True):
+        assert inner.state is before and inner.param_groups is groups
+        assert all(group["lr"] != 7 for group in [*optimizer.param_groups, *groups])
+    take_step(parameters, optimizer, 1)
+    if make is compact:
+        assert set(optimizer.state[parameters[0]]) == {"master_high", "master_low", "step", *CODES}
 
 
 def test_a_file_that_was_written_after_a_weight_has_its_values(device):
@@ -329,3 +323,104 @@ def test_an_interrupt_between_updates(device, monkeypatch, tmp_path, between):
     take_step(parameters, optimizer, 1)
     assert_all_equal(optimizer.gathered_masters(), right.gathered_masters(), "master")
     assert_weights_follow(parameters, optimizer.gathered_masters())
+
+
+# Pieces: tensors of which a rank holds a flat range
+
+
+def make_piece(first=3, last=17):
+    whole = torch.arange(24, dtype=torch.float32).view(4, 6)
+    return Piece(whole.view(-1)[first:last], whole.shape, first), whole
+
+
+def test_copies_are_pieces_with_values_of_their_own():
+    piece, whole = make_piece()
+    copies = [copy.deepcopy(piece), piece.clone(), piece.to("cpu", copy=True), piece.detach()]
+    for moved in (piece.to("meta"), piece.to(device="meta"), piece.to("meta", torch.float64)):
+        assert type(moved) is Piece and moved.device.type == "meta" and moved.shard == (3, 14)
+    assert piece.to("cpu").values.data_ptr() == piece.values.data_ptr()
+    for one in (*copies, through_a_file(piece)):
+        assert isinstance(one, Piece) and one.shape == (4, 6) and one.shard == (3, 14)
+        assert torch.equal(one.values, whole.view(-1)[3:17])
+    assert piece.new_empty((4, 6), device="cpu").shard == piece.shard
+
+
+def test_operations_need_the_whole_tensor_and_what_is_copied_in_leaves_the_values_alone():
+    piece, whole = make_piece()
+    with pytest.raises(RuntimeError, match=r"shape \(4, 6\) this rank holds 14 elements: full_tensor\(\)"):
+        piece + 1
+    assert torch.equal(make_piece(0, 24)[0] + 1, whole + 1)
+    assert repr(piece).endswith("elements 3..16 of it here)")
+    piece.copy_(-whole)
+    assert whole.view(-1)[3] == 3 and piece.values[0] == -3 and not piece.unread
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_file_has_chunks_of_a_limited_size(tmp_path, monkeypatch):
+    monkeypatch.setattr("zerofp4.optim.piece.CHUNK", 4 * 12)  # two rows
+
+    def chunks(path):
+        found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata["w"].chunks
+        return [(*chunk.offsets, *chunk.sizes) for chunk in found]
+
+    piece, whole = make_piece(0, 24)
+    dcp.save({"w": piece}, checkpoint_id=tmp_path, no_dist=True)
+    assert chunks(tmp_path) == [(0, 0, 2, 6), (2, 0, 2, 6)]
+    part, _ = make_piece(3, 17)
+    for one, expected in ((piece, whole.view(-1)), (part, whole.view(-1)[3:17])):
+        one.values = torch.zeros(expected.shape)
+        dcp.load({"w": one}, checkpoint_id=tmp_path, no_dist=True)
+        assert torch.equal(one.values, expected) and not one.unread
+    dcp.save({"w": part}, checkpoint_id=tmp_path / "part", no_dist=True)  # asked for otherwise than by a load
+    assert chunks(tmp_path / "part") == [(0, 3, 1, 3), (1, 0, 1, 6), (2, 0, 1, 5)]
+
+
+def test_elements_that_no_file_had_are_noticed():
+    """As torch.distributed.checkpoint reads: a box, or a part of it that a file has."""
+    piece, _ = make_piece()
+    for i, chunk in enumerate(piece.__create_chunk_list__()):
+        box = piece.__get_tensor_shard__(type("Index", (), {"offset": chunk.offsets})).detach()
+        assert box.shape == chunk.sizes
+        box.fill_(9.0)  # is no reading
+        width = box.shape[1] - 1
+        for part in (box.narrow(1, 0, width), box.narrow(1, width, 1)):
+            assert piece.unread
+            part.copy_(torch.full(part.shape, float("nan") if i else 0.0))
+    assert not piece.unread
+    assert piece.values[:3].tolist() == [0, 0, 0] and piece.values[3:].isnan().all()
+    box.narrow(1, 0, 1).copy_(torch.zeros(1, 1))
+    assert piece.unread  # a file whose boxes overlap has others that it lacks
+
+
+# The ids of saves
+
+
+def test_options_know_their_save():
+    value = SavedOptions(({"lr": 0.125, "betas": (0.5, 0.25), "t": torch.ones(2)}, {"lr": 1}))
+    value.save_id = "token-000000000001"
+    for same in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+        assert type(same) is SavedOptions and repr(same) == repr(value) and same.save_id == value.save_id
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_with_checksums_load(tmp_path):
+    """Two ranks wrote them after 3 steps: a folder by dcp.save, and what torch.save wrote on each rank."""
+    zipfile.ZipFile(Path(__file__).parents[1] / "data" / "sealed_checkpoint.zip").extractall(tmp_path)
+    expected = torch.load(tmp_path / "expected.pt", weights_only=True)
+    model = torch.nn.Linear(32, 16, dtype=torch.bfloat16)
+    zerofp4.convert_model(model)
+    optimizer = ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, lr=1.0)
+    dcp.load({"optimizer": optimizer}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    loaded, (group,) = optimizer.state_dict(), optimizer.param_groups
+    assert (loaded["steps"], group["lr"], group["betas"]) == (3, 0.125, (0.5, 0.75))
+    parts = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    (save_id,) = {part["param_groups"].save_id for part in parts}
+    assert save_id == "d0cc9c046a78a674-000000000003"
+    for number, entries in loaded["state"].items():
+        for name, piece in entries.items():
+            assert_bytes_equal(piece.full_tensor(), expected[str(number)][name], f"{number}.{name}")
+            whole = torch.zeros(piece.numel())
+            for part in (part["state"][number][name] for part in parts):
+                whole[part.start : part.shard.end] = part.values
+                assert part.saves == {save_id}
+            assert_bytes_equal(whole.view(piece.shape), expected[str(number)][name], f"{number}.{name} again")
