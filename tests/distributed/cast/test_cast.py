@@ -3,13 +3,16 @@ travels for it.
 """
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import transformer_engine
 from helpers import assert_bytes_equal
 
 import zerofp4
+import zerofp4.integrations.transformer_engine
 from distributed import cases
 from distributed.cases import (
     DTYPES,
@@ -23,6 +26,7 @@ from distributed.cases import (
     Model,
     cast_and_gather,
     finish,
+    split,
 )
 from distributed.run import on_ranks
 from zerofp4 import FourOverSix, reference
@@ -193,6 +197,32 @@ def test_plans_of_a_group_that_was_destroyed_are_dropped(world):
     cast_and_gather(model)
     model.check()
     assert held() is None
+
+
+# TransformerEngine's tensors
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(("how", "columnwise"), [*((how, True) for how in SPLITS), ("odd", False)])
+def test_tensors_of_transformer_engine(world, how, columnwise):
+    weights, whole, _ = transformer_engine.make(
+        world.device, transformer_engine.SHAPES, columnwise=columnwise
+    )
+    shards = [split(w.numel(), world.world_size, how, i)[world.rank] for i, w in enumerate(weights)]
+    starts, numels = [s.start if s.numel else None for s in shards], [s.numel for s in shards]
+
+    def cut():
+        pairs = zip(whole, shards, strict=True)
+        return [values[s.start : s.end].clone() if s.numel else None for values, s in pairs]
+
+    before = transformer_engine.places(weights)
+    for _ in range(2):
+        cast_and_gather(SimpleNamespace(weights=weights, masters=cut(), starts=starts, numels=numels))
+        transformer_engine.check(weights, whole)
+        whole = [values * -3 + 1 for values in whole]
+    finish(zerofp4.CastPlan(weights, cut(), starts))
+    transformer_engine.check(weights, whole)
+    assert transformer_engine.places(weights) == before
 
 
 # Amaxes that an update has left

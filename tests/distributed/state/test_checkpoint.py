@@ -31,19 +31,8 @@ from distributed.cases import raised_everywhere, shared_folder
 from distributed.optim.cases import model_bytes
 from distributed.processes import device_for
 from distributed.run import on_ranks, run_ranks
-from distributed.state.cases import (
-    CASES,
-    KINDS,
-    assert_same_model,
-    contents,
-    on_rank_0,
-    run,
-    saved,
-    trained,
-    whole,
-)
+from distributed.state.cases import CASES, assert_same_model, contents, on_rank_0, run, saved, trained, whole
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
-from zerofp4.testing import verify_model
 
 LONG = ("adamw", "fused", "compact", "sgd", "muon")
 """Cases that are loaded in worlds of every size and go on for 4 steps; the others in two, for 2 steps."""
@@ -135,32 +124,6 @@ def test_a_weight_in_pieces_is_not_read_into_copies_of_a_quantized_one(world):
     dcp.load({"weight": (state := layer.state_dict())["weight"]}, checkpoint_id=path)
     layer.load_state_dict(state)
     assert_bytes_equal(layer.weight.get_high_precision_init_val(), values.cpu(), "weight")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("kind", "other_kind"),
-    [
-        ("adamw", "fused"),
-        ("fused", "adamw"),
-        ("fused", "rows"),
-        ("rows, four over six", "tiles, four over six"),
-    ],
-)
-def test_another_kind_follows_what_is_loaded(world, kind, other_kind):
-    """Other blocks of weights, and AdamW and FusedAdamW, which load each other."""
-    model, optimizer = trained(world, 2, kind)
-    path = saved(world, optimizer)
-    other, resumed = trained(world, 0, other_kind, seed=1)
-    dcp.load({"optimizer": resumed}, checkpoint_id=path)
-    expected, masters = optimizer.gathered_masters(), resumed.gathered_masters()
-    assert_all_equal([m for m in masters if m is not None], [m for m in expected if m is not None], "master")
-    for name in ("step", "exp_avg", "exp_avg_sq"):
-        moments = resumed.state[other.cube][name], optimizer.state[model.cube][name]
-        assert_bytes_equal(*map(whole, moments), name)
-    assert other.first.weight.block == KINDS.get(other_kind, {}).get("block", (16, 16))
-    verify_model(other, resumed)
-    run(other, resumed, range(2, 3))
 
 
 def train(world, model, optimizer, steps) -> None:
