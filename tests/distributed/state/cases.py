@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases.optim import OPTIMIZERS, assert_all_equal, keywords, make_gradients
 from torch import nn
@@ -122,15 +121,6 @@ def saved(world, optimizer, **beside) -> Path:
     path = shared_folder(world)
     dcp.save({"optimizer": optimizer, **beside}, checkpoint_id=path)
     return path
-
-
-def on_rank_0(world, function, *arguments) -> None:
-    if dist.is_initialized():
-        dist.barrier()
-    if world.rank == 0:
-        function(*arguments)
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def whole(tensor):

@@ -31,7 +31,7 @@ from distributed.cases import raised_everywhere, shared_folder
 from distributed.optim.cases import model_bytes
 from distributed.processes import device_for
 from distributed.run import on_ranks, run_ranks
-from distributed.state.cases import CASES, assert_same_model, contents, on_rank_0, run, saved, trained, whole
+from distributed.state.cases import CASES, assert_same_model, contents, run, saved, trained, whole
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
 LONG = ("adamw", "fused", "compact", "sgd", "muon")
@@ -221,14 +221,6 @@ def of_steps(one: int, other: int) -> str:
     return rf".*mixes saves: ({first}, {second}|{second}, {first})\."
 
 
-def copy_files(source: Path, target: Path, pattern: str) -> None:
-    """As if the rank of these files alone had ended its part of a save into the other folder."""
-    files = list(source.glob(pattern))
-    assert files
-    for file in files:
-        shutil.copy(file, target / file.name)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("again", "written", "thread_count"),
@@ -251,7 +243,10 @@ def test_a_folder_with_files_of_two_saves_is_refused(world, again, written, thre
     else:
         run(model, optimizer, range(2, 5))
     save(optimizer, new, thread_count)
-    on_rank_0(world, copy_files, new, old, f"{written}.distcp")
+    dist.barrier()
+    if world.rank == 0:
+        assert [shutil.copy(file, old) for file in new.glob(f"{written}.distcp")]
+    dist.barrier()
     other, loaded = trained_fused(world, 3, seed=2)
     refused(world, other, loaded, old, of_steps(2, 5 if again == "later" else 2))
     load(loaded, new)
