@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 
 import torch
+import torch.distributed as dist
 from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -226,17 +227,22 @@ def check_own(weight: fsdp2.weight.Weight, expected: zerofp4.NVFP4Tensor) -> Non
 
 
 class Collectives(TorchDispatchMode):
-    """The collectives that this rank calls inside, as (name, bytes of the input, its dtype)."""
+    """The collectives that this rank calls inside, as (name, bytes of the input, its dtype), and the sizes of
+    their groups.
+    """
 
     def __init__(self):
         super().__init__()
         self.calls: list[tuple[str, int, torch.dtype]] = []
+        self.sizes: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             tensor = args[1] if func._opname.startswith("_allgather_base") else args[0]
             tensor = tensor[0] if isinstance(tensor, list) else tensor
             self.calls.append((func._opname.strip("_"), tensor.nbytes, tensor.dtype))
+            group = next(given for given in args if isinstance(given, torch.ScriptObject))
+            self.sizes.append(dist.ProcessGroup.unbox(group).size())
         return func(*args, **(kwargs or {}))
 
     def named(self, name: str) -> list[tuple[str, int, torch.dtype]]:

@@ -8,18 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from cases.fsdp2 import Collectives
 from cases.optim import (
     Plain,
     assert_all_equal,
     check,
     keywords,
+    make_gradients,
     make_parameters,
     set_gradients,
     through_a_file,
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerofp4
 from distributed.cases import raised_everywhere, shared_folder
@@ -64,20 +65,6 @@ def test_steps_are_those_of_whole_masters(world, layout, name, bucket_mb, clip):
         check_steps(model, build, name, clip, bucket_mb=bucket_mb, overlap=overlap)
 
 
-class Groups(TorchDispatchMode):
-    """The sizes of the process groups of the collectives and messages that this rank begins inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            group = next(given for given in args if isinstance(given, torch.ScriptObject))
-            self.sizes.append(dist.ProcessGroup.unbox(group).size())
-        return func(*args, **(kwargs or {}))
-
-
 @on_ranks(4)
 def test_a_group_begins_when_the_one_before_is_done(world):
     """No collective of the experts begins before the last of the dense parameters: ranks whose groups have
@@ -90,7 +77,7 @@ def test_a_group_begins_when_the_one_before_is_done(world):
         model.set_gradients(0)
         if clip:
             optimizer.clip_grad_norm_(1.0)
-        with Groups() as begun:
+        with Collectives() as begun:
             optimizer.step()
         assert begun.sizes == sorted(begun.sizes, reverse=True) and set(begun.sizes) == {4, 2}, begun.sizes
 
@@ -100,13 +87,11 @@ def test_a_group_begins_when_the_one_before_is_done(world):
 
 @on_ranks(2, 4)
 def test_masters_begin_with_the_first_rank_of_their_group(world):
-    """Frozen parameters too, whatever the order of their elements in memory."""
+    """Frozen parameters too."""
     model = Mixture(world, seed=1000 * world.rank)
     mesh = Mesh(world, SHAPES[world.world_size][0], seed=world.rank)
     for parameters in (model.dense, model.experts, mesh.parameters):
         parameters[0].requires_grad_(False)
-    turned = model.dense[7].requires_grad_(False)
-    turned.data = turned.data.t().contiguous().t()
     ZeroFP4Optimizer(model.param_groups(), lr=0.1)
     firsts = Mixture(world, seed=1000 * members(world, model.kind)[0])
     assert_all_equal(model_bytes(model.dense), model_bytes(Mixture(world).dense), "dense")
@@ -141,6 +126,28 @@ def test_an_expert_without_gradient_is_skipped_where_it_has_none(world, name):
         optimizer.step()
         check(optimizer, plain, f"step {step}:")
         model.check_same()
+
+
+FROZEN_DTYPES = (torch.uint8, torch.bool, torch.int64, torch.float8_e4m3fn, torch.float64, torch.complex64)
+
+
+@on_ranks(1, 2)
+def test_frozen_parameters_of_any_dtype_get_rank_0s_bytes(world):
+    """As the codes of QLoRA, or weights in fp8. One is not contiguous."""
+    values = torch.arange(24.0, device=world.device).view(4, 6)
+    expected = [(values % 7).to(dtype) for dtype in FROZEN_DTYPES]
+    own = expected if world.rank == 0 else [torch.zeros_like(each) for each in expected]
+    frozen = [nn.Parameter(each.clone(), requires_grad=False) for each in own]
+    frozen.append(nn.Parameter(frozen[0].detach().clone().t(), requires_grad=False))
+    parameters = [*frozen, *parameters_of(world)]
+    optimizer = ZeroFP4Optimizer(parameters, lr=0.1)
+    for step in range(2):
+        gradients = make_gradients(parameters, step)[len(frozen) :]
+        set_gradients(parameters[len(frozen) :], gradients)
+        optimizer.step()
+        optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert_all_equal([p.detach() for p in frozen], [*expected, expected[0].t()], "frozen parameter")
+    assert optimizer.gathered_masters()[: len(frozen)] == [None] * len(frozen)
 
 
 # Replicas

@@ -5,13 +5,12 @@ import math
 
 import pytest
 import torch
-from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients
+from cases.optim import assert_all_equal, keywords, set_gradients
 from helpers import assert_bytes_equal
 from torch import nn
 
 import zerofp4
 from distributed.engine.file_peers import sharing_files
-from distributed.engine.overlap_cases import late_gathers
 from distributed.optim.cases import gradients_of, model_bytes
 from distributed.run import on_ranks
 from zerofp4 import FourOverSix
@@ -91,24 +90,6 @@ def test_the_bytes_of_the_whole_master_after_each_step(world, late, cls, options
         for step in range(4):
             take_step(alone, *model, step)
             check(*model)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("read", ["rowwise_scale", "columnwise_scale"])
-def test_scales_that_arrive_late_are_waited_for(world, read):
-    (expected, first), (late, second) = [make(world, overlap=overlap) for overlap in (None, "forward")]
-    set_gradients(expected, make_gradients(expected, world.rank))
-    first.step()
-    with late_gathers():
-        set_gradients(late, make_gradients(late, world.rank))
-        second.step()
-        pairs = [(e, w) for e, w in zip(expected, late, strict=True) if isinstance(w, zerofp4.NVFP4Tensor)]
-        pairs = [(e, w) for e, w in pairs if w.record.scales_travel and getattr(e, read) is not None]
-        if world.device.type == "cpu":
-            places = [w.record.rowwise.scale_places["compact"].float() for _, w in pairs]
-            assert not all(p.equal(e.rowwise_scale.float()) for p, (e, _) in zip(places, pairs, strict=True))
-        for e, w in pairs:
-            assert_bytes_equal(getattr(w, read), getattr(e, read), read)
 
 
 @on_ranks(2)

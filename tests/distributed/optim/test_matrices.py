@@ -1,4 +1,6 @@
-"""Optimizers that need whole matrices, and those that may run on parts, over several ranks."""
+"""Optimizers of any class over several ranks: those that need whole matrices, those that may run on parts,
+and masters that go from one to another.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from cases.optim import (
     make_parameters,
     set_gradients,
     take_step,
+    through_a_file,
 )
 from helpers import assert_bytes_equal
 
@@ -119,21 +122,66 @@ def test_matrices_that_are_sharded_within_another_group(world):
 
 
 @on_ranks(1, 2, 3)
-def test_masters_go_from_elements_to_matrices_and_back(world):
-    parameters = parameters_of(world)
-    matrices, others = ([p for p in parameters if (p.dim() > 1) == whole] for whole in (True, False))
+@pytest.mark.parametrize("cls", [torch.optim.SGD, FusedAdamW])
+def test_masters_go_from_elements_to_matrices_and_back(world, cls):
+    """Whoever owned a master before, and whatever rank 0 could see of it. Parameters that were frozen begin
+    with their values.
+    """
+    parameters, frozen = parameters_of(world), (1, 2)
+    for i in frozen:
+        parameters[i].requires_grad_(False)
     first = ZeroFP4Optimizer(parameters, lr=0.1)
-    take_step(parameters, first, world.rank)
+    gradients = make_gradients(parameters, world.rank)
+    set_gradients(parameters, [None if i in frozen else gradient for i, gradient in enumerate(gradients)])
+    first.step()
+    masters = first.gathered_masters()
+    assert not masters[0].equal(parameters[0].detach().float())  # the weight alone would not do
+    for i in frozen:
+        masters[i] = parameters[i].detach().float().clone()
+        parameters[i].requires_grad_(True)
+    matrices, others = ([p for p in parameters if (p.dim() > 1) == whole] for whole in (True, False))
     beside = {"params": others, "optimizer_class": FusedAdamW, "lr": 0.1}
     second = ZeroFP4Optimizer([beside, {"params": matrices}], torch.optim.Muon, masters_from=first)
-    order = {id(p): m for p, m in zip(parameters, first.gathered_masters(), strict=True)}
-    expected = [order[id(p)] for p in [*others, *matrices]]
-    assert_all_equal(second.gathered_masters(), expected, "master")
+    order = {id(p): m for p, m in zip(parameters, masters, strict=True)}
+    assert_all_equal(second.gathered_masters(), [order[id(p)] for p in [*others, *matrices]], "master")
     second.step()
-    third = ZeroFP4Optimizer(parameters, masters_from=second, lr=0.1)
+    third = ZeroFP4Optimizer(parameters, cls, masters_from=second, lr=0.1)
     order = {id(p): m for p, m in zip([*others, *matrices], second.gathered_masters(), strict=True)}
     assert_all_equal(third.gathered_masters(), [order[id(p)] for p in parameters], "master")
+    source = third if world.rank == 0 else None
+    alone = dist.new_group([world.rank], use_local_synchronization=True)
+    refused = [
+        ({"masters_from": source}, r"\[0\] is .*, of masters_from on rank 0 and .* in group 0 on"),
+        ({"masters_from": third, "process_group": alone}, "masters_from must shard its masters over the"),
+    ]
+    for options, message in refused if world.world_size > 1 else ():
+        with pytest.raises(ValueError, match=message):
+            ZeroFP4Optimizer(parameters, **keywords(options))
+    with pytest.raises(RuntimeError, match="another ZeroFP4Optimizer was built over these parameters"):
+        second.step()
+    third.step()
     check_weights(parameters, third)
+
+
+@on_ranks(2, 4)
+def test_ranks_that_own_nothing(world):
+    """They save and load, too, as torch.save does it for the same rank."""
+    specifications = [((4, 6), torch.bfloat16, True), ((3,), torch.float32, False)]
+    groups = [{"params": make_parameters(world.device, 0, specifications)}]
+    plain = OneProcess(groups, torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = ZeroFP4Optimizer(plain.parameters, torch.optim.SGD, lr=0.1, momentum=0.9)
+    owned = sum(m is not None for m in optimizer._shards.masters)
+    assert owned == (2 if world.rank == 0 else 0)
+    for step in range(3):
+        if step == 1:
+            saved = through_a_file(optimizer.state_dict())
+            take_step(plain.parameters, optimizer, 9)
+            optimizer.load_state_dict(saved)
+        set_gradients(plain.parameters, make_gradients(plain.parameters, step))
+        plain.step([p.grad for p in plain.parameters])
+        optimizer.clip_grad_norm_(math.inf)
+        optimizer.step()
+        check(optimizer, plain, f"step {step}:")
 
 
 @on_ranks(2, 3)

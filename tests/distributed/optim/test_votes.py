@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from cases.fsdp2 import Collectives
 from cases.optim import keywords, make_gradients, set_gradients, take_step, unchanged
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -144,17 +145,12 @@ def test_ranks_out_of_step(world):
 def test_a_step_is_one_vote(world):
     """One small reduction that the host reads, besides those of gradients, norms and amaxes."""
     parameters, optimizer = built(world)
-    words = []
-    reduce = dist.all_reduce
-    dist.all_reduce = lambda tensor, *args, **kw: (words.append(tensor.dtype), reduce(tensor, *args, **kw))[1]
-    try:
+    with Collectives() as step:
         take_step(parameters, optimizer, 0)
-        assert words == [torch.float64, torch.float32]  # the vote, the amaxes
-        words.clear()
+    with Collectives() as clip:
         optimizer.clip_grad_norm_(1.0)
-        assert words == [torch.float64, torch.int64]  # the vote, the norm
-    finally:
-        dist.all_reduce = reduce
+    dtypes = [[dtype for *_, dtype in calls.named("allreduce")] for calls in (step, clip)]
+    assert dtypes == [[torch.float64, torch.float32], [torch.float64, torch.int64]]  # the vote comes first
 
 
 @on_ranks(1, 2)
