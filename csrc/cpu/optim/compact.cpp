@@ -82,7 +82,8 @@ void store_masters(const AdamWDescriptor& tensor, int64_t index, int64_t count, 
         std::memcpy(tensor.master + index, master.of, static_cast<size_t>(count) * sizeof(float));
         return;
     }
-    round_masters(random, master.of);
+    Row<uint8_t> copy;
+    round_masters(view_row(random, count, copy), master.of);
     store_row(tensor.compact.high + index, count, [&](BFloat16* high) { take_high(master.of, high); });
     store_row(tensor.compact.low + index, count, [&](uint8_t* low) { take_low(master.of, low); });
 }
