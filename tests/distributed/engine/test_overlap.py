@@ -60,7 +60,7 @@ UPDATES = {"overlaps": ("update",)}
         (True, {"clip": True}),
         (True, UPDATES | ROUNDED),
         (None, UPDATES | {"blocks": {"block": (1, 16), "columnwise": False}, "bucket_mb": TINY}),
-        (None, UPDATES | {"blocks": {"four_over_six": FourOverSix()}, "reduction": "reduce_scatter"}),
+        (None, UPDATES | {"blocks": {"four_over_six": FourOverSix()}, "gradient_dtype": torch.float32}),
     ],
 )
 def test_the_bytes_of_a_step_without_overlap(world, late, options):
