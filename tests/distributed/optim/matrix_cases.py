@@ -77,7 +77,8 @@ class OneProcess:
         for part, i, e in self._pairs:
             gradient = gradients[i]
             if gradient is not None:
-                gradient = gradient.float() if e is None else matrices_of(gradient.float())[e]
+                gradient = gradient.to(torch.float32, copy=True)  # torch's foreach SGD writes there
+                gradient = gradient if e is None else matrices_of(gradient)[e]
             part.grad = gradient
         for optimizer in self.optimizers:
             optimizer.step()

@@ -359,7 +359,7 @@ def test_classes_that_need_whole_tensors_are_refused(world):
         (OfGPUs, False, {}, torch.float32),
         (torch.optim.AdamW, False, {"fused": True}, torch.float32),
         (torch.optim.AdamW, False, {}, torch.float16),
-        (torch.optim.SGD, False, {"momentum": 0.9, "nesterov": True}, torch.bfloat16),
+        (torch.optim.SGD, False, {"momentum": 0.9, "nesterov": True, "foreach": True}, torch.bfloat16),
         (torch.optim.Adagrad, False, {}, torch.float64),
         (torch.optim.Muon, True, {"bucket_mb": 0.002}, torch.float32),
         (torch.optim.Muon, True, {"nesterov": False, "momentum": 0.8, "ns_steps": 3}, torch.float32),
