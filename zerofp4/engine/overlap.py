@@ -332,10 +332,10 @@ class UpdateSchedule(Schedule):
         agreement.decide(word, found_inf=self._weights.found_inf, bucket=len(present))
         self._weights.is_between |= not error
 
-    def end_step(self, closure: Callable[[], Any] | None = None, is_scaled: bool = False) -> Any:
+    def end_step(self, closure: Callable[[], Any] | None = None, obstacle: str | None = None) -> Any:
         """step(): take the buckets that no backward pass has completed. Returns the result of the closure.
 
-        is_scaled: whether a GradScaler has scaled the loss.
+        obstacle: why this rank cannot step, if the optimizer knows a reason: raised as a RuntimeError.
         """
         weights, loss, error = self._weights, None, OwnError()
         weights.check_not_taken_over()
@@ -347,9 +347,8 @@ class UpdateSchedule(Schedule):
                             loss = closure()
                     if self.has_begun:  # else _begin() checks
                         weights.check_unchanged()
-                    if is_scaled:
-                        why = "overlap='update' has used gradients as they were"
-                        raise RuntimeError(f"a GradScaler has scaled the loss, and {why}")
+                    if obstacle is not None:
+                        raise RuntimeError(obstacle)
                     for i, gradient in enumerate(ops.gradients_of(self._parameters)):
                         if gradient is not None and self._position[i] in self._taken:
                             found = f"{self._names[i]} has a gradient that was assigned after its update"

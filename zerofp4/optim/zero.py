@@ -233,8 +233,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._saved.consolidated = None
         self._shards.holder.end_watch()
         if self._early is not None:
-            is_scaled = self._take_scale() is not None or self._gradients.scaler_found_inf is not None
-            return self._early.end_step(closure, is_scaled)
+            obstacle = self._find_other_groups()
+            if self._take_scale() is not None or self._gradients.scaler_found_inf is not None:
+                used = "overlap='update' has used gradients as they were"
+                obstacle = f"a GradScaler has scaled the loss, and {used}"
+            return self._early.end_step(closure, obstacle)
         self._begin_call("step()")
         gradients, sent, loss, error = (), None, None, OwnError()
         try:
@@ -410,12 +413,16 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise failure
         return OwnError(failure)
 
+    def _find_other_groups(self) -> str | None:
+        if self.param_groups is self._shards.param_groups:
+            return None
+        return "param_groups is not the list that the optimizer was built with: change its groups in place"
+
     def _check_ready(self) -> None:
         """Raise RuntimeError if this rank cannot step."""
-        if self.param_groups is not self._shards.param_groups:
-            raise RuntimeError(
-                "param_groups is not the list that the optimizer was built with: change its groups in place"
-            )
+        obstacle = self._find_other_groups()
+        if obstacle is not None:
+            raise RuntimeError(obstacle)
         self._shards.check_unchanged()
 
     def _unscale(self, gradients: Gradients) -> None:

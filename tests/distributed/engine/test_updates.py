@@ -393,6 +393,16 @@ def test_a_found_inf_of_ones_own(alone):
 # Checkpoints and errors
 
 
+def test_another_list_of_groups(alone):
+    """Options of a list that replaced the optimizer's would be ignored."""
+    net, optimizer = make(alone)
+    before, optimizer.param_groups = optimizer.param_groups, [*optimizer.param_groups]
+    loss_of(net, alone, 1).backward()
+    with pytest.raises(RuntimeError, match="param_groups is not the list that the optimizer was built with"):
+        optimizer.step()
+    optimizer.param_groups = before
+
+
 def test_between_a_backward_pass_and_its_step(alone):
     """Nothing is clipped, accumulated, saved or handed over."""
     net, optimizer = make(alone)
