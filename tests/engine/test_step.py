@@ -126,5 +126,5 @@ def test_how_often_a_backward_pass_reads_gradients(monkeypatch):
     ]
     schedule = BackwardSchedule([Trained(p, "") for p in parameters], Holder(parameters), exchanges)
     sum(p.sum() for p in parameters).backward()
-    schedule.close(OwnError(), reduces=True)
+    schedule.close(OwnError())
     assert sent == list(range(30)) and len(reads) == 60

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -67,13 +67,6 @@ class Schedule:
         return rest
 
 
-class Sent(NamedTuple):
-    """Whether buckets were sent before a vote."""
-
-    all: bool = False  # a rank has sent all of them
-    again: bool = False  # all ranks must send all of them again, since zero_grad() has dropped some
-
-
 class BackwardSchedule(Schedule):
     """overlap="backward": sends each bucket.
 
@@ -116,13 +109,12 @@ class BackwardSchedule(Schedule):
         else:
             self.start_over()
 
-    def close(self, error: OwnError, reduces: bool) -> Sent:
-        """Before a vote: send the missing buckets, if the call averages gradients.
+    def close(self, error: OwnError) -> bool:
+        """Before a vote on gradients: send the missing buckets. Returns whether all ranks must send all of
+        them again, since zero_grad() has dropped some.
 
         error: of this rank; an error found here is added. With an error this rank abstains.
         """
-        if not reduces:
-            return Sent()
         with error:
             self._check_unchanged()
         with error:
@@ -130,7 +122,7 @@ class BackwardSchedule(Schedule):
             self._error.raise_if_any()
             for exchange in self._exchanges:
                 exchange.error.raise_if_any()
-        return Sent(all=True, again=self._is_stale)
+        return self._is_stale
 
     def _check_unchanged(self) -> None:
         """Raise RuntimeError if a gradient changed since it was sent. Waits for the device."""
@@ -151,15 +143,15 @@ class BackwardSchedule(Schedule):
             )
 
     def accept(self, again: bool) -> None:
-        """After a vote: all ranks take the step, and have sent all buckets. again: as of Sent."""
+        """After a vote: all ranks take the step, and have sent all buckets. again: whether one must again."""
         self.start_over()
         if again:
             self._send(self._rest())
             self.start_over()
 
-    def abandon(self, any_sent: bool) -> None:
-        """After a vote: no rank takes the step. any_sent: whether a rank has sent all buckets for it."""
-        if any_sent:
+    def abandon(self, any_reduces: bool) -> None:
+        """After a vote: no rank takes the step. any_reduces: whether a rank has sent all buckets for it."""
+        if any_reduces:
             self._send(self._rest(), abstain=True)
         self.start_over()
         self.end_step()

@@ -21,7 +21,6 @@ from zerofp4.distributed import (
 from zerofp4.engine import (
     BucketExchange,
     Gradients,
-    Sent,
     are_as_sent,
     check_gradients,
     in_place,
@@ -49,7 +48,9 @@ _EQUAL = len(Call._fields) + 1
 """The number of values that must be equal on all ranks: a Call, and the hash of tensor options."""
 
 _FLAGS = ops.VOTE_FLAGS
-"""The number of flags: Sent, the word of a NaN or Inf, and 1 + the number of a rank with an error."""
+"""The number of flags: Read.any_reduces and Read.again, the word of a NaN or Inf, and 1 + the number of a
+rank with an error.
+"""
 
 FOUND_INF = 1
 """The word of a found_inf that a user gave the inner optimizer. Words of parameters are even, and larger."""
@@ -69,8 +70,9 @@ class Read(NamedTuple):
 
     taken: int  # the number of steps, or buckets of a step, that the ranks took before they refused one
     # Of the last vote:
-    sent: Sent
-    present: torch.Tensor | None  # the presence flags
+    any_reduces: bool = False  # a rank averages gradients in the call
+    again: bool = False  # a rank must send all gradients again
+    present: torch.Tensor | None = None  # the presence flags
 
 
 class Agreement:
@@ -113,7 +115,7 @@ class Agreement:
         self.decision = ops.Decision(count if self.world_size > 1 else 0, device, failed)
         self._vector = torch.zeros(count + 2 * _EQUAL + _FLAGS, dtype=torch.float64, device=device)
         self._unread: list[Vote] = []
-        self.last = Read(0, Sent(), None)
+        self.last = Read(0)
 
     def begin(
         self,
@@ -121,16 +123,16 @@ class Agreement:
         error: OwnError,
         word: torch.Tensor | None,
         call: Call = Call(),  # noqa: B008
-        sent: Sent = Sent(),  # noqa: B008
+        again: bool = False,
     ) -> None:
         """Vote. Collective, of several ranks.
 
         present: by slot, or by parameter of a bucket, whether this rank has a gradient.
         word: of OwnGradients.find_word(); None if no gradients were looked at.
-        call: of this rank; it does not count with an error.
+        call: of this rank; with an error only whether it reduces counts. again: as of Read.
         """
         options, tensors = (0, None) if error else self._inners.hash_options(self._vector.device)
-        flags, equal = [float(sent.all), float(sent.again), 0.0, 0.0], [0.0] * _EQUAL
+        flags, equal = [float(call.reduces), float(again), 0.0, 0.0], [0.0] * _EQUAL
         if error:
             present, flags[-1] = [0.0] * len(present), rank_and_size(self._group())[0] + 1.0
         else:
@@ -158,14 +160,14 @@ class Agreement:
         breaks the optimizer if others were taken. But a rank whose error is the reason raises that, if the
         votes count as read.
         """
-        votes, taken, self.last = self._unread, 0, Read(0, Sent(), None)
+        votes, taken, self.last = self._unread, 0, Read(0)
         if counts:
             self._unread = []
         for vote in votes:
             if vote.event is not None:
                 vote.event.synchronize()
             words = vote.vector[-_FLAGS - 2 * _EQUAL :].tolist()
-            self.last = Read(taken, Sent(*map(bool, words[-_FLAGS:-2])), vote.vector[: -len(words)])
+            self.last = Read(taken, *map(bool, words[-_FLAGS:-2]), vote.vector[: -len(words)])
             problem = self._find_problem(words, counts)
             if problem is not None:
                 which = "all ranks have taken in part" if taken else "no rank has taken"

@@ -21,7 +21,6 @@ from zerofp4.engine import (
     BucketExchange,
     Gradients,
     LateGathers,
-    Sent,
     Step,
     Update,
     UpdateSchedule,
@@ -459,7 +458,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """
         agreement, schedule, word = self._agreement, self._schedule, None
         # A schedule may wait for the device, so it comes before the scan, which keeps the device busy.
-        sent = Sent() if schedule is None else schedule.close(error, call.reduces)
+        again = schedule is not None and call.reduces and schedule.close(error)
         if call.reduces and not call.is_clip and not error:
             with error:
                 word = in_phase("scan", self._gradients.find_word)(gradients)
@@ -470,17 +469,17 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         for slot, gradient in zip(agreement.slots.own, gradients, strict=False):  # an error may leave none
             flags[slot] = gradient is not None
         try:
-            in_phase("vote", agreement.begin)(flags, error, word, call, sent)
+            in_phase("vote", agreement.begin)(flags, error, word, call, again)
             if agreement.defers:
                 return word, None
             agreement.read(at_once=True)
         except Exception:
             error.take()  # it was raised, and would be in a reference cycle
             if schedule is not None:
-                schedule.abandon(agreement.last.sent.all)
+                schedule.abandon(agreement.last.any_reduces)
             raise
         if schedule is not None:
-            schedule.accept(agreement.last.sent.again)
+            schedule.accept(agreement.last.again)
         found = agreement.last.present.tolist()
         return word, [bool(found[slot]) for slot in agreement.slots.own]
 
