@@ -86,7 +86,7 @@ def test_moments_of_any_size_become_codes_and_come_back(device, monkeypatch, exp
     generator = torch.Generator().manual_seed(0)
     if exponent is None:
         drawn = torch.randint(-(2**31), 2**31, (2, 8, 200), generator=generator).int().view(torch.float32)
-        monkeypatch.setattr("zerofp4.optim.moments.MOST", 3 * 200)
+        monkeypatch.setattr("zerofp4.optim.moments.CHUNK", 3 * 200)
     else:
         drawn = torch.randn(2, 8, 200, generator=generator) * 2.0**exponent
     first, second = drawn[0], drawn[1].abs()

@@ -9,6 +9,7 @@ Other rooms see the names that are imported here.
 # ruff: noqa: F401
 from zerofp4.engine.assignment import Trained, build_buckets, find_bucket_mb, kind_key
 from zerofp4.engine.buckets import (
+    CHUNK,
     Bucket,
     GradientMemory,
     Gradients,

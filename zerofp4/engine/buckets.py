@@ -210,7 +210,7 @@ class Bucket:
 # Masters of 24 bits, kept in two planes: bfloat16, and a byte
 
 CHUNK = 2**22
-"""Elements that are converted at once, since the arithmetic needs many times their memory."""
+"""Elements that are converted or sent at once, since arithmetic needs many times their memory."""
 
 
 def joined(master: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from zerofp4.distributed import (
     reduce_max,
 )
 from zerofp4.engine import (
+    CHUNK,
     BucketExchange,
     Gradients,
     are_as_sent,
@@ -27,7 +29,7 @@ from zerofp4.engine import (
     is_sendable,
 )
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.optim.build import Announcement, find_slots
+from zerofp4.optim.build import Announcement
 from zerofp4.optim.inner import InnerOptimizers, show_options
 from zerofp4.optim.sharded import ShardedParameters
 
@@ -80,7 +82,7 @@ class Agreement:
 
         presence flags, by slot | _EQUAL values | their negatives, which show differences | _FLAGS flags
 
-    announced: by all ranks, from which the vector gets a slot for each trainable parameter of any rank.
+    announced: by all ranks. Ranks that share a parameter share its slot.
     group: all ranks that step together.
     failed: float32 [], 1 once a rank did not come to a barrier of the GPUs; None if ranks share no memory.
 
@@ -105,14 +107,29 @@ class Agreement:
         rank, self.world_size = rank_and_size(group)
         self._group, self._shards, self._inners = GroupReference(group), shards, inners
         device = shards.found_inf.device
-        self.slots = find_slots(announced, rank)
-        count = len(self.slots.labels)
+        self.labels: list[str] = []
+        """By slot, the parameter's name in messages."""
+        self.slots: list[int] = []
+        """By trainable parameter of this rank, its slot."""
+        known: dict[tuple, int] = {}
+        for r, other in enumerate(announced):
+            for member in filter(operator.attrgetter("is_trainable"), other.members):
+                slot = known.setdefault((member.ranks, member.group, member.position), len(known))
+                if slot == len(self.labels):
+                    of = "" if len(member.ranks) == len(announced) else f" (of ranks {list(member.ranks)})"
+                    self.labels.append(member.label + of)
+                self.slots += [slot] * (r == rank)
+        count = len(self.labels)
+        self.words = [2 * (count - slot) for slot in self.slots]
+        """By trainable parameter of this rank, the word of a NaN or Inf in its gradient."""
         self._raises = on_nonfinite == "raise"
         self.defers = False
         """Whether the host leaves votes to the device."""
         self.steps = 0
         """How many steps the ranks have taken, skipped ones too, except one whose vote is unread."""
         self.decision = ops.Decision(count if self.world_size > 1 else 0, device, failed)
+        self.skip_in_kernels = self.decision.skip if failed is None else failed
+        """float32 [], which FusedAdamW reads. [Note: a barrier in the middle of a step]"""
         self._vector = torch.zeros(count + 2 * _EQUAL + _FLAGS, dtype=torch.float64, device=device)
         self._unread: list[Vote] = []
         self.last = Read(0)
@@ -254,7 +271,7 @@ class Agreement:
         """
         decision, vote, count = self.decision, None, 0
         if self.world_size > 1:
-            count = len(self.slots.labels) if bucket is None else bucket
+            count = len(self.labels) if bucket is None else bucket
             vote = self._vector[-count - 2 * _EQUAL - _FLAGS :]
             if is_shared:
                 vote[-2] = word
@@ -285,16 +302,11 @@ class Agreement:
         """By master that an optimizer updates, float64 [1] on the device: 0 if no rank has a gradient, or the
         step changes nothing. by_bucket: whether each bucket has a vote of its own; they share these flags.
         """
-        count, positions = len(self.slots.labels), dict(enumerate(self.slots.own))
+        count, positions = len(self.labels), dict(enumerate(self.slots))
         for bucket in self._shards.buckets if by_bucket else ():
             positions |= zip(bucket.indices, range(count - len(bucket.indices), count), strict=True)
         optimized, flags = self._shards.optimized, self.decision.present
         return {m: flags[position:][:1] for i, position in positions.items() for m in optimized[i]}
-
-    @property
-    def skip_in_kernels(self) -> torch.Tensor:
-        """float32 [], which FusedAdamW reads. [Note: a barrier in the middle of a step]"""
-        return self.decision.skip if self.decision.failed is None else self.decision.failed
 
     def count_step(self) -> None:
         """A step ends, skipped or not. If its vote is unread, it counts once the host knows."""
@@ -310,23 +322,18 @@ class Agreement:
             return self.steps + (self.last.taken > 0)
         return self.steps
 
-    @property
-    def words(self) -> list[int]:
-        """By trainable parameter of this rank, the word of a NaN or Inf in its gradient."""
-        return [2 * (len(self.slots.labels) - slot) for slot in self.slots.own]
-
     def first_nonfinite(self) -> str | None:
         """The name, in messages, of the first parameter with a NaN or Inf; None if there is none."""
         word = self.decision.first.item()
         if word == FOUND_INF:
             return "the optimizer of the masters, which was given a found_inf"
-        return self.slots.labels[len(self.slots.labels) - word // 2] if word else None
+        return self.labels[len(self.labels) - word // 2] if word else None
 
     def check_one_rank_has_all(self, call: str) -> None:
         """Raise ValueError, on every rank, if ranks train different parameters. call: the call that needs
         one rank with all of them.
         """
-        if len(self.slots.labels) > len(self.slots.own):
+        if len(self.labels) > len(self.slots):
             raise ValueError(
                 f"{call} needs a rank that trains all parameters, and other ranks train other parameters "
                 "(experts, slices, stages): save with torch.distributed.checkpoint, or write what "
@@ -478,10 +485,6 @@ class OwnGradients:
 
 # The norm
 
-NORM = "finding the norm of the gradients"
-_AT_ONCE = 1 << 22
-"""The number of elements that are copied to float64 at a time."""
-
 
 def global_norm(
     means: Iterable[torch.Tensor],
@@ -502,7 +505,7 @@ def global_norm(
     if p == 2.0:
         own = squares.sum(0)
     else:
-        parts = [part for mean in means if mean.numel() for part in mean.view(-1).split(_AT_ONCE)]
+        parts = [part for mean in means if mean.numel() for part in mean.view(-1).split(CHUNK)]
         norms = [torch.linalg.vector_norm(part, p, dtype=torch.float64) for part in parts]
         own = torch.zeros(size, dtype=torch.float64, device=squares.device)
         own[rank] = torch.linalg.vector_norm(torch.stack([own[rank], *norms]), p)
@@ -511,7 +514,7 @@ def global_norm(
         words[rank] = word
     shared = torch.cat([own, words])
     if group is not None:
-        with Stage(NORM, group):
+        with Stage("finding the norm of the gradients", group):
             dist.all_reduce(shared, group=group)
     total, words = shared.split([len(own), size])
     norm = ops.norm_of_squares(total) if p == 2.0 else torch.linalg.vector_norm(total, p).float()

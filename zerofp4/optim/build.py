@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -501,27 +500,3 @@ def choose_way(checked: Checked, by_rank: Sequence[Announcement]) -> tuple[str, 
             )
     why = why if options.transport == "auto" and len(by_rank) > 1 else None
     return "collective" if why else options.transport, reduction, why
-
-
-class Slots(NamedTuple):
-    """Positions in a vector with one entry for each trainable parameter of any rank, shared by the ranks that
-    share the parameter.
-    """
-
-    own: list[int]  # of this rank's parameters
-    labels: list[str]  # by position, the parameter's name in error messages
-
-
-def find_slots(by_rank: Sequence[Announcement], rank: int) -> Slots:
-    """Lay out the vector, the same on every rank, and find the positions of this rank's parameters."""
-    labels: dict[tuple, str] = {}
-    own = []
-    for r, announcement in enumerate(by_rank):
-        for member in filter(operator.attrgetter("is_trainable"), announcement.members):
-            key = member.ranks, member.group, member.position
-            of = "" if len(member.ranks) == len(by_rank) else f" (of ranks {list(member.ranks)})"
-            labels.setdefault(key, member.label + of)
-            if r == rank:
-                own.append(key)
-    positions = {key: i for i, key in enumerate(labels)}
-    return Slots([positions[key] for key in own], list(labels.values()))

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
+from zerofp4.engine import CHUNK
 from zerofp4.format import STATE_GROUP
 from zerofp4.layout import ceil_div
 from zerofp4.ops import MasterPiece
@@ -29,9 +30,6 @@ KEPT = {False: FULL, True: COMPACT}
 """The entries of state, by whether it is compact."""
 
 PLAIN = {torch.Tensor, nn.Parameter, type(None)}
-
-MOST = 2**22
-"""Elements that are converted at once: the arithmetic takes many times their memory."""
 
 
 class Slice(NamedTuple):
@@ -146,9 +144,9 @@ def decode(
 
 
 def _by_units(convert: Callable[..., Sequence[torch.Tensor]], *given: torch.Tensor) -> list[torch.Tensor]:
-    """Convert [units, ...], MOST elements at a time."""
+    """Convert [units, ...], CHUNK elements at a time."""
     (count, unit), made = given[0].shape, []
-    at_once = max(MOST // unit, 1)
+    at_once = max(CHUNK // unit, 1)
     for first in range(0, max(count, 1), at_once):
         values = convert(*(t[first : first + at_once] for t in given))
         made = made or [v.new_empty((count, *v.shape[1:])) for v in values]

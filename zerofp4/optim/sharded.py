@@ -16,6 +16,7 @@ import torch.distributed as dist
 from zerofp4.cast import CastPlan
 from zerofp4.distributed import OwnError, Stage, error_text, exchange, rank_and_size
 from zerofp4.engine import (
+    CHUNK,
     Bucket,
     LateGathers,
     Peers,
@@ -396,9 +397,6 @@ class ShardedParameters:
 
 
 # Initial values
-
-CHUNK = 1 << 22
-"""The number of elements of an initial value that are sent at a time."""
 
 
 def initial_values(parameter: torch.Tensor) -> torch.Tensor:

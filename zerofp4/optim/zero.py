@@ -465,8 +465,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self.world_size == 1:
             error.raise_if_any()
             return word, [gradient is not None for gradient in gradients]
-        flags = [False] * len(agreement.slots.labels)
-        for slot, gradient in zip(agreement.slots.own, gradients, strict=False):  # an error may leave none
+        flags = [False] * len(agreement.labels)
+        for slot, gradient in zip(agreement.slots, gradients, strict=False):  # an error may leave none
             flags[slot] = gradient is not None
         try:
             in_phase("vote", agreement.begin)(flags, error, word, call, again)
@@ -481,7 +481,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if schedule is not None:
             schedule.accept(agreement.last.again)
         found = agreement.last.present.tolist()
-        return word, [bool(found[slot]) for slot in agreement.slots.own]
+        return word, [bool(found[slot]) for slot in agreement.slots]
 
     # After it
 
