@@ -9,7 +9,7 @@ from cases.cast import check_kinds, make
 from helpers import collect_garbage, needs_gpu
 
 import zerofp4
-from zerofp4.cast import status
+from zerofp4.cast import plan as cast_plan
 
 CYCLES = 10**9
 
@@ -87,12 +87,12 @@ def test_the_status_word_outlives_its_plan():
         plan._status.queued()
     del plan
     collect_garbage()
-    assert address in [word.data_ptr() for _, word in status._retired]
+    assert address in [word.data_ptr() for _, word in cast_plan._retired]
     others = words()
-    status._release_finished()
+    cast_plan._release_finished()
     assert not side.query(), "the stream was done too early to show anything"
     assert address not in [word.data_ptr() for word in others]
     torch.cuda.synchronize()
     assert not any(word.item() for word in others)
-    status._release_finished()
-    assert address not in [word.data_ptr() for _, word in status._retired]
+    cast_plan._release_finished()
+    assert address not in [word.data_ptr() for _, word in cast_plan._retired]

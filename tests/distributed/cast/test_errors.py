@@ -23,8 +23,8 @@ from distributed.cases import (
     split,
 )
 from distributed.run import on_ranks
+from zerofp4.cast.plan import StepStatus
 from zerofp4.cast.signature import plan_hash
-from zerofp4.cast.status import StepStatus
 
 
 def finished(world, **options) -> tuple[Model, zerofp4.CastPlan]:

@@ -21,7 +21,7 @@ from distributed.optim.cases import (
 )
 from distributed.run import on_ranks
 from zerofp4.cast import plan as cast_plan
-from zerofp4.cast.status import StepStatus
+from zerofp4.cast.plan import StepStatus
 from zerofp4.distributed import collectives
 from zerofp4.engine import Bucket, GradientMemory
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer, adamw, sharded, zero
