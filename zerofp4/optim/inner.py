@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 NOT_ELEMENTWISE = {
     "Muon": "it orthogonalizes whole matrices",
@@ -100,6 +101,18 @@ def try_options(
         own = {key: value for key, value in group.items() if key in known}
         inner.optimizer_class([trial], **(inner.defaults | own))
     return tried
+
+
+@contextlib.contextmanager
+def unseen_by_hooks() -> Iterator[None]:
+    """Hide trial steps from torch's global hooks. The function that torch has wrapped does not: a class may
+    call the step() of its base.
+    """
+    with contextlib.ExitStack() as at_the_end:
+        for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+            at_the_end.callback(hooks.update, dict(hooks))
+            hooks.clear()
+        yield
 
 
 def matrix_work(inner: InnerClass, parameter: torch.Tensor, name: str, steps: Any) -> int | None:

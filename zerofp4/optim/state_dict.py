@@ -4,7 +4,6 @@ A load matches a state dict with the parameters by name, and checks all of it be
 """
 
 import collections
-import contextlib
 import copy
 import itertools
 import math
@@ -17,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zerofp4.distributed import GroupReference, OwnError, exchange
 from zerofp4.engine import joined
-from zerofp4.optim.inner import InnerClass, InnerOptimizers, are_unchanged, options
+from zerofp4.optim.inner import InnerClass, InnerOptimizers, are_unchanged, options, unseen_by_hooks
 from zerofp4.optim.moments import decode, encode, scales_shape
 from zerofp4.optim.piece import ONE_PART, About, Piece, SavedOptions, the_one
 from zerofp4.shard import Shard, state_groups
@@ -135,12 +133,7 @@ def make_template(inner: InnerClass, group: dict, device: torch.device) -> dict[
     optimizer = inner.optimizer_class([options(group) | {"params": [trial]}], **inner.defaults)
     is_lazy = not optimizer.state.get(trial)
     trial.grad = torch.zeros_like(trial)
-    # Hide the trial from torch's global hooks. The function that torch has wrapped does not: a class may call
-    # the step() of its base.
-    with contextlib.ExitStack() as at_the_end:
-        for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
-            at_the_end.callback(hooks.update, dict(hooks))
-            hooks.clear()
+    with unseen_by_hooks():
         optimizer.step()
     found = optimizer.state.get(trial, {})
     entries = {name: entry_of(name, value, trial) for name, value in found.items() if value is not None}
