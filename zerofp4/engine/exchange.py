@@ -83,41 +83,29 @@ class BucketExchange(Protocol):
 
 
 class LocalExchange(BucketExchange):
-    """A bucket of one rank, whose gradient is the mean: read in place, or rounded into `memory`."""
+    """A bucket of one rank, whose gradients are the means, and are read in place."""
 
-    received = halfway = None
+    memory = received = halfway = None
 
-    def __init__(self, bucket: Bucket, memory: GradientMemory | None):
-        self.bucket, self.memory = bucket, memory
-        is_in_place = memory is None and bucket.keeps_gradients and bucket.sent_as in UPDATE_DTYPES
-        self.arrives_as = bucket.sent_as if is_in_place else None
+    def __init__(self, bucket: Bucket):
+        self.bucket = bucket
+        is_read = bucket.keeps_gradients and bucket.sent_as in UPDATE_DTYPES
+        self.arrives_as = bucket.sent_as if is_read else None
         self.error = OwnError()
         self.present: Sequence[bool] = ()
         self._gradients: Gradients = ()
         self._means: GradientMemory | None = None
 
     def send(self, gradients: Gradients | Abstain) -> None:
-        self.error = OwnError()
-        if gradients is ABSTAIN:
-            self.finish()
-            return
-        self.present = [gradient is not None for gradient in gradients]
-        if self.memory is None:
-            self._gradients = gradients
-        else:
-            with self.error:  # other ranks wait for this one in the next bucket
-                self.memory.take(gradients)
+        self._gradients = () if gradients is ABSTAIN else gradients
+        self.present = [gradient is not None for gradient in self._gradients]
 
     def receive(self) -> Arrived:
         gradients, self._gradients = self._gradients, ()  # to be freed after the update
         return Arrived(gradients, None)
 
     def average(self, squares: torch.Tensor | None = None) -> None:
-        self.error.raise_if_any()
         means = self.bucket.gradients
-        if self.memory is not None:
-            ops.average(self.memory.flat, means, self.memory.flat[0], 0, squares)
-            return
         if self._means is None:
             self._means = GradientMemory(self.bucket, means.view(1, -1))
         self._means.take(self._gradients)
@@ -133,7 +121,7 @@ class LocalExchange(BucketExchange):
 
 class CollectiveExchange(BucketExchange):
     """Collectives of torch.distributed, NCCL or gloo: sends and receives of gradients, or a reduce-scatter;
-    an all-gather of weights in place.
+    an all-gather of weights in place. One rank alone rounds its gradients as several would.
 
     Ordered: each rank's gradients travel as they are, and the owner adds them up in FP32, in rank order. So
     no bit of a gradient is lost, sums do not depend on a library's algorithm, and bfloat16 gradients take
@@ -148,7 +136,7 @@ class CollectiveExchange(BucketExchange):
     before: the bucket that last sent from the same slot; None if no other does.
     """
 
-    halfway = present = None
+    halfway = None
 
     def __init__(
         self,
@@ -172,6 +160,7 @@ class CollectiveExchange(BucketExchange):
         self._divisor = torch.full((), bucket.world_size, dtype=torch.float32, device=bucket.device)
         self._pending: Pending | None = None
         self.error = OwnError()
+        self.present: Sequence[bool] | None = None
 
     def send(self, gradients: Gradients | Abstain) -> None:
         self.finish()  # of an aborted step, in the same memory
@@ -185,6 +174,8 @@ class CollectiveExchange(BucketExchange):
                 if self._own.data_ptr() != own.flat[bucket.rank].data_ptr():
                     self._own.copy_(own.flat[bucket.rank])
         if bucket.world_size == 1:
+            if bucket.replica_count == 1 and gradients is not ABSTAIN:
+                self.present = [gradient is not None for gradient in gradients]
             return
         if self._ordered:
             messages = _messages(self.received), _messages(own.flat)
@@ -244,7 +235,7 @@ def _messages(rows: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 def collective_exchanges(
     buckets: Sequence[Bucket], *, early: bool = False, aliased: bool = True, ordered: bool = True
 ) -> list[BucketExchange]:
-    """By bucket, an exchange by collectives, or a LocalExchange if one rank has all of it.
+    """By bucket, an exchange by collectives, or a LocalExchange if one rank has all of it and rounds nothing.
 
     Two slots hold copied gradients until they are sent, and two slots received ones.
 
@@ -268,10 +259,10 @@ def collective_exchanges(
     users: dict[int, CollectiveExchange] = {}  # by the address of memory, the last one that sends from there
     for bucket in buckets:
         own = memory.get(bucket)
-        if bucket.world_size * bucket.replica_count == 1:
-            made.append(LocalExchange(bucket, own))
+        if own is None:
+            made.append(LocalExchange(bucket))
             continue
-        rows = received.get(bucket, own.flat)  # one rank with replicas receives nothing
+        rows = received.get(bucket, own.flat)  # one rank receives nothing
         place = own.flat.data_ptr()
         users[place] = CollectiveExchange(bucket, own, rows, of_replicas, ordered, users.get(place))
         made.append(users[place])
