@@ -257,7 +257,7 @@ class ShardedParameters:
         self.raise_if_broken()
         self.check_groups()
         self.check_moved()
-        replaced = self.holder.find_replaced()
+        replaced = self.holder.find_replaced() if self.holder.replaced else None
         if replaced is not None:
             name = dict(zip(self.parameters, self.names, strict=True))[replaced]
             raise RuntimeError(

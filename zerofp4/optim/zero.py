@@ -230,7 +230,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         parameters. In a replay a NaN or Inf skips the step, whatever on_nonfinite is.
         """
         self._saved.consolidated = None
-        self._shards.holder.end_watch()
+        if self._shards.holder.watched:
+            self._shards.holder.end_watch()
         if self._early is not None:
             obstacle = self._find_other_groups()
             if self._take_scale() is not None or self._gradients.scaler_found_inf is not None:

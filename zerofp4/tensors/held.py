@@ -22,10 +22,10 @@ class Holder:
         self.is_taken_over = False
         """Whether another optimizer was built over any of the parameters."""
         self._ids = set(map(id, parameters))
-        self._watched: set[int] = set()
-        """The ids of the parameters of watch_clipping()."""
-        self._replaced: list[tuple[weakref.ref[nn.Module], str, torch.Tensor]] = []
-        """(module, name of the parameter, the parameter that the module gave up)"""
+        self.watched: set[int] = set()
+        """The ids of the parameters of watch_clipping(); none after end_watch()."""
+        self.replaced: list[tuple[weakref.ref[nn.Module], str, torch.Tensor]] = []
+        """(module, name of the parameter, the parameter that the module gave up), for find_replaced()."""
         if not _hook:
             _hook.append(register_module_parameter_registration_hook(_note_replaced))
         for earlier in list(_holders):
@@ -37,20 +37,21 @@ class Holder:
 
     def find_replaced(self) -> torch.Tensor | None:
         """A parameter that was replaced in its module, and was not put back."""
-        for module, name, parameter in self._replaced:
+        for module, name, parameter in self.replaced:
             now = module()
             if now is not None and now._parameters.get(name) is not parameter:
                 return parameter
-        self._replaced.clear()
+        self.replaced.clear()
         return None
 
     def watch_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
         """Warn when clip_grad_norm_ of torch clips these parameters' gradients, which get averaged later."""
-        self._watched = set(map(id, parameters))
+        self.watched = set(map(id, parameters))
         _averaging.append(weakref.ref(self, _averaging.remove))
 
     def end_watch(self) -> None:
         _averaging[:] = [ref for ref in _averaging if ref() is not self]
+        self.watched = set()
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
@@ -66,7 +67,7 @@ def _note_replaced(module: nn.Module, name: str, parameter: torch.Tensor) -> Non
     if old is not None and old is not parameter:
         for holder in list(_holders):
             if holder.holds(old):
-                holder._replaced.append((weakref.ref(module), name, old))
+                holder.replaced.append((weakref.ref(module), name, old))
 
 
 def is_held(parameter: torch.Tensor, apart_from: Holder | None) -> bool:
@@ -92,7 +93,7 @@ def _warn_of_clipping(tensor: torch.Tensor, frame: types.FrameType) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
         functions.append(frame.f_code.co_name)
         frame = frame.f_back
-    holders = [own for own in (ref() for ref in _averaging) if own is not None and id(tensor) in own._watched]
+    holders = [own for own in (ref() for ref in _averaging) if own is not None and id(tensor) in own.watched]
     if "clip_grad_norm_" not in functions or not holders:
         return
     for holder in holders:
