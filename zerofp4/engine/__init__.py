@@ -7,7 +7,7 @@ Other rooms see the names that are imported here.
 """
 
 # ruff: noqa: F401
-from zerofp4.engine.assignment import Trained, build_buckets, find_bucket_mb, kind_key
+from zerofp4.engine.assignment import Trained, build_buckets, find_bucket_mb
 from zerofp4.engine.buckets import (
     CHUNK,
     Bucket,
@@ -28,7 +28,6 @@ from zerofp4.engine.exchange import (
     Arrived,
     BucketExchange,
     CollectiveExchange,
-    are_as_sent,
     check_gradients,
     collective_exchanges,
     in_place,

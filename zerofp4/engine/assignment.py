@@ -36,22 +36,17 @@ class Trained(NamedTuple):
     by: int = 0  # the number of the optimizer that updates its master
     work: int | None = None  # the cost of its update as a whole matrix; None if it is updated in any slices
     leader: int = 0  # the position of the first parameter of its amax group, which lies in one bucket
-    is_compact: bool = False  # whether its optimizer keeps compact state
+    state: str = "full"  # or "compact", or "compact24", with masters of 24 bits for bfloat16 weights
 
     @property
-    def state(self) -> str:
-        """ "full", "compact", or "compact24", with masters of 24 bits for bfloat16 weights."""
-        if not self.is_compact:
-            return "full"
-        return "compact24" if self.parameter.dtype == torch.bfloat16 else "compact"
-
-
-def kind_key(parameter: torch.Tensor) -> tuple:
-    """Equal for all parameters of a bucket. NVFP4 weights sort first."""
-    if isinstance(parameter, NVFP4Tensor):
-        record = parameter.record
-        return 0, -record.block[0], str(record.four_over_six or "")
-    return (1 + (torch.bfloat16, torch.float16, torch.float32).index(parameter.dtype),)
+    def key(self) -> tuple:
+        """Equal for all parameters of a bucket: their optimizer, kind and state. NVFP4 weights sort first."""
+        if isinstance(self.parameter, NVFP4Tensor):
+            record = self.parameter.record
+            kind = 0, -record.block[0], str(record.four_over_six or "")
+        else:
+            kind = (1 + (torch.bfloat16, torch.float16, torch.float32).index(self.parameter.dtype),)
+        return self.by, kind, self.state != "full", self.state
 
 
 def build_buckets(
@@ -75,8 +70,8 @@ def build_buckets(
     updates_early, first_last = overlap == "update", overlap in ("backward", "both", "update")
 
     def key(i: int) -> tuple:
-        one, kind = trained[i], kind_key(trained[i].parameter)
-        return overlap == "forward" and not kind[0], one.by, kind, one.is_compact, one.state
+        is_packed = isinstance(trained[i].parameter, NVFP4Tensor)
+        return overlap == "forward" and is_packed, *trained[i].key
 
     built: list[Bucket] = []
     for sharding, positions in _grouped(range(len(trained)), lambda i: trained[i].sharding).items():

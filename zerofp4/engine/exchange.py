@@ -284,17 +284,6 @@ def in_place(exchange: BucketExchange, gradients: Gradients) -> Gradients:
     return copied
 
 
-def are_as_sent(exchanges: Sequence[BucketExchange], gradients: Gradients) -> bool:
-    """Whether each gradient, of all parameters, is contiguous and of the dtype in which it is sent, one of
-    WEIGHT_DTYPES.
-    """
-    return {e.bucket.sent_as for e in exchanges} <= set(WEIGHT_DTYPES) and all(
-        gradients[i] is None or is_sendable(gradients[i], exchange.bucket.sent_as)
-        for exchange in exchanges
-        for i in exchange.bucket.indices
-    )
-
-
 def check_gradients(
     exchange: BucketExchange, gradients: Gradients, names: Sequence[str], are_known: bool = False
 ) -> None:

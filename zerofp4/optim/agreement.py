@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ from zerofp4.engine import (
     CHUNK,
     BucketExchange,
     Gradients,
-    are_as_sent,
     check_gradients,
     in_place,
     is_sendable,
@@ -392,7 +392,9 @@ class OwnGradients:
             check_gradients(one, own, names, is_known)
         if not is_known and facts is not None:
             self._kinds = facts.kinds
-            if are_as_sent(self._exchanges, gradients):
+            sent_as = {i: one.bucket.sent_as for one in self._exchanges for i in one.bucket.indices}
+            present = [(g, sent_as[i]) for i, g in enumerate(gradients) if g is not None]
+            if set(sent_as.values()) <= set(WEIGHT_DTYPES) and all(itertools.starmap(is_sendable, present)):
                 self.launches = ops.MultiTensor(gradients, self._words)
         if self.launches is not None:
             self.launches.addresses = facts.addresses

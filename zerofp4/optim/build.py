@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from zerofp4.cast import check_castable, number_groups
 from zerofp4.distributed import attempt, first_difference, rank_and_size
-from zerofp4.engine import Trained, find_bucket_mb, gradient_dtype, host_name, kind_key
+from zerofp4.engine import Trained, find_bucket_mb, gradient_dtype, host_name
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_names, find_places, parameter_name
@@ -202,9 +202,10 @@ class Checked:
             if p.requires_grad:
                 inner = self.classes[g]
                 work = matrix_work(inner, p, name, tried[g].param_groups[0].get("ns_steps", 1))
-                is_compact = self.param_groups[g].get("state") == "compact" and suits_compact(p.shape)
-                sharding, leader = self.places[g].sharding, len(found)
-                found.append(Trained(p, name, sharding, inner.number, work, leader, is_compact))
+                state, sharding = "full", self.places[g].sharding
+                if self.param_groups[g].get("state") == "compact" and suits_compact(p.shape):
+                    state = "compact24" if p.dtype == torch.bfloat16 else "compact"
+                found.append(Trained(p, name, sharding, inner.number, work, len(found), state))
         weights = [i for i, one in enumerate(found) if isinstance(one.parameter, NVFP4Tensor)]
         leaders: dict[int, int] = {}  # by number of an amax group
         numbers = number_groups([found[i].parameter.record for i in weights], self.amax_groups)
@@ -212,7 +213,7 @@ class Checked:
             leader = leaders.setdefault(number, i)
             first = found[leader]
             one = found[i] = found[i]._replace(leader=leader)
-            if _bucket_key(one) != _bucket_key(first):
+            if (one.key, one.sharding) != (first.key, first.sharding):  # an amax group is in one bucket
                 raise ValueError(
                     f"amax_groups: {first.name} and {one.name} share an amax, so they must have the same "
                     "optimizer_class, block, four_over_six, dtype, `state` and process_group"
@@ -247,7 +248,7 @@ class Checked:
                 f"gradients {gradient_dtype(p)}": gradient_dtype(p) != p.dtype,
                 f"updated whole in {one.work} operations": one.work is not None,
                 f"in amax_groups with {self.trained[one.leader].name}": number not in (None, one.leader),
-                f"in compact state as number {number}": one.is_compact,
+                f"in compact state as number {number}": one.state != "full",
                 "of masters_from": p in self.held,
                 f"in {parts} parts": place.sharding.replicas is not None,
             }
@@ -256,11 +257,6 @@ class Checked:
             held_by = place.ranks, place.copies, parts
             members.append(Member(g, i, label, name, kind, number is not None, *held_by))
         return members
-
-
-def _bucket_key(one: Trained) -> tuple:
-    """Equal for all weights of an amax group, which lie in one bucket."""
-    return one.by, kind_key(one.parameter), one.state, one.sharding
 
 
 def _choose_state(param_groups: Sequence[dict], classes: Sequence[InnerClass], state: str) -> None:

@@ -86,7 +86,7 @@ class ShardedParameters:
         self.optimized = [self._as_optimized(i, master) for i, master in enumerate(self.masters)]
         """By parameter, the tensors that an optimizer updates: none, the master, or the matrices in it."""
         for i, (one, (master, low)) in enumerate(zip(self.trained, self.planes, strict=True)):
-            if one.is_compact and master is not None:
+            if one.state != "full" and master is not None:
                 master.zerofp4_slice = Slice(one.parameter.shape, self.shards[i], low, i)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         """1 if the last step was skipped, or left NVFP4 weights alone because of a NaN or Inf in masters."""
