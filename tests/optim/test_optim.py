@@ -18,7 +18,6 @@ from cases.optim import (
 )
 from distributed.optim.matrix_cases import MATRICES, make_groups
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofp4 import NVFP4Tensor
 from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
@@ -74,26 +73,6 @@ def test_options_that_the_inner_optimizer_changes_come_back(device):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     assert optimizer.param_groups[0]["steps"] == 3
-
-
-def test_torchs_hooks_see_no_trial(device):
-    """Of a class that must be elementwise, when it is built, and of its state, before it has any."""
-
-    class Own(torch.optim.SGD):
-        pass
-
-    seen = []
-    registers = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
-    handles = [register(lambda optimizer, *_: seen.append(optimizer)) for register in registers]
-    try:
-        optimizer = ZeroFP4Optimizer(make_parameters(device), Own, lr=0.1)
-        optimizer.state_dict()
-        assert not seen
-        optimizer.step()
-        assert len(seen) == 4  # its own, and that of the masters
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def test_options_of_each_class_are_its_own(device):

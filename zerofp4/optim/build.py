@@ -22,9 +22,9 @@ from zerofp4.optim.inner import (
     inner_classes,
     is_muon,
     matrix_work,
+    on_trial,
     options,
     try_options,
-    unseen_by_hooks,
 )
 from zerofp4.optim.moments import suits_compact
 from zerofp4.optim.state_dict import own_name
@@ -370,8 +370,7 @@ def _take_steps(inner: InnerClass, group: dict, layout: Callable, seed: int = 0)
     values[1:] **= 3
     values[2:, 1] = values[1, 1]
     before, (masters, *gradients) = values[0], [layout(v * 4**t) for t, v in enumerate(values)]
-    eagerly = torch.compiler.set_stance("force_eager")
-    with torch.random.fork_rng(devices=()), torch.device("cpu"), eagerly, unseen_by_hooks():
+    with torch.device("cpu") as cpu, torch.compiler.set_stance("force_eager"), on_trial(cpu):
         torch.default_generator.manual_seed(seed)
         for mine, *parts in zip(masters, *gradients, strict=True):
             optimizer = inner.optimizer_class([own | {"params": mine}], **inner.defaults)

@@ -104,11 +104,12 @@ def try_options(
 
 
 @contextlib.contextmanager
-def unseen_by_hooks() -> Iterator[None]:
-    """Hide trial steps from torch's global hooks. The function that torch has wrapped does not: a class may
-    call the step() of its base.
+def on_trial(device: torch.device) -> Iterator[None]:
+    """Steps inside leave no trace: torch's global hooks do not see them, and later random numbers are the
+    same. (The function that torch has wrapped would be seen: a class may call the step() of its base.)
     """
     with contextlib.ExitStack() as at_the_end:
+        at_the_end.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else ()))
         for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
             at_the_end.callback(hooks.update, dict(hooks))
             hooks.clear()

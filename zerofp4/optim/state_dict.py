@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from zerofp4.distributed import GroupReference, OwnError, exchange
 from zerofp4.engine import joined
-from zerofp4.optim.inner import InnerClass, InnerOptimizers, are_unchanged, options, unseen_by_hooks
+from zerofp4.optim.inner import InnerClass, InnerOptimizers, are_unchanged, on_trial, options
 from zerofp4.optim.moments import decode, encode, scales_shape
 from zerofp4.optim.piece import ONE_PART, About, Piece, SavedOptions, the_one
 from zerofp4.shard import Shard, state_groups
@@ -133,7 +133,7 @@ def make_template(inner: InnerClass, group: dict, device: torch.device) -> dict[
     optimizer = inner.optimizer_class([options(group) | {"params": [trial]}], **inner.defaults)
     is_lazy = not optimizer.state.get(trial)
     trial.grad = torch.zeros_like(trial)
-    with unseen_by_hooks():
+    with on_trial(device):
         optimizer.step()
     found = optimizer.state.get(trial, {})
     entries = {name: entry_of(name, value, trial) for name, value in found.items() if value is not None}
