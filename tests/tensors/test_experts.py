@@ -55,7 +55,7 @@ def test_every_buffer(device, shape, dtype, choice, kind):
     assert t.shape == shape and t.amax.shape == shape[:1] and t.columnwise_amax is t.amax
     assert t.record.matrix == shape[1:]
     maximum = 448 if choice is None else choice.e4m3_max
-    expected = reference.dequantize_experts(t.rowwise_data, t.rowwise_scale, t.amax, dtype, maximum, rows)
+    expected = reference.dequantize(t.rowwise_data, t.rowwise_scale, t.amax, rows, dtype, maximum)
     assert_bytes_equal(t.dequantize(), expected, "values")
     assert_bytes_equal(zerofp4.quantize_dequantize(x, four_over_six=choice, **kind), expected, "in one go")
 
@@ -84,7 +84,7 @@ def test_given_amaxes(device, kind):
     amax = torch.tensor([0.5, 7.0, 1e4], device=device)
     t = zerofp4.quantize(x, **ALL, amax=amax, **kind)
     assert_record_equals(t.record, reference.quantize_experts(x, amax, block_rows=rows), "given")
-    expected = reference.dequantize_experts(t.rowwise_data, t.rowwise_scale, t.amax, x.dtype, block_rows=rows)
+    expected = reference.dequantize(t.rowwise_data, t.rowwise_scale, t.amax, rows, x.dtype)
     assert_bytes_equal(zerofp4.quantize_dequantize(x, amax=amax, **kind), expected, "values")
     for call in (zerofp4.quantize, zerofp4.quantize_dequantize):
         with pytest.raises(ValueError, match=r"amax must have shape \(3,\), got \(1,\)"):

@@ -1,7 +1,7 @@
 """AdamW."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,18 +26,16 @@ def adamw_step(
     exp_avg_sq: torch.Tensor,
     step: int,
     *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
     maximize: bool = False,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(master, exp_avg, exp_avg_sq) after AdamW update number `step`, which is 1 for the first.
 
-    float32 tensors of one shape; the gradient may be bfloat16. The scalars are computed in double and rounded
-    once, then every operation rounds once, in the order written. The first moment is torch.lerp's formula.
+    float32 tensors of one shape; the gradient may be bfloat16. options: of adamw_scalars(), computed in
+    double and rounded once. Then every operation rounds once, in the order written. The first moment is
+    torch.lerp's formula.
     """
-    scalars = adamw_scalars(step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    scalars = adamw_scalars(step, **options)
     exp_avg, exp_avg_sq = adamw_moments(exp_avg, exp_avg_sq, gradient, scalars, maximize)
     denominator = root(exp_avg_sq) * scalars.inv_sqrt + scalars.eps
     master = master * scalars.decay - scalars.step_size * (exp_avg / denominator)

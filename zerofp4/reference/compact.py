@@ -1,6 +1,6 @@
 """Compact optimizer state: masters of 24 bits, moments in codes of 8 bits with two scales for each group."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -44,21 +44,19 @@ def compact_adamw_step(
     moments: CompactMoments,
     step: int,
     *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
     maximize: bool = False,
     number: int | None = 0,
     first_row: int = 0,
+    **options: Any,
 ) -> tuple[torch.Tensor, CompactMoments]:
     """(master, moments) after AdamW update number `step`, which is 1 for the first.
 
     master, gradient: [rows, cols]; the master is float32, and the gradient may be bfloat16.
     number: of the parameter in its optimizer, for the random bytes; None leaves the master in float32.
     first_row: the number of the first row, where these are some rows of a parameter.
+    options: of adamw_scalars().
     """
-    scalars = adamw_scalars(step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    scalars = adamw_scalars(step, **options)
     exp_avg, exp_avg_sq = adamw_moments(*decode_moments(moments), gradient, scalars, maximize)
     roots = root(exp_avg_sq).clamp(max=2.0**64)
     denominator = roots * scalars.inv_sqrt + scalars.eps.clamp(2.0**-126, 2.0**100)

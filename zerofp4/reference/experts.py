@@ -2,8 +2,8 @@
 
 import torch
 
-from zerofp4.format import BLOCK, E4M3_MAX, FourOverSix
-from zerofp4.reference.quantize import Quantized, dequantize, quantize
+from zerofp4.format import BLOCK, FourOverSix
+from zerofp4.reference.quantize import Quantized, quantize
 
 
 def quantize_experts(
@@ -29,16 +29,3 @@ def quantize_experts(
     stacked = [None if parts[0] is None else torch.stack(parts) for parts in codes]
     own = torch.cat(amaxes)
     return Quantized(*stacked, own, None if columnwise_amaxes[0] is None else own)
-
-
-def dequantize_experts(
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    amax: torch.Tensor,
-    dtype: torch.dtype = torch.float32,
-    e4m3_max: float = E4M3_MAX,
-    block_rows: int = BLOCK,
-) -> torch.Tensor:
-    """[E, N, K] values of packed codes [E, N, K/2] with compact scales and amaxes [E]."""
-    matrices = zip(data, scale, amax.split(1), strict=True)
-    return torch.stack([dequantize(*matrix, block_rows, dtype, e4m3_max) for matrix in matrices])

@@ -117,9 +117,13 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     e4m3_max: float = E4M3_MAX,
 ) -> torch.Tensor:
-    """[M, K] values of packed codes [M, K/2] with compact scales; e4m3_max is 256 only for four over six with
-    that maximum. The product is a float32 that is rounded once to dtype.
+    """[M, K] values of packed codes [M, K/2] with compact scales, of a stack [E, M, K] those of each matrix;
+    e4m3_max is 256 only for four over six with that maximum. The product is a float32 that is rounded once to
+    dtype.
     """
+    if data.dim() == 3:
+        matrices = zip(data, scale, amax.split(1), strict=True)
+        return torch.stack([dequantize(*matrix, block_rows, dtype, e4m3_max) for matrix in matrices])
     codes = unpack(data)
     decode = (scale_value(scale) * amax) * (1 / (E2M1_MAX * e4m3_max))
     return (e2m1_to_float(codes) * spread(decode, block_rows, *codes.shape)).to(dtype)
