@@ -23,7 +23,6 @@ from zerofp4.tensors import (
     NVFP4Tensor,
     QuantizedTensor,
     Quantizer,
-    derived_side,
     quantize,
     quantize_mxfp8,
     reads_columns,
@@ -196,7 +195,7 @@ def with_columns(record: Storage) -> Storage:
     if record.columnwise is not None or not isinstance(record, NVFP4Storage):
         return record
     derived = NVFP4Storage.from_context(record.shape, record.context())
-    derived.columnwise = derived_side(record, "columnwise")
+    derived.columnwise = ops.derived_side(record, "columnwise")
     return derived
 
 

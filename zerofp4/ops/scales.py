@@ -1,4 +1,4 @@
-"""The layouts of a record's buffers: compact scales to padded ones and back, and transposed codes."""
+"""The layouts of a record's buffers: compact scales to padded ones and back, transposed codes and sides."""
 
 import collections
 import functools
@@ -12,7 +12,7 @@ from zerofp4.layout import ceil_div
 from zerofp4.ops.device import run_list, target_of
 from zerofp4.ops.schemas import backend, is_plain_call, new_scale, new_transpose, scale_shapes
 from zerofp4.ops.tensor_lists import addresses_of
-from zerofp4.storage import MXFP8Storage, NVFP4Storage, Side, address_of, check_memory
+from zerofp4.storage import SIDES, MXFP8Storage, NVFP4Storage, Side, address_of, check_memory
 
 VECTOR_BYTES = 16
 _FIELDS = 6  # integers of an item of the native list
@@ -138,6 +138,21 @@ def transpose_descriptor(rowwise: torch.Tensor, columnwise: torch.Tensor) -> _C.
         rows=rowwise.shape[0],
         cols=2 * rowwise.shape[1],
     )
+
+
+def derived_side(record: NVFP4Storage | MXFP8Storage, side: str) -> Side:
+    """A side, with compact scales; transposed from the other side where the record has only that one."""
+    copy: Side | None = getattr(record, side)
+    if copy is not None:
+        return copy
+    if record.block[0] != BLOCK:
+        raise ValueError(
+            f"the source has no {side} copy, and block {record.block} does not let it follow from the other: "
+            f"quantize the original values with {side}=True"
+        )
+    other: Side = getattr(record, SIDES[1 - SIDES.index(side)])
+    scale = other.scales["compact"].view(torch.uint8).mT.contiguous().view(SCALE_DTYPE)
+    return Side(torch.ops.zerofp4.transpose_packed(other.data), {"compact": scale}, other.amax)
 
 
 @backend("transpose_packed")

@@ -9,7 +9,7 @@ from zerofp4.tensors.held import Holder, check_not_averaged, is_held
 from zerofp4.tensors.initial_value import INIT_VAL, had_master, note_master
 from zerofp4.tensors.lists import dequantize_many, swizzle_scales, unswizzle_scales
 from zerofp4.tensors.mxfp8 import MXFP8Tensor, quantize_mxfp8
-from zerofp4.tensors.nvfp4 import NVFP4Tensor, derived_side, empty, quantize_dequantize
+from zerofp4.tensors.nvfp4 import NVFP4Tensor, empty, quantize_dequantize
 from zerofp4.tensors.products import multiply
 from zerofp4.tensors.quantized_tensor import QuantizedTensor
 from zerofp4.tensors.quantizer import Quantizer, StraightThrough, quantize

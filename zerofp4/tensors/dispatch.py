@@ -161,7 +161,7 @@ def _copy_(target, source, non_blocking=False):
 def _copy_bytes(target, source: Storage, non_blocking: bool) -> None:
     """Fill all buffers from a record of the same scheme, derived if missing there; nothing is requantized."""
     record = target.record
-    found = [(name, side, target._side_of(source, name)) for name, side in record.sides()]
+    found = [(name, side, ops.derived_side(source, name)) for name, side in record.sides()]
     for name, side, given in found:
         if side.amax is not None and (side is found[0][1] or side.amax is not record.amax):
             side.amax.copy_(given.amax, non_blocking)  # once, if two sides share it

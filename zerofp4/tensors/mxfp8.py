@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from zerofp4.format import MXFP8_SCALE_LAYOUTS
-from zerofp4.storage import MXFP8Storage, Side, check_layouts, check_sides, side_names
+from zerofp4.storage import MXFP8Storage, check_layouts, check_sides, side_names
 from zerofp4.tensors.arguments import check_out, check_values, detached, kernel_input
 from zerofp4.tensors.quantized_tensor import QuantizedTensor, wrap
 
@@ -28,16 +28,6 @@ def _quantize_into(x: torch.Tensor, record: MXFP8Storage, skip: torch.Tensor | N
     torch.ops.zerofp4.quantize_mxfp8(x.reshape(record.matrix), skip, *buffers)
 
 
-def _side_of(record: MXFP8Storage, name: str) -> Side:
-    side: Side | None = getattr(record, name)
-    if side is None:
-        raise ValueError(
-            f"the source has no {name} copy, and its other one does not determine it: "
-            f"quantize the original values with {name}=True"
-        )
-    return side
-
-
 class MXFP8Tensor(QuantizedTensor):
     """A tensor in MXFP8: E4M3 elements and E8M0 scales of 32 of them, which lie along a row or, in the
     columnwise copy, along a column (see QuantizedTensor). Its buffers are those of MXFP8Storage.
@@ -47,7 +37,6 @@ class MXFP8Tensor(QuantizedTensor):
     _record_type = MXFP8Storage
     _dequantize = staticmethod(_dequantize)
     _quantize_into = staticmethod(_quantize_into)
-    _side_of = staticmethod(_side_of)
 
 
 torch.serialization.add_safe_globals([MXFP8Tensor])

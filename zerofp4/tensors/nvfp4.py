@@ -6,9 +6,9 @@ from operator import attrgetter
 import torch
 
 from zerofp4 import ops
-from zerofp4.format import BLOCK, SCALE_DTYPE, FourOverSix
+from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.layout import as_matrix, stacked_matrices
-from zerofp4.storage import SIDES, NVFP4Storage, Scheme, Side, side_of
+from zerofp4.storage import NVFP4Storage, Scheme, side_of
 from zerofp4.tensors import products
 from zerofp4.tensors.arguments import check_generator, check_values, detached, weight_columns
 from zerofp4.tensors.gradient_places import gradient_place
@@ -30,21 +30,6 @@ def values_source(record: NVFP4Storage) -> tuple[torch.Tensor, torch.Tensor, tor
     return copy.data, copy.scales["compact"], copy.amax, record.block[0], record.e4m3_max, columnwise
 
 
-def derived_side(record: NVFP4Storage, side: str) -> Side:
-    """A side, with compact scales; transposed from the other side where the record has only that one."""
-    copy: Side | None = getattr(record, side)
-    if copy is not None:
-        return copy
-    if record.block[0] != BLOCK:
-        raise ValueError(
-            f"the source has no {side} copy, and block {record.block} does not let it follow from the other: "
-            f"quantize the original values with {side}=True"
-        )
-    other: Side = getattr(record, SIDES[1 - SIDES.index(side)])
-    scale = other.scales["compact"].view(torch.uint8).mT.contiguous().view(SCALE_DTYPE)
-    return Side(torch.ops.zerofp4.transpose_packed(other.data), {"compact": scale}, other.amax)
-
-
 class NVFP4Tensor(QuantizedTensor):
     """A tensor in NVFP4: 4-bit codes, E4M3 scales of blocks, a float32 amax (see QuantizedTensor). Its
     buffers are those of NVFP4Storage.
@@ -57,7 +42,6 @@ class NVFP4Tensor(QuantizedTensor):
     _record_type = NVFP4Storage
     _dequantize = staticmethod(lambda record, dtype: ops.values_of(*values_source(record), dtype))
     _quantize_into = staticmethod(ops.quantize_into)
-    _side_of = staticmethod(derived_side)
 
     rowwise_scale_expanded = buffer_property("rowwise_scale_expanded")
     columnwise_scale_expanded = buffer_property("columnwise_scale_expanded")

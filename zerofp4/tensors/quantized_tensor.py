@@ -9,7 +9,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.storage import Side, Storage, note_rebinding, side_of
+from zerofp4.storage import Storage, note_rebinding, side_of
 from zerofp4.tensors import backward_passes, dispatch, products, transfer
 from zerofp4.tensors.held import gradient_of
 
@@ -45,7 +45,7 @@ class QuantizedTensor(torch.Tensor):
     torch does not let a subclass refuse `plain.data = t`, which breaks the plain tensor: give the module a
     new nn.Parameter(t) instead.
 
-    A format is a subclass: the type of its records, and three functions of them.
+    A format is a subclass: the type of its records, and two functions of them.
     """
 
     __slots__ = ("_kept_by_autograd",)
@@ -57,8 +57,6 @@ class QuantizedTensor(torch.Tensor):
     """(record, one of WEIGHT_DTYPES): values, computed in float32 and rounded once."""
     _quantize_into: Callable[[torch.Tensor, Storage], None]
     """(contiguous values of the record's shape and dtype, record): into the buffers that the record has."""
-    _side_of: Callable[[Storage, str], Side]
-    """(record, name): a side, made from the other one if need be. Raises ValueError if that is impossible."""
 
     @staticmethod
     def __new__(cls, record: Storage | tuple, *buffers: torch.Tensor):
