@@ -99,7 +99,7 @@ def show_phases(phases: dict[str, dict]) -> None:
     print("  phases of a step of rank 0, under a profiler:")
     rows = [("phase", "ms", "bytes sent")]
     for phase, row in phases.items():
-        rows.append((PHASES[phase], f"{row['milliseconds']:,.3f}", f"{row['sent_bytes']:,}"))
+        rows.append((phase, f"{row['milliseconds']:,.3f}", f"{row['sent_bytes']:,}"))
     print_table(rows, "<>>", sys.stdout)
 
 

@@ -52,10 +52,11 @@ def test_two_ranks_and_both_kinds_of_weights(early):
     assert plain["phases_of_step"]["weights"]["sent_bytes"] == plain["sent_bytes_per_step"]["weights"]
     phases = nvfp4["phases_of_step"]
     # On a GPU that reads no columnwise copies nothing is transposed.
-    assert phases.keys() | {"transpose"} == PHASES.keys()
+    assert phases.keys() | {"transpose"} == set(PHASES)
     assert all(row["milliseconds"] > 0 for row in phases.values())
     assert {name: row["sent_bytes"] for name, row in phases.items() if row["sent_bytes"]} == sent
-    row = next(line for line in said.splitlines() if PHASES["weights"] in line)
+    table = said.partition("phases of a step")[2]
+    row = next(line for line in table.splitlines() if "weights" in line)
     assert f"{sent['weights']:,}" in row
     assert "the same bytes on 2 ranks; 8 NVFP4 weights equal the quantized and 8 others" in said
     check_picture(out)
@@ -137,7 +138,7 @@ def test_a_profiler_changes_no_number(tmp_path):
         said = train_here(tmp_path, *options)
         runs.append(read_numbers(tmp_path))
         found = json.loads((tmp_path / "summary.json").read_text())["runs"]["nvfp4"]["phases_of_step"]
-        assert bool(found) == (most == "2") == (PHASES["update"] in said)
+        assert bool(found) == (most == "2") == ("phases of a step" in said)
         assert not any(row["sent_bytes"] for row in found.values())
     assert runs[0] == runs[1]
 

@@ -305,18 +305,8 @@ def start_exchange(
 
 # Phases of a step
 
-PHASES = {
-    "scan": "NaN scan",
-    "vote": "vote",
-    "gradients": "gradients travel, and their mean",
-    "norm": "gradient norm",
-    "update": "update",
-    "amaxes": "amaxes, and their reduction",
-    "cast": "scales and cast",
-    "weights": "weights travel",
-    "transpose": "transpose",
-}
-"""The phases of a step of many ranks, and their labels. What an update averages counts as "update"."""
+PHASES = ("scan", "vote", "gradients", "norm", "update", "amaxes", "cast", "weights", "transpose")
+"""The phases of a step of many ranks. What an update averages counts as "update"."""
 
 PREFIX = "zerofp4::"
 """Of a phase's name in a trace of torch.profiler."""
