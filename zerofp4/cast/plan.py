@@ -376,10 +376,9 @@ class CastPlan:
         self._reduce()
 
     def _raise_nonfinite(self) -> None:
-        if not self._vector.has_nonfinite():
+        bad = [matrix_name(i, self.records[i], e) for i, e in self._vector.nonfinite_matrices()]
+        if not bad:
             return
-        records = self._request.records
-        bad = [matrix_name(i, records[i], e) for i, e in self._vector.nonfinite_matrices()]
         # The others were written, and post() may never come.
         ops.increment_versions(self._request.versioned)
         raise FloatingPointError(

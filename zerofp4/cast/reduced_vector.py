@@ -47,11 +47,11 @@ class ReducedVector:
     ):
         self._words: list[list[_Words]] = [[] for _ in records]
         """By weight, of each of its matrices."""
-        first, self._groups_end = {}, HEADER_WORDS
+        first, total = {}, HEADER_WORDS
         for record, group in zip(records, amax_groups, strict=True):
             if group not in first:
-                first[group], self._groups_end = self._groups_end, self._groups_end + record.amax_shape[0]
-        total = round_up(self._groups_end, _VECTOR_WORDS)
+                first[group], total = total, total + record.amax_shape[0]
+        total = round_up(total, _VECTOR_WORDS)
         for i, (record, group) in enumerate(zip(records, amax_groups, strict=True)):
             rows, cols = record.matrix
             tiles = ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK)
@@ -98,17 +98,16 @@ class ReducedVector:
                 items.append(CastItem(matrix, piece, own_codes))
         return items
 
-    def has_nonfinite(self) -> bool:
-        """After a reduction, whether any rank has a NaN or Inf. Waits for the device."""
-        return bool(self.words[HEADER_WORDS : self._groups_end].isinf().any())
-
     def nonfinite_matrices(self) -> list[tuple[int, int]]:
-        """(weight, matrix of it) of those with a NaN or Inf on any rank."""
+        """After a reduction, (weight, matrix of it) of those with a NaN or Inf on any rank. Waits for the
+        device.
+        """
+        found = self.words.isinf().nonzero().flatten().tolist()
         return [
             (i, e)
             for i, matrices in enumerate(self._words)
             for e, words in enumerate(matrices)
-            if self.words[words.first : words.last].isinf().any()
+            if any(words.first <= at < words.last for at in found)
         ]
 
     def decline(self) -> None:
