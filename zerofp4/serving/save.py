@@ -21,19 +21,14 @@ from zerofp4.serving.sources import Averaged, Source, find_sources
 from zerofp4.tensors import NVFP4Tensor
 
 _TOKENIZER_FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
+    "*token*.json",
     "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+    "*processor_config.json",
 )
+"""What tokenizers and processors of transformers are saved as."""
 
 
 def save_pretrained(
@@ -144,9 +139,9 @@ def _write_configurations(plan: Plan, model: Any, export: Export, tokenizer: Any
         tokenizer.save_pretrained(export.draft)
         return
     origin = getattr(model.config, "_name_or_path", None)  # a folder, a name on the hub, or nothing
-    for name in _TOKENIZER_FILES if origin else ():
-        if (Path(origin) / name).is_file():
-            shutil.copyfile(Path(origin) / name, export.draft / name)
+    for path in (path for pattern in _TOKENIZER_FILES if origin for path in Path(origin).glob(pattern)):
+        if path.is_file():
+            shutil.copyfile(path, export.draft / path.name)
 
 
 @torch.no_grad()
