@@ -24,8 +24,6 @@ def matrix_of(shape, dtype, device) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(device, dtype)
 
 
-
-
 def quantized(x: torch.Tensor):
     return zerofp4.quantize(x, columnwise=x.shape[0] % 2 == 0, scale_layouts=SCALE_LAYOUTS)
 

@@ -35,10 +35,6 @@ def nvfp4(**options):
     return lambda x, **copies: zerofp4.quantize(x, **copies, **options)
 
 
-
-
-
-
 def skip_without_grouped_mm(device: torch.device) -> None:
     if grouped.grouped_mm is None:
         pytest.skip(f"torch {torch.__version__} has no grouped_mm")

@@ -26,9 +26,7 @@ def trainer_of(folder, overlap, **options):
     options |= {"max_steps": 2, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
     data = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 16
     arguments = transformers.TrainingArguments(str(folder), **options)
-    return optimizer, transformers.Trainer(
-        model, arguments, train_dataset=data, optimizers=(optimizer, None)
-    )
+    return optimizer, transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
 
 
 def test_trainer_cannot_clip_gradients_that_were_used(tmp_path):
