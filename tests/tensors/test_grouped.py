@@ -177,10 +177,10 @@ def test_views_compile_without_a_break(device):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"m_splits": [32, 33]}, ValueError, "m_splits must sum to the 64 rows of x, got 65"),
-        ({"m_splits": torch.tensor([32])}, ValueError, "m_splits must sum to the 64 rows of x, got 32"),
-        ({"m_splits": [-1, 65]}, ValueError, r"m_splits\[0\] must not be negative, got -1"),
-        ({"m_splits": [32.0, 32]}, TypeError, r"m_splits\[0\] must be an int, got float"),
+        ({"m_splits": [32, 33]}, ValueError, r"must sum to the 64 rows of x, got \[32, 33\]"),
+        ({"m_splits": torch.tensor([32])}, ValueError, r"must sum to the 64 rows of x, got \[32\]"),
+        ({"m_splits": [-1, 65]}, ValueError, "m_splits must not be negative and must sum"),
+        ({"m_splits": [32.0, 32]}, TypeError, "m_splits must be integers"),
         ({"m_splits": torch.tensor([64.0])}, ValueError, "m_splits must be a vector of int32 or int64"),
         ({"m_splits": torch.tensor([[64]])}, ValueError, "m_splits must be a vector of int32 or int64"),
         ({"x": torch.zeros(64, 5)}, ValueError, "last dimension must be even, got 5"),

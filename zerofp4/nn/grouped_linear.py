@@ -15,7 +15,7 @@ from zerofp4.nn.operators import layer_product, outside_of_the_graph
 from zerofp4.nn.quantizers import WeightCache, check_primary, make_primary, quantizers_of, weight_state
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe, current_recipe, recipe_of_key
 from zerofp4.storage import NVFP4Storage, Storage
-from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, sizes_on
+from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, host_sizes, sizes_on
 
 
 class GroupedLinear(nn.Module):
@@ -153,7 +153,7 @@ class GroupedLinear(nn.Module):
         options = {"cache": self._weight_cache, "is_first": is_first, "main_grad": main_grad_of(self)}
         return layer_product(x, self.weight, self.bias, recipe, splits=splits, **options)
 
-    def _one_by_one(self, x, splits: list[int], recipe: Recipe, is_first: bool | None) -> torch.Tensor:
+    def _one_by_one(self, x, splits: Sequence[int], recipe: Recipe, is_first: bool | None) -> torch.Tensor:
         """A product for each group."""
         pieces, biases = x.split(splits), self._biases()
         if torch.compiler.is_compiling():
@@ -184,7 +184,7 @@ class GroupedLinear(nn.Module):
         records = cache.get(weight, quantizers, is_first)
         return records[0].matrices() if quantizers.has_tiles else records, cache.unchanged()
 
-    def _plain(self, x: torch.Tensor, splits: list[int]) -> torch.Tensor:
+    def _plain(self, x: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
         """Outside of autocast."""
         weight = plain_weight(self)
         weights = weight.unbind() if torch.compiler.is_compiling() else _Split.apply(weight, False)
@@ -201,16 +201,10 @@ class GroupedLinear(nn.Module):
         if count != self.num_gemms:
             raise ValueError(f"m_splits must have {self.num_gemms} entries, got {count}")
 
-    def _splits(self, x: torch.Tensor, m_splits: Sequence[int] | torch.Tensor) -> list[int]:
-        splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
-        if not all(isinstance(rows, int) for rows in splits):
-            raise TypeError(f"m_splits must be integers, got {splits}")
+    def _splits(self, x: torch.Tensor, m_splits: Sequence[int] | torch.Tensor) -> tuple[int, ...]:
+        splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits
         self._check_count(len(splits))
-        if min(splits) < 0 or sum(splits) != x.shape[0]:
-            raise ValueError(
-                f"m_splits must not be negative and must sum to the {x.shape[0]} rows of x, got {splits}"
-            )
-        return splits
+        return host_sizes(splits, x.shape[0])
 
 
 def why_one_by_one(x: torch.Tensor, features: Sequence[int], recipe: Recipe) -> str | None:

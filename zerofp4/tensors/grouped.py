@@ -71,10 +71,7 @@ class GroupedNVFP4(storage.Sides):
     def check(self) -> None:
         """Raises ValueError where the splits were not valid. Waits for the device."""
         if self.error.item():
-            raise ValueError(
-                f"m_splits must not be negative and must sum to the {self.shape[0]} rows of x, got "
-                f"{self.splits.tolist()}"
-            )
+            host_sizes(self.splits, self.shape[0])
 
     def __getitem__(self, group: int) -> NVFP4Tensor:
         """Group g as an NVFP4Tensor [m_splits[g], K] over the same memory. Only columnwise data of a group
@@ -190,7 +187,9 @@ def quantize_grouped(
     scheme = storage.Scheme.checked(block=block, hadamard=hadamard, random_signs=random_signs, **copies)
     if x.dim() != 2:
         raise ValueError(f"x must be a matrix [tokens, K], got shape {tuple(x.shape)}")
-    sizes = _host_sizes(m_splits, x.shape[0])
+    sizes = None
+    if not isinstance(m_splits, torch.Tensor) or (m_splits.is_cpu and not torch.compiler.is_compiling()):
+        sizes = host_sizes(m_splits, x.shape[0])
     splits = m_splits.contiguous() if sizes is None else sizes_on(sizes, x.device)
     groups = _allocate(scheme, grouped_shapes(x.shape[0], splits.shape[0], x.shape[1]), x.device)
     offsets = torch.empty((3, splits.shape[0] + 1), dtype=torch.int64, device=x.device)
@@ -218,24 +217,23 @@ def _allocate(scheme: storage.Scheme, shapes: dict, device: torch.device) -> sto
     return storage.Sides(**storage.sides_of(buffers))
 
 
-def _host_sizes(m_splits: Sequence[int] | torch.Tensor, tokens: int) -> tuple[int, ...] | None:
-    """Checked; None for those that are on a device."""
+def host_sizes(m_splits: Sequence[int] | torch.Tensor, tokens: int) -> tuple[int, ...]:
+    """The rows of each group, of which there are so many in all. Waits for those on a GPU. Raises ValueError
+    for wrong ones, TypeError for what are no integers.
+    """
     if isinstance(m_splits, torch.Tensor):
-        if m_splits.device.type != "cpu" or torch.compiler.is_compiling():
-            return None
         if m_splits.dim() != 1 or m_splits.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"m_splits must be a vector of int32 or int64, got {m_splits.dtype} {tuple(m_splits.shape)}"
             )
         m_splits = m_splits.tolist()
     sizes = tuple(m_splits)
-    for group, rows in enumerate(sizes):
-        if not isinstance(rows, int):
-            raise TypeError(f"m_splits[{group}] must be an int, got {type(rows).__name__}")
-        if rows < 0:
-            raise ValueError(f"m_splits[{group}] must not be negative, got {rows}")
-    if sum(sizes) != tokens:
-        raise ValueError(f"m_splits must sum to the {tokens} rows of x, got {sum(sizes)}")
+    if not all(isinstance(rows, int) for rows in sizes):
+        raise TypeError(f"m_splits must be integers, got {list(sizes)}")
+    if any(rows < 0 for rows in sizes) or sum(sizes) != tokens:
+        raise ValueError(
+            f"m_splits must not be negative and must sum to the {tokens} rows of x, got {list(sizes)}"
+        )
     return sizes
 
 
