@@ -30,8 +30,6 @@ _REFUSED = {
     "_row_scaled_nvfp4": "an amax for each row: the cast has one for the weight",
     "_nvfp4_use_4over6": "four over six, which a cast from shards cannot do: it sees a part of a tile, and "
     "the choice needs the error of all of it",
-    "with_rht": "the Hadamard transform, which blocks of 16x16 do not have",
-    "stochastic_rounding": "stochastic rounding: weights are rounded to nearest",
 }
 
 
@@ -108,17 +106,12 @@ def _check_options(tensor: torch.Tensor) -> None:
         raise ValueError("_quantizer is None: it says whether blocks are 16x16")
     if not _attribute(quantizer, "with_2d_quantization", "_quantizer."):
         raise ValueError("_quantizer.with_2d_quantization must be True: the cast is of blocks of 16x16")
-    _refuse(_SWIZZLED, _attribute(tensor, _SWIZZLED))
-    for name in _LATER:
-        _refuse(name, getattr(tensor, name, False))
-        _refuse(name, getattr(quantizer, name[1:], False), f"_quantizer.{name[1:]}")
-    for name in ("with_rht", "stochastic_rounding"):
-        _refuse(name, _attribute(quantizer, name, "_quantizer."), f"_quantizer.{name}")
-
-
-def _refuse(name: str, value: Any, called: str | None = None) -> None:
-    if value:
-        raise ValueError(f"{called or name} asks for {_REFUSED[name]}")
+    asked = {_SWIZZLED: _attribute(tensor, _SWIZZLED)} | {
+        name: getattr(tensor, name, False) for name in _LATER
+    }
+    for name, value in asked.items():
+        if value:
+            raise ValueError(f"{name} asks for {_REFUSED[name]}")
 
 
 def _attribute(owner: Any, name: str, place: str = "") -> Any:
