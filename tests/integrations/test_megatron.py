@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_the_packed_layout_is_the_layout_halved(core):
         param_index_map=where,
         bucket_indices=[(0, 1536), (1536, 2304)],
     )
-    compute = layout.make_packed_layout(None, lambda param: isinstance(param, NVFP4Tensor))
+    compute = packed_layout
     compute(buffer, [(param, "w") for param in params])
     assert buffer.nvfp4_packed_param_index_map == {
         param: (start // 2, end // 2, bucket) for param, (start, end, bucket) in where.items()
@@ -158,6 +159,10 @@ def test_the_packed_layout_is_the_layout_halved(core):
             compute(buffer, [(param, "w") for param in params])
 
 
+def packed_layout(buffer, named) -> None:
+    layout.compute_packed_layout(buffer, None, lambda param: isinstance(param, NVFP4Tensor), named)
+
+
 def options(**changed) -> types.SimpleNamespace:
     wanted = {"use_distributed_optimizer": True, "fp4_param_gather": True, "fp8_param_gather": False}
     return types.SimpleNamespace(**{**wanted, **changed})
@@ -172,7 +177,7 @@ def test_options_that_would_leave_weights_stale_are_refused(core, changed):
         layer = nn.Linear(16, 16, bias=False).bfloat16()
         megatron.convert_model(layer)
     buffer = types.SimpleNamespace(ddp_config=options(**changed))
-    compute = layout.make_packed_layout(None, lambda param: isinstance(param, NVFP4Tensor))
+    compute = packed_layout
     with pytest.raises(ValueError, match=f"fc: .*{next(iter(changed))}=") as refused:
         compute(buffer, [(layer.weight, "fc")])
     assert "would cast them" in str(refused.value)
@@ -197,15 +202,14 @@ def test_masters_that_would_not_be_cast_are_refused(core, option):
     def original(self, optimizer, config, per_model_buffers):
         made.append(config)
 
-    construct = layout.make_constructor(original)
     buffers = {0: [types.SimpleNamespace(params=[layer.bias]), types.SimpleNamespace(params=[layer.weight])]}
-    construct(None, None, types.SimpleNamespace(), per_model_buffers=buffers)
+    layout.construct(None, original, None, types.SimpleNamespace(), per_model_buffers=buffers)
     assert len(made) == 1
     with pytest.raises(ValueError, match=option):
-        construct(None, None, types.SimpleNamespace(**{option: True}), buffers)
+        layout.construct(None, original, None, types.SimpleNamespace(**{option: True}), buffers)
     layer.weight.clear_high_precision_init_val()
     with pytest.raises(ValueError, match="no initial value"):
-        construct(None, None, types.SimpleNamespace(), buffers)
+        layout.construct(None, original, None, types.SimpleNamespace(), buffers)
     assert len(made) == 1
 
 
@@ -232,7 +236,7 @@ class TheirTensor(torch.Tensor):
 def test_weights_whose_scales_megatron_does_not_gather_are_refused(kind):
     weight = nn.Parameter(zerofp4.empty((16, 16), **kind))
     weight.record.name = "layers.0"
-    cast = casting.make_quantize_param_shard(lambda *args: None)
+    cast = partial(casting.quantize_nvfp4_param_shard, None)
     with pytest.raises(ValueError, match=r"weight 0 'layers\.0' has block .* and no scales"):
         cast([weight], [torch.randn(256)], [0], None)
 
@@ -241,15 +245,15 @@ def test_weights_of_others_go_where_they_went_before():
     ours = nn.Parameter(zerofp4.empty((16, 16)))
     theirs, master = torch.zeros(4).as_subclass(TheirTensor), torch.randn(256)
     calls = []
-    cast = casting.make_quantize_param_shard(lambda *args: calls.append(args))
+    cast = partial(casting.quantize_nvfp4_param_shard, lambda *args: calls.append(args))
     cast([theirs, ours], [None, master], [None, 0], None)
     assert calls == [([theirs], [None], [None], None, None)]
     assert ours.amax.item() > 0
-    post = casting.make_post_all_gather(lambda weights: calls.append(weights))
+    post = partial(casting.te_post_all_gather_processing, calls.append)
     post([ours, theirs])
     assert calls[1:] == [[theirs]]
-    casting.make_post_all_gather(None)([theirs])
-    move = casting.make_modify_rowwise_storage(lambda *args: calls.append(args))
+    casting.te_post_all_gather_processing(None, [theirs])
+    move = partial(casting.modify_nvfp4_rowwise_storage, lambda *args: calls.append(args))
     move(theirs, master)
     assert calls[2:] == [(theirs, master)]
     buffer = torch.zeros(200, dtype=torch.uint8)

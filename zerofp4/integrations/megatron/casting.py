@@ -1,8 +1,7 @@
 """What Megatron asks of TransformerEngine, for our weights: codes that live in its buffer, the cast of its
-shards, the columnwise copies. Other weights go to what was there before.
+shards, the columnwise copies. Other weights go to what was there before, which is `original`.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,58 +17,49 @@ _WATCH = "megatron_watch"
 """The attachment of the first weight of a cast that watches all weights of the cast."""
 
 
-def make_modify_rowwise_storage(original: Callable) -> Callable:
-    def modify_nvfp4_rowwise_storage(fp4_tensor: torch.Tensor, new_rowwise_data: torch.Tensor) -> None:
-        """The codes move into a view of Megatron's buffer."""
-        if not isinstance(fp4_tensor, NVFP4Tensor):
-            return original(fp4_tensor, new_rowwise_data)
-        new_rowwise_data.copy_(fp4_tensor.rowwise_data)
-        fp4_tensor.rowwise_data = new_rowwise_data
-
-    return modify_nvfp4_rowwise_storage
-
-
-def make_unwrap(original: Callable) -> Callable:
-    def _unwrap_parameter_data(tensor: torch.Tensor) -> torch.Tensor:
-        """Called twice per step for each weight. Ours is returned as it is: .data would make a new tensor."""
-        return tensor if isinstance(tensor, NVFP4Tensor) else original(tensor)
-
-    return _unwrap_parameter_data
+def modify_nvfp4_rowwise_storage(
+    original: Callable, fp4_tensor: torch.Tensor, new_rowwise_data: torch.Tensor
+) -> None:
+    """The codes move into a view of Megatron's buffer."""
+    if not isinstance(fp4_tensor, NVFP4Tensor):
+        return original(fp4_tensor, new_rowwise_data)
+    new_rowwise_data.copy_(fp4_tensor.rowwise_data)
+    fp4_tensor.rowwise_data = new_rowwise_data
 
 
-def make_quantize_param_shard(original: Callable) -> Callable:
-    def quantize_nvfp4_param_shard(
-        model_params: Sequence[torch.Tensor],
-        main_params: Sequence[torch.Tensor | None],
-        start_offsets: Sequence[int | None],
-        data_parallel_group: dist.ProcessGroup,
-        fsdp_shard_model_params: Sequence[torch.Tensor | None] | None = None,
-    ) -> None:
-        """Raises FloatingPointError, on every rank, if the last cast met a master with a NaN or Inf."""
-        ours = [isinstance(weight, NVFP4Tensor) for weight in model_params]
-        if any(ours) and fsdp_shard_model_params is not None:
-            raise NotImplementedError("Megatron-FSDP cannot gather the packed codes of zerofp4's weights")
-        lists = (model_params, main_params, start_offsets)
-        if not all(ours):
-            theirs = [_where(values, ours, False) for values in lists]
-            shards = fsdp_shard_model_params and _where(fsdp_shard_model_params, ours, False)
-            original(*theirs, data_parallel_group, shards)
-        if any(ours):
-            _cast(*[_where(values, ours, True) for values in lists], data_parallel_group)
-
-    return quantize_nvfp4_param_shard
+def unwrap_parameter_data(original: Callable, tensor: torch.Tensor) -> torch.Tensor:
+    """Called twice per step for each weight. Ours is returned as it is: .data would make a new tensor."""
+    return tensor if isinstance(tensor, NVFP4Tensor) else original(tensor)
 
 
-def make_post_all_gather(original: Callable | None) -> Callable:
-    def te_post_all_gather_processing(model_params: Sequence[torch.Tensor]) -> None:
-        """original: None where there is no TransformerEngine."""
-        ours = [isinstance(weight, NVFP4Tensor) for weight in model_params]
-        if not all(ours) and original is not None:
-            original(_where(model_params, ours, False))
-        if any(ours):
-            post_all_gather_processing(_where(model_params, ours, True))
+def quantize_nvfp4_param_shard(
+    original: Callable,
+    model_params: Sequence[torch.Tensor],
+    main_params: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    data_parallel_group: dist.ProcessGroup,
+    fsdp_shard_model_params: Sequence[torch.Tensor | None] | None = None,
+) -> None:
+    """Raises FloatingPointError, on every rank, if the last cast met a master with a NaN or Inf."""
+    ours = [isinstance(weight, NVFP4Tensor) for weight in model_params]
+    if any(ours) and fsdp_shard_model_params is not None:
+        raise NotImplementedError("Megatron-FSDP cannot gather the packed codes of zerofp4's weights")
+    lists = (model_params, main_params, start_offsets)
+    if not all(ours):
+        theirs = [_where(values, ours, False) for values in lists]
+        shards = fsdp_shard_model_params and _where(fsdp_shard_model_params, ours, False)
+        original(*theirs, data_parallel_group, shards)
+    if any(ours):
+        _cast(*[_where(values, ours, True) for values in lists], data_parallel_group)
 
-    return te_post_all_gather_processing
+
+def te_post_all_gather_processing(original: Callable | None, model_params: Sequence[torch.Tensor]) -> None:
+    """original: None where there is no TransformerEngine."""
+    ours = [isinstance(weight, NVFP4Tensor) for weight in model_params]
+    if not all(ours) and original is not None:
+        original(_where(model_params, ours, False))
+    if any(ours):
+        post_all_gather_processing(_where(model_params, ours, True))
 
 
 def _where(values: Sequence, flags: Sequence[bool], wanted: bool) -> list:
@@ -140,33 +130,28 @@ class _Watch:
 # Checkpoints
 
 
-def make_preprocess(original: Callable, nested_values: Callable[[Any], Iterable]) -> Callable:
-    """original: what Megatron begins to save, or to load, a sharded state dict with."""
-
-    @functools.wraps(original)
-    def preprocess(sharded_state_dict, *args, **kwargs):
-        """The entries get the weights' values in place of the weights, as for an ordinary parameter."""
-        for entry in nested_values(sharded_state_dict):
-            if isinstance(getattr(entry, "data", None), NVFP4Tensor):
-                entry.data = entry.data.detach().dequantize()
-        return original(sharded_state_dict, *args, **kwargs)
-
-    return preprocess
+def preprocess(
+    original: Callable, nested_values: Callable[[Any], Iterable], sharded_state_dict: Any, *args, **kwargs
+) -> Any:
+    """What Megatron begins to save, or to load, a sharded state dict with: its entries get the weights'
+    values in place of the weights, as for an ordinary parameter.
+    """
+    for entry in nested_values(sharded_state_dict):
+        if isinstance(getattr(entry, "data", None), NVFP4Tensor):
+            entry.data = entry.data.detach().dequantize()
+    return original(sharded_state_dict, *args, **kwargs)
 
 
-def make_load(original: Callable, has_masters: Callable[[Any], bool] = lambda state: True) -> Callable:
-    """original: what loads the state of an optimizer, or a file with masters."""
-
-    @functools.wraps(original)
-    def load(self, state_dict, *args, **kwargs):
-        """Weights follow the masters that were loaded, if any were: quantizing the weights of a checkpoint,
-        which were quantized before, would give other bytes.
-        """
-        original(self, state_dict, *args, **kwargs)
-        if has_masters(state_dict):
-            _cast_masters(self)
-
-    return load
+def load(
+    self, original: Callable, has_masters: Callable[[Any], bool], state_dict: Any, *args, **kwargs
+) -> None:
+    """What loads the state of an optimizer, or a file with masters. Weights follow the masters that were
+    loaded, if any were: quantizing the weights of a checkpoint, which were quantized before, would give other
+    bytes.
+    """
+    original(self, state_dict, *args, **kwargs)
+    if has_masters(state_dict):
+        _cast_masters(self)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """install and uninstall: which of Megatron-Core's functions are replaced, and by what."""
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -86,34 +87,36 @@ def _replacements(megatron: _Megatron) -> Iterator[tuple[Any, str, Any]]:
         grouped = getattr(fp4, "is_grouped_nvfp4tensor", None)
         return fp4.is_nvfp4tensor(parameter) or (grouped is not None and grouped(parameter))
 
-    def made(owner: Any, name: str, make: Callable, *options: Any) -> tuple[Any, str, Any]:
-        return owner, name, make(megatron.had(owner, name), *options)
+    def made(owner: Any, name: str, function: Callable, *options: Any) -> tuple[Any, str, Any]:
+        bind = functools.partialmethod if isinstance(owner, type) else functools.partial
+        return owner, name, bind(function, megatron.had(owner, name), *options)
 
     # is_nvfp4tensor() looks at these when it is called.
     theirs = megatron.had(fp4, "FP4_TENSOR_CLASS") if megatron.had(fp4, "HAVE_TE_FP4_TENSOR_CLASS") else None
     yield fp4, "HAVE_TE_FP4_TENSOR_CLASS", True
     yield fp4, "FP4_TENSOR_CLASS", NVFP4Tensor if theirs is None else (NVFP4Tensor, theirs)
-    for name, make, owners in (
-        ("modify_nvfp4_rowwise_storage", casting.make_modify_rowwise_storage, (fp4, buffers)),
-        ("quantize_nvfp4_param_shard", casting.make_quantize_param_shard, (fp4, optimizers)),
-        ("te_post_all_gather_processing", casting.make_post_all_gather, (fp4, fp8)),
+    for function, owners in (
+        (casting.modify_nvfp4_rowwise_storage, (fp4, buffers)),
+        (casting.quantize_nvfp4_param_shard, (fp4, optimizers)),
+        (casting.te_post_all_gather_processing, (fp4, fp8)),
     ):
-        value = make(megatron.had(owners[0], name))
+        _, name, value = made(owners[0], function.__name__, function)
         # Some modules have it by its name; in 0.18 not all of these.
         yield from ((owner, name, value) for owner in owners if name in vars(owner))
     if "_unwrap_parameter_data" in vars(fp8):  # it saves time only: a version without it does not ask
-        yield made(fp8, "_unwrap_parameter_data", casting.make_unwrap)
+        yield made(fp8, "_unwrap_parameter_data", casting.unwrap_parameter_data)
     buffer = buffers._ParamAndGradBuffer
-    yield made(buffer, "_compute_nvfp4_packed_layout", layout.make_packed_layout, is_packed)
-    optimizer = optimizers.DistributedOptimizer
-    yield made(optimizer, "_compute_per_buffer_param_layout", layout.make_buffer_layout, is_packed)
-    yield made(optimizer, "__init__", layout.make_constructor)
-    yield made(optimizer, "load_state_dict", casting.make_load, lambda state: "param_state" in state)
-    yield made(optimizer, "load_parameter_state_from_dp_zero", casting.make_load)
+    yield made(buffer, "_compute_nvfp4_packed_layout", layout.compute_packed_layout, is_packed)
+    optimizer, name = optimizers.DistributedOptimizer, "_compute_per_buffer_param_layout"
+    compute = functools.partial(layout.compute_buffer_layout, megatron.had(optimizer, name), is_packed)
+    yield optimizer, name, staticmethod(compute)
+    yield made(optimizer, "__init__", layout.construct)
+    yield made(optimizer, "load_state_dict", casting.load, lambda state: "param_state" in state)
+    yield made(optimizer, "load_parameter_state_from_dp_zero", casting.load, lambda state: True)
     fsdp = megatron["distributed.fsdp.mcore_fsdp_adapter"].FullyShardedDataParallel
-    yield made(fsdp, "__init__", layout.make_refusal)
+    yield made(fsdp, "__init__", layout.construct_fsdp)
     nested_values = megatron["dist_checkpointing.dict_utils"].nested_values
     for module in ("serialization", "tensor_aware_state_dict"):
         for name in ("save_preprocess", "load_preprocess"):
             owner = megatron[f"dist_checkpointing.{module}"]
-            yield made(owner, name, casting.make_preprocess, nested_values)
+            yield made(owner, name, casting.preprocess, nested_values)

@@ -1,7 +1,6 @@
 """Where the packed codes of NVFP4 weights lie in Megatron's parameter buffer, and what that cannot hold."""
 
 import dataclasses
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -11,54 +10,49 @@ from zerofp4.storage import called
 from zerofp4.tensors import NVFP4Tensor
 
 
-def make_packed_layout(original: Callable, is_packed: Callable[[Any], bool]) -> Callable:
-    """is_packed: whether Megatron takes a parameter for one in NVFP4, ours or TransformerEngine's."""
+def compute_packed_layout(
+    self, original: Callable, is_packed: Callable[[Any], bool], params_with_names: Sequence[tuple[Any, str]]
+) -> None:
+    """The layout of gradients and masters, halved: a rank casts the elements of its slice of each bucket, and
+    gathers the same slice of the bucket of bytes, which needs buckets of a multiple of 2 * ranks elements
+    (compute_buffer_layout). Raises ValueError for what cannot work with our weights.
 
-    def _compute_nvfp4_packed_layout(self, params_with_names: Sequence[tuple[Any, str]]) -> None:
-        """The layout of gradients and masters, halved: a rank casts the elements of its slice of each bucket,
-        and gathers the same slice of the bucket of bytes, which needs buckets of a multiple of 2 * ranks
-        elements (make_buffer_layout). Raises ValueError for what cannot work with our weights.
-        """
-        params = [param for param, _ in params_with_names]
-        ours = [(param, name) for param, name in params_with_names if isinstance(param, NVFP4Tensor)]
-        if not all(map(is_packed, params)):
-            if ours:
-                raise ValueError(f"{ours[0][1]}: weights in NVFP4 and in FP8 cannot share a buffer")
-            return original(self, params_with_names)
-        for param, name in ours:
-            _check_config(self.ddp_config, param, name)
-        whole = 2 * self.data_parallel_world_size if self.ddp_config.use_distributed_optimizer else 2
-        bounds = [bound for start, end, _ in self.param_index_map.values() for bound in (start, end)]
-        bad = [end for _, end in self.bucket_indices if end % whole] + [b for b in bounds if b % 2]
-        if bad:
-            raise ValueError(
-                f"a parameter or bucket that begins or ends at element {bad[0]} does not have whole bytes on "
-                f"each of {self.data_parallel_world_size} ranks: was the layout made before install()?"
-            )
-        self.nvfp4_packed_param_index_map = {
-            param: (start // 2, end // 2, bucket)
-            for param, (start, end, bucket) in self.param_index_map.items()
-        }
-        self.nvfp4_packed_bucket_indices = [(start // 2, end // 2) for start, end in self.bucket_indices]
-        last = {bucket: end for _, end, bucket in sorted(self.param_index_map.values(), key=lambda at: at[1])}
-        starts = [start for start, _ in self.bucket_indices]
-        self.nvfp4_packed_numel_unpadded = sum((last[b] - start) // 2 for b, start in enumerate(starts))
-
-    return _compute_nvfp4_packed_layout
+    is_packed: whether Megatron takes a parameter for one in NVFP4, ours or TransformerEngine's.
+    """
+    params = [param for param, _ in params_with_names]
+    ours = [(param, name) for param, name in params_with_names if isinstance(param, NVFP4Tensor)]
+    if not all(map(is_packed, params)):
+        if ours:
+            raise ValueError(f"{ours[0][1]}: weights in NVFP4 and in FP8 cannot share a buffer")
+        return original(self, params_with_names)
+    for param, name in ours:
+        _check_config(self.ddp_config, param, name)
+    whole = 2 * self.data_parallel_world_size if self.ddp_config.use_distributed_optimizer else 2
+    bounds = [bound for start, end, _ in self.param_index_map.values() for bound in (start, end)]
+    bad = [end for _, end in self.bucket_indices if end % whole] + [b for b in bounds if b % 2]
+    if bad:
+        raise ValueError(
+            f"a parameter or bucket that begins or ends at element {bad[0]} does not have whole bytes on "
+            f"each of {self.data_parallel_world_size} ranks: was the layout made before install()?"
+        )
+    self.nvfp4_packed_param_index_map = {
+        param: (start // 2, end // 2, bucket) for param, (start, end, bucket) in self.param_index_map.items()
+    }
+    self.nvfp4_packed_bucket_indices = [(start // 2, end // 2) for start, end in self.bucket_indices]
+    last = {bucket: end for _, end, bucket in sorted(self.param_index_map.values(), key=lambda at: at[1])}
+    starts = [start for start, _ in self.bucket_indices]
+    self.nvfp4_packed_numel_unpadded = sum((last[b] - start) // 2 for b, start in enumerate(starts))
 
 
-def make_buffer_layout(original: Callable, is_packed: Callable[[Any], bool]) -> Callable:
-    def _compute_per_buffer_param_layout(
-        params, bucket_size, data_parallel_world_size, ddp_config, param_indices=None
-    ):
-        """Buckets of NVFP4 weights are padded as for twice the ranks, so that a slice is whole bytes."""
-        shards = data_parallel_world_size * (2 if any(map(is_packed, params)) else 1)
-        layout = original(params, bucket_size, shards, ddp_config, param_indices)
-        if hasattr(layout, "num_optimizer_shards"):
-            layout = dataclasses.replace(layout, num_optimizer_shards=data_parallel_world_size)
-        return layout
-
-    return staticmethod(_compute_per_buffer_param_layout)
+def compute_buffer_layout(
+    original: Callable, is_packed: Callable, params, bucket_size, data_parallel_world_size, *args, **kwargs
+) -> Any:
+    """Buckets of NVFP4 weights are padded as for twice the ranks, so that a slice is whole bytes."""
+    shards = data_parallel_world_size * (2 if any(map(is_packed, params)) else 1)
+    layout = original(params, bucket_size, shards, *args, **kwargs)
+    if hasattr(layout, "num_optimizer_shards"):
+        layout = dataclasses.replace(layout, num_optimizer_shards=data_parallel_world_size)
+    return layout
 
 
 def _check_config(ddp_config: Any, param: NVFP4Tensor, name: str) -> None:
@@ -79,20 +73,15 @@ def _check_config(ddp_config: Any, param: NVFP4Tensor, name: str) -> None:
         )
 
 
-def make_constructor(original: Callable) -> Callable:
-    """original: the constructor of DistributedOptimizer."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
-        """Raises ValueError, on every rank, if masters of a weight would not be made or not be cast."""
-        given = signature.bind(self, *args, **kwargs).arguments
-        buffers = itertools.chain.from_iterable(given["per_model_buffers"].values())
-        for param in (p for buffer in buffers for p in buffer.params if isinstance(p, NVFP4Tensor)):
-            _check_masters(given["config"], param)
-        original(self, *args, **kwargs)
-
-    return __init__
+def construct(self, original: Callable, *args, **kwargs) -> None:
+    """The constructor of DistributedOptimizer. Raises ValueError, on every rank, if masters of a weight would
+    not be made or not be cast.
+    """
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    buffers = itertools.chain.from_iterable(given["per_model_buffers"].values())
+    for param in (p for buffer in buffers for p in buffer.params if isinstance(p, NVFP4Tensor)):
+        _check_masters(given["config"], param)
+    original(self, *args, **kwargs)
 
 
 def _check_masters(config: Any, param: NVFP4Tensor) -> None:
@@ -109,15 +98,11 @@ def _check_masters(config: Any, param: NVFP4Tensor) -> None:
         )
 
 
-def make_refusal(original: Callable) -> Callable:
-    """original: the constructor of Megatron-FSDP."""
-
-    def __init__(self, config, ddp_config, module, *args, **kwargs):
-        held = [name for name, param in module.named_parameters() if isinstance(param, NVFP4Tensor)]
-        if held:
-            raise NotImplementedError(
-                f"Megatron-FSDP cannot shard {held[0]}, a weight in NVFP4: use DistributedDataParallel"
-            )
-        original(self, config, ddp_config, module, *args, **kwargs)
-
-    return __init__
+def construct_fsdp(self, original: Callable, config, ddp_config, module, *args, **kwargs) -> None:
+    """The constructor of Megatron-FSDP."""
+    held = [name for name, param in module.named_parameters() if isinstance(param, NVFP4Tensor)]
+    if held:
+        raise NotImplementedError(
+            f"Megatron-FSDP cannot shard {held[0]}, a weight in NVFP4: use DistributedDataParallel"
+        )
+    original(self, config, ddp_config, module, *args, **kwargs)
