@@ -35,8 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import output, pages, pictures
-from benchmarks.checkpoints import checkpoint
-from benchmarks.export import export
+from benchmarks.checkpoints import checkpoint, export
 from benchmarks.fidelity import SEEDS, fidelity
 from benchmarks.fsdp2 import CASES, fsdp2
 from benchmarks.large import RULES, large

@@ -1,4 +1,4 @@
-"""A checkpoint of several ranks, beside one of plain FP32 DTensors of the same bytes."""
+"""A checkpoint of several ranks, beside one of plain FP32 DTensors; an export for serving engines."""
 
 import argparse
 import collections
@@ -17,14 +17,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zerofp4
-from benchmarks.ranks import Timer
+from benchmarks.ranks import MEGABYTES, Timer
 from benchmarks.session import Session
 from benchmarks.step import with_gradients
-from benchmarks.workloads import parameters_of, weight_shapes
+from benchmarks.workloads import CONFIGS, causal_model, parameters_of, weight_shapes
 from examples.training.checkpoints import from_rank_0
 from zerofp4.launch import World
 
 TMPFS = "/dev/shm"
+CONFIG = CONFIGS / "llama_3_8b.json"
 WHAT = {
     "zerofp4": "masters, moments and steps, by pieces",
     "dtensors": "FP32 DTensors of the same shapes, Shard(0)",
@@ -172,3 +173,44 @@ def report(timer: Timer, name: str, part: str, rounds: list[list[float]], size: 
         rule = f"{place} memory at the peak, above what was held"
         timer.count(f"{name}_{part}_{place}", "percent_of_state", worst[:, i].max().item(), rule)
     return median
+
+
+# An export
+
+
+def export(session: Session, options: argparse.Namespace, world: World) -> None:
+    """serving.save_pretrained of the shape of Llama-3-8B in blocks of 1x16, with random weights.
+
+    Needs transformers and safetensors. Memory is what rank 0, which writes, peaks at above what it held
+    before: on the host resident memory, on the GPU torch's count; the most of all repeats. Figures of time
+    are the median, and depend on the storage.
+
+    At full size the model takes 16 GB in bfloat16, and then 6 GB; the export is 6 GB.
+    """
+    timer, model = Timer(session, world, options.repeats), causal_model(CONFIG, world.device, options.scale)
+    zerofp4.convert_model(model, block=(1, 16), amax_groups=zerofp4.serving.amax_groups(model))
+    for parameter in model.parameters():
+        if isinstance(parameter, zerofp4.NVFP4Tensor):
+            parameter.clear_high_precision_init_val()  # what it was made from
+    size = sum(served.nbytes for served in zerofp4.serving.weights(model).served)
+    timer.count("size", "megabytes", size / MEGABYTES, "tensors of the export")
+    found, tenths = [], set()
+
+    def show(done: int, total: int) -> None:
+        if done * 10 // total not in tenths:
+            tenths.add(done * 10 // total)
+            session.say(f"    {done / MEGABYTES:,.0f} of {total / MEGABYTES:,.0f} MB")
+
+    save = zerofp4.serving.save_pretrained
+    with shared_folder(options.storage, size, world) as folder:
+        for number in range(options.repeats):
+            tenths.clear()
+            found.append(once(lambda: save(model, folder / "served", progress=show), world))
+            session.say(f"    export {number + 1} of {options.repeats}: {found[-1][0]:,.0f} ms")
+    milliseconds, *memory = zip(*found, strict=True)
+    median = torch.tensor(milliseconds, dtype=torch.float64).median().item()
+    timer.count("save", "milliseconds", median, "save_pretrained, on rank 0")
+    for place, peaks in zip(("host", "gpu"), memory, strict=True):
+        if place == "host" or world.device.type == "cuda":
+            rule = f"memory of the {place} above what was held, at its peak"
+            timer.count(f"{place}_memory", "megabytes", max(peaks) / MEGABYTES, rule)

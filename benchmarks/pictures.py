@@ -14,23 +14,15 @@ OURS = "#1f5fa8"
 INCHES_PER_BAR = 0.26
 
 
-def new_picture(rows: int, cols: int, **options) -> tuple[Any, Any]:
+def new_picture(rows: int, cols: int, figsize: tuple[float, float], **options) -> tuple[Any, Any]:
     """The figure, and its axes [rows, cols]."""
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    options |= {"sharex": True, "squeeze": False, "dpi": 130, "layout": "constrained"}
-    figure, axes = pyplot.subplots(rows, cols, **options)
+    figure = Figure(figsize, dpi=130, layout="constrained")
+    axes = figure.subplots(rows, cols, sharex=True, squeeze=False, **options)
     for panel in axes.flat:
         panel.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def save_picture(figure, path: Path) -> Path:
-    from matplotlib import pyplot
-
-    figure.savefig(path)
-    pyplot.close(figure)
-    return path
 
 
 def draw_summary() -> Path:
@@ -43,7 +35,8 @@ def draw_summary() -> Path:
     panel.axvline(1, color="black", linewidth=0.8, linestyle=":")
     panel.set_xlabel("time or memory, over that of the other way")
     panel.invert_yaxis()
-    return save_picture(figure, output.SUMMARY_CHART)
+    figure.savefig(output.SUMMARY_CHART)
+    return output.SUMMARY_CHART
 
 
 # Links
@@ -88,7 +81,8 @@ def draw_links() -> Path:
     panel.set_ylabel("tokens a second, over bf16")
     panel.margins(y=0.2)
     panel.legend(frameon=False, fontsize=9)
-    return save_picture(figure, IMAGES / "links.png")
+    figure.savefig(IMAGES / "links.png")
+    return IMAGES / "links.png"
 
 
 # Memory
@@ -158,4 +152,5 @@ def draw_memory() -> Path:
     handles, labels = axes[0, 0].get_legend_handles_labels()
     options = {"loc": "outside lower center", "frameon": False, "fontsize": 9, "ncols": len(COLORS)}
     figure.legend(handles[: len(COLORS)], labels[: len(COLORS)], **options)
-    return save_picture(figure, MEMORY)
+    figure.savefig(MEMORY)
+    return MEMORY

@@ -68,12 +68,10 @@ class Timer:
     def spans(self, run: Run, **parts: Iterable[str]) -> dict[str, float]:
         """Milliseconds of parts of a call, each of some of zerofp4.distributed.PHASES, as of span()."""
         on_gpu = self.device.type == "cuda"
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
         times: dict[str, list[float]] = {part: [] for part in parts}
         for number in range(1 + PROFILED):  # the first trace of a process may begin too late
             self._meet()
-            with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+            with torch.profiler.profile(acc_events=True) as profile:
                 run()
                 self.session.clock.synchronize()
             for part, phases in parts.items() if number else ():

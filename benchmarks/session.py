@@ -246,12 +246,10 @@ def set_percentage(row: dict, ceiling: float) -> None:
 
 
 def save(result: dict, folder: Path) -> Path:
-    """Write <folder>/<benchmark>_<cuda or cpu>.json, whole or not at all."""
+    """Write <folder>/<benchmark>_<cuda or cpu>.json."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result['benchmark']}_{device_type(result)}.json"
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(scratch, path)
+    path.write_text(json.dumps(result, indent=1) + "\n")
     return path
 
 

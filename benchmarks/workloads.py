@@ -120,7 +120,7 @@ def weight_shapes(scale: int) -> list[tuple[int, int]]:
 
 
 def llama(scale: int = 1) -> Workload:
-    """The 224 linear weights of Llama-3-8B's layers, of which a quarter of the model's flat buffer is owned."""
+    """The 224 linear weights of Llama-3-8B's layers; a quarter of the model's flat buffer is owned."""
     sizes = list(llama_sizes(scale))
     total = sum(rows * cols for (rows, cols), _ in sizes)
     begin, end = total * RANK // RANKS, total * (RANK + 1) // RANKS

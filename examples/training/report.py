@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import profile, schedule
 
 from zerofp4.distributed import PHASES, PREFIX
 from zerofp4.inspect.table import print_table
@@ -76,11 +76,9 @@ def read_metrics(path: Path) -> list[dict]:
     return rows
 
 
-def profile_steps(device: torch.device, count: int) -> profile:
+def profile_steps(count: int) -> profile:
     """A profiler of `count` steps after the first ones; its step() is called after each step."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    when = schedule(wait=WARM_UP - 1, warmup=1, active=count, repeat=1)
-    return profile(activities=activities, schedule=when, acc_events=True)
+    return profile(schedule=schedule(wait=WARM_UP - 1, warmup=1, active=count, repeat=1), acc_events=True)
 
 
 def phases_of(profiler: profile, count: int, sent: dict[str, int], device: torch.device) -> dict[str, dict]:

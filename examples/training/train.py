@@ -149,7 +149,7 @@ def train(kind: str, options: argparse.Namespace, text: Text, world: World, inte
     last_taken, skipped = done, optimizer.skipped_steps
     recorder = report.Recorder(options.out, kind, options.steps, world.rank == 0, done)
     profiled = max(0, min(options.profile_steps, (options.steps - done - report.WARM_UP) // 2))
-    profiler = report.profile_steps(world.device, profiled) if profiled else None
+    profiler = report.profile_steps(profiled) if profiled else None
     with profiler or contextlib.nullcontext():
         for step in recorder.remaining():
             step_start = time.perf_counter()
