@@ -10,15 +10,9 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
     FakeTensor) and for a sparse layout; ValueError and RuntimeError as check_memory.
     """
     if dispatches(tensor):
-        instead = {
-            "to_local": "its to_local()",
-            "fake_mode": "a tensor with data",
-            "record": "its dequantize(), or the values that it was made from",
-        }
-        found = (text for attribute, text in instead.items() if hasattr(tensor, attribute))
         raise TypeError(
-            f"{name} is a {type(tensor).__name__}, which has no memory of its own: "
-            f"pass {next(found, 'the plain tensor inside')}"
+            f"{name} is a {type(tensor).__name__}, which has no memory of its own: pass a plain tensor, such "
+            "as to_local() of a DTensor, or dequantize() of a quantized one"
         )
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}: pass its to_dense()")
