@@ -12,7 +12,6 @@ from helpers import assert_bytes_equal, freed
 from tensor_helpers import make, values
 
 import zerofp4
-from zerofp4 import ops
 from zerofp4.gemm import Operand
 
 READS = {
@@ -85,32 +84,6 @@ def test_freed_scales_of_a_list_are_not_swizzled(device):
     freed(tensors[1].rowwise_scale)
     with pytest.raises(RuntimeError, match=r"scales\[1\] needs 15 bytes of its storage, which has 0"):
         zerofp4.swizzle_scales(tensors)
-
-
-def test_lists_of_plain_tensors(device):
-    """An empty one has no address either, and nothing to lose."""
-    tensors = [torch.ones(n, device=device) for n in (5, 0, 7)]
-    gone = [*tensors, freed(torch.ones(9, device=device))]
-    found = torch.zeros((), dtype=torch.int32, device=device)
-    squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=device)
-    ops.find_nonfinite(tensors, [3, 2, 1], found)
-    ops.add_squares(tensors, squares)
-    for call in (
-        lambda: ops.find_nonfinite(gone, [4, 3, 2, 1], found),
-        lambda: ops.add_squares(gone, squares),
-    ):
-        with pytest.raises(RuntimeError, match=r"tensors\[3\] needs .* which has 0"):
-            call()
-
-
-def test_what_a_stage_is_given_later(device):
-    """Codes that are bound to a transpose."""
-    record = make(device).record
-    stage = ops.PostStage(device)
-    stage.bind([record])
-    freed(record.rowwise.data)
-    with pytest.raises(RuntimeError, match=r"rowwise_data needs .* which has 0"):
-        stage.bind([record])
 
 
 def test_what_is_handed_over():
