@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, MXFP8_BLOCK, MXFP8_SCALE_LAYOUTS, SCALE_LAYOUTS
+from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, MXFP8_BLOCK
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -57,8 +57,6 @@ def scale_shape(rows: int, cols: int, block_rows: int, layout: str = "compact") 
     """Shape of the E4M3 scales of a [rows, cols] matrix. Padded layouts repeat a block's byte over its rows,
     so their shape does not depend on block_rows.
     """
-    if layout not in SCALE_LAYOUTS:
-        raise ValueError(f"scale layout must be one of {SCALE_LAYOUTS}, got {layout!r}")
     columns = ceil_div(cols, BLOCK)
     if layout == "compact":
         return ceil_div(rows, block_rows), columns
@@ -69,8 +67,6 @@ def mxfp8_scale_shape(rows: int, cols: int, columnwise: bool, layout: str = "com
     """Shape of the E8M0 scales of a [rows, cols] matrix, blocks of 32 lying along rows or, columnwise, along
     columns. Swizzled ones are padded, the columnwise ones as of the transpose.
     """
-    if layout not in MXFP8_SCALE_LAYOUTS:
-        raise ValueError(f"MXFP8 scale layout must be one of {MXFP8_SCALE_LAYOUTS}, got {layout!r}")
     if layout == "compact":
         return (ceil_div(rows, MXFP8_BLOCK), cols) if columnwise else (rows, ceil_div(cols, MXFP8_BLOCK))
     across, along = (cols, rows) if columnwise else (rows, cols)

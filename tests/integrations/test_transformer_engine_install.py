@@ -155,27 +155,6 @@ def test_versions_that_are_not_known_are_refused(package, version):
     assert functions(utils) == originals
 
 
-def other_signature(utils):
-    utils.post_all_gather_processing = lambda model_weights, stream: None
-
-
-def missing(utils):
-    del utils.post_all_gather_processing
-
-
-@pytest.mark.parametrize(
-    ("change", "got"), [(other_signature, r"\(model_weights, stream\)"), (missing, "None")]
-)
-def test_functions_that_are_not_known_are_refused(package, change, got):
-    utils, _ = package()
-    change(utils)
-    cast = utils.quantize_master_weights
-    message = rf"post_all_gather_processing must be a function of \(model_weights\), got {got}"
-    with pytest.raises(RuntimeError, match=message):
-        adapter.install()
-    assert utils.quantize_master_weights is cast
-
-
 @pytest.mark.parametrize("name", ["transformer_engine", UTILS])
 def test_a_package_that_cannot_be_imported(package, monkeypatch, name):
     package()

@@ -180,8 +180,3 @@ def test_compiles_without_a_break(device):
 
     compiled = torch.compile(use, fullgraph=True, backend="aot_eager")
     assert_all_equal(compiled(*tensors), use(*tensors), "compiled")
-
-
-def test_an_unknown_layout_has_no_shape():
-    with pytest.raises(ValueError, match="got 'tiled'"):
-        scale_shape(16, 16, 16, "tiled")

@@ -66,8 +66,6 @@ class NVFP4Storage(Storage):
         for name, side in self.sides():
             if side.amax is None:
                 raise ValueError(f"the {name} copy has no amax")
-        if not self.hadamard and self.columnwise_amax is not None and self.columnwise_amax is not self.amax:
-            raise ValueError("columnwise_amax must be amax itself unless the columnwise copy is transformed")
 
     @property
     def scheme(self) -> tuple:

@@ -47,14 +47,9 @@ class Storage(Sides):
         record = cls.from_context(shape, context)
         vars(record).update(sides_of(buffers))
         record.check_context()
-        if record.rowwise is None and record.columnwise is None:
-            raise ValueError(f"buffers must have a copy of the matrix, got {list(buffers)}")
         for name, side in record.sides():
             if side.data is None or "compact" not in side.scales:
                 raise ValueError(f"buffers must have {name}_data and {name}_scale, got {list(buffers)}")
-        unknown = buffers.keys() - dict(record.buffers()).keys()
-        if unknown:
-            raise ValueError(f"buffers must be those of {cls.__name__}, got {sorted(unknown)}")
         record.check()
         return record
 

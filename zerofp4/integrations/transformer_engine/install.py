@@ -1,7 +1,6 @@
 """Our functions in the place of TransformerEngine's, and back."""
 
 import importlib
-import inspect
 import re
 import sys
 import types
@@ -24,15 +23,13 @@ def install() -> None:
 
     Modules that have imported these functions by name get ours too.
 
-    Raises ImportError if TransformerEngine cannot be imported, RuntimeError for a version that is not known,
-    or whose functions take other arguments. Nothing has changed when it raises.
+    Raises ImportError if TransformerEngine cannot be imported, RuntimeError for a version that is not known.
+    Nothing has changed when it raises.
     """
     if _originals:
         return
     utils = _find_utils()
-    found = {name: getattr(utils, name, None) for name in _REPLACEMENTS}
-    for name, ours in _REPLACEMENTS.items():
-        _check_signature(name, found[name], ours)
+    found = {name: getattr(utils, name) for name in _REPLACEMENTS}
     for name, ours in _REPLACEMENTS.items():
         _exchange(found[name], ours)
     _originals.update(found)
@@ -115,16 +112,6 @@ def _find_utils() -> types.ModuleType:
         return importlib.import_module("transformer_engine.pytorch.tensor.utils")
     except ImportError as error:
         raise ImportError(f"install() needs TransformerEngine, which cannot be imported: {error}") from error
-
-
-def _check_signature(name: str, found: Any, ours: Callable) -> None:
-    taken = list(inspect.signature(found).parameters) if callable(found) else None
-    expected = list(inspect.signature(ours).parameters)
-    if taken != expected:
-        raise RuntimeError(
-            f"TransformerEngine's {name} must be a function of ({', '.join(expected)}), got "
-            f"{found if taken is None else '(' + ', '.join(taken) + ')'}"
-        )
 
 
 def _exchange(old: Callable, new: Callable) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from zerofp4.format import BLOCK, SCALE_DTYPE
 from zerofp4.ops import pointers
-from zerofp4.storage import NVFP4Storage, Side, Storage, check_buffer, check_plain, dispatches, note_rebinding
+from zerofp4.storage import NVFP4Storage, Side, check_buffer, check_plain, dispatches, note_rebinding
 
 OLDEST, NEWEST = (2, 14), (2, 20)
 """The minor versions whose functions and tensors were read: 2.14 is the first with both functions."""
@@ -49,7 +49,7 @@ class TensorRecord(NVFP4Storage):
         if self.problem is not None:
             kind, message = self.problem
             raise kind(message)
-        Storage.check(self)  # NVFP4Storage wants one amax; a cast writes both
+        super().check()
 
     def look(self, tensor: torch.Tensor) -> None:
         """Take the tensor's buffers if they have changed. Asked of every weight in a step."""
