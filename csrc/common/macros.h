@@ -3,10 +3,13 @@
 
 #include <cstdint>
 
+// On the host, always inline: the linker might take a function from a variant of another instruction set.
+#define ZEROFP4_HOST inline __attribute__((always_inline))
+
 #if defined(__CUDACC__)
 #define ZEROFP4_HD __host__ __device__ __forceinline__
 #else
-#define ZEROFP4_HD inline __attribute__((always_inline))
+#define ZEROFP4_HD ZEROFP4_HOST
 #endif
 
 #if defined(__CUDACC__) && defined(__CUDA_ARCH__)
