@@ -19,6 +19,11 @@ class MXFP8Storage(Storage):
     context_fields: ClassVar = ("dtype",)
     block: ClassVar[tuple[int, int]] = (1, MXFP8_BLOCK)
 
+    def values_source(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """(data, compact scale, columnwise) of the copy that gives the values."""
+        copy = self.rowwise or self.columnwise
+        return copy.data, copy.scales["compact"], self.rowwise is None
+
     @classmethod
     def buffer_dtype(cls, name: str) -> torch.dtype:
         return MXFP8_SCALE_DTYPE if "scale" in name else MXFP8_DATA_DTYPE

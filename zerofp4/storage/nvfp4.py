@@ -36,6 +36,19 @@ class NVFP4Storage(Storage):
         """Dequantization divides by 6 times this."""
         return int(E4M3_MAX) if self.four_over_six is None else self.four_over_six.e4m3_max
 
+    def values_source(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, bool]:
+        """(data, compact scale, amax, block_rows, e4m3_max, columnwise) of the copy that gives the values.
+        Raises ValueError where there is none but a columnwise copy of the transform.
+        """
+        copy = self.rowwise or self.columnwise
+        columnwise = self.rowwise is None
+        if columnwise and self.hadamard:
+            raise ValueError(
+                "this tensor has only a columnwise copy, of its Hadamard transform, which does not give its "
+                "values: quantize with rowwise=True"
+            )
+        return copy.data, copy.scales["compact"], copy.amax, self.block[0], self.e4m3_max, columnwise
+
     @classmethod
     def buffer_dtype(cls, name: str) -> torch.dtype:
         return SCALE_DTYPE if "scale" in name else torch.float32 if "amax" in name else torch.uint8

@@ -9,8 +9,7 @@ from zerofp4.format import BLOCK, WEIGHT_DTYPES
 from zerofp4.layout import scale_shape
 from zerofp4.storage import Side, check_block, side_of
 from zerofp4.tensors.mxfp8 import MXFP8Tensor
-from zerofp4.tensors.mxfp8 import values_source as mxfp8_values_source
-from zerofp4.tensors.nvfp4 import NVFP4Tensor, values_source
+from zerofp4.tensors.nvfp4 import NVFP4Tensor
 
 ScaleOf = tuple[torch.Tensor, tuple[int, int]]
 """E4M3 scales (or their uint8 bytes), and the shape (rows, cols) of the matrix that they belong to."""
@@ -43,8 +42,7 @@ def dequantize_many(
     values: dict[int, torch.Tensor] = {}
     for is_mxfp8, each in dict.fromkeys(wanted):
         members = [i for i, own in enumerate(wanted) if own == (is_mxfp8, each)]
-        source = mxfp8_values_source if is_mxfp8 else values_source
-        sources = [source(tensors[i].record) for i in members]
+        sources = [tensors[i].record.values_source() for i in members]
         try:
             made = (ops.mxfp8_values_of_many if is_mxfp8 else ops.values_of_many)(sources, each)
         except RuntimeError:

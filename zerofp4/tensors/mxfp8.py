@@ -10,14 +10,8 @@ from zerofp4.tensors.arguments import check_out, check_values, detached, kernel_
 from zerofp4.tensors.quantized_tensor import QuantizedTensor, wrap
 
 
-def values_source(record: MXFP8Storage) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """(data, compact scale, columnwise) of the copy that gives the values."""
-    copy = record.rowwise or record.columnwise
-    return copy.data, copy.scales["compact"], record.rowwise is None
-
-
 def _dequantize(record: MXFP8Storage, dtype: torch.dtype) -> torch.Tensor:
-    return torch.ops.zerofp4.dequantize_mxfp8(*values_source(record), "compact", dtype)
+    return torch.ops.zerofp4.dequantize_mxfp8(*record.values_source(), "compact", dtype)
 
 
 def _quantize_into(x: torch.Tensor, record: MXFP8Storage, skip: torch.Tensor | None = None) -> None:

@@ -16,20 +16,6 @@ from zerofp4.tensors.initial_value import INIT_VAL, initial_value
 from zerofp4.tensors.quantized_tensor import QuantizedTensor, buffer_property
 
 
-def values_source(record: NVFP4Storage) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, bool]:
-    """(data, compact scale, amax, block_rows, e4m3_max, columnwise) of the copy that gives the values. Raises
-    ValueError where there is none but a columnwise copy of the transform.
-    """
-    copy = record.rowwise or record.columnwise
-    columnwise = record.rowwise is None
-    if columnwise and record.hadamard:
-        raise ValueError(
-            "this tensor has only a columnwise copy, of its Hadamard transform, which does not give its "
-            "values: quantize with rowwise=True"
-        )
-    return copy.data, copy.scales["compact"], copy.amax, record.block[0], record.e4m3_max, columnwise
-
-
 class NVFP4Tensor(QuantizedTensor):
     """A tensor in NVFP4: 4-bit codes, E4M3 scales of blocks, a float32 amax (see QuantizedTensor). Its
     buffers are those of NVFP4Storage.
@@ -40,7 +26,7 @@ class NVFP4Tensor(QuantizedTensor):
 
     record: NVFP4Storage
     _record_type = NVFP4Storage
-    _dequantize = staticmethod(lambda record, dtype: ops.values_of(*values_source(record), dtype))
+    _dequantize = staticmethod(lambda record, dtype: ops.values_of(*record.values_source(), dtype))
     _quantize_into = staticmethod(ops.quantize_into)
 
     rowwise_scale_expanded = buffer_property("rowwise_scale_expanded")
@@ -86,9 +72,8 @@ class NVFP4Tensor(QuantizedTensor):
 
 
 torch.serialization.add_safe_globals([NVFP4Tensor])
-ops.configure_linear(
-    NVFP4Tensor, values_source, products.linear_product, products.linear_gradients, gradient_place
-)
+_linear = products.linear_product, products.linear_gradients, gradient_place
+ops.configure_linear(NVFP4Tensor, NVFP4Storage.values_source, *_linear)
 
 
 def quantize_dequantize(

@@ -234,8 +234,7 @@ class Gathered:
         self._stage = ops.PostStage(device)
         if as_values:
             self._values = torch.empty(source.shape, dtype=source.dtype, device=device)
-            scale = record.rowwise.scales["compact"]
-            self._read = (codes, scale, amax, record.block[0], record.e4m3_max, False)
+            self._read = record.values_source()
             derived = [self._values]
         elif record.columnwise is not None:
             columns = torch.empty(record.data_shape("columnwise"), dtype=torch.uint8, device=device)
