@@ -14,6 +14,11 @@ from zerofp4.storage.memory import (
 from zerofp4.storage.mxfp8 import MXFP8Storage
 from zerofp4.storage.nvfp4 import NVFP4Storage, Scheme, check_block, check_rounding, check_transform
 from zerofp4.storage.record import (
+    BUFFERS,
+    SIDES,
+    Gate,
+    Side,
+    Sides,
     Storage,
     adapters,
     called,
@@ -22,18 +27,11 @@ from zerofp4.storage.record import (
     check_sides,
     empty_buffer,
     record_of,
-    side_of,
-    weight_record,
-)
-from zerofp4.storage.sides import (
-    BUFFERS,
-    SIDES,
-    Gate,
-    Side,
-    Sides,
     scale_name,
     side_and_layout,
     side_names,
+    side_of,
     sides_of,
     unstack,
+    weight_record,
 )

@@ -8,8 +8,7 @@ import torch
 
 from zerofp4.format import BLOCK, E4M3_MAX, SCALE_DTYPE, WEIGHT_DTYPES, FourOverSix
 from zerofp4.layout import as_matrix, check_matrix, columnwise_rows, scale_shape, stacked_matrices
-from zerofp4.storage.record import Storage, check_layouts, check_sides
-from zerofp4.storage.sides import unstack
+from zerofp4.storage.record import Storage, check_layouts, check_sides, unstack
 
 
 @dataclasses.dataclass(eq=False)
