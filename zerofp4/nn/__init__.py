@@ -7,11 +7,10 @@ from zerofp4.nn.convert import convert_model, free_frozen, names_in_converted_mo
 from zerofp4.nn.experts import Experts
 from zerofp4.nn.grouped_linear import GroupedLinear
 from zerofp4.nn.layer_norm import LayerNormLinear, LayerNormMLP
-from zerofp4.nn.linear import Linear
+from zerofp4.nn.linear import Linear, quantize_input
 from zerofp4.nn.plain_state import register_plain_state_dict
 from zerofp4.nn.quantizers import primary_parameter
 from zerofp4.nn.recipe import MXFP8Recipe, NVFP4Recipe, autocast
-from zerofp4.nn.shared_input import quantize_input
 
 __all__ = [
     "Conv1D",
