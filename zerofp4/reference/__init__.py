@@ -9,7 +9,6 @@ changes bytes.
 from zerofp4.reference.adamw import *
 from zerofp4.reference.compact import *
 from zerofp4.reference.elements import *
-from zerofp4.reference.experts import *
 from zerofp4.reference.four_over_six import *
 from zerofp4.reference.gemm import *
 from zerofp4.reference.hadamard import *
