@@ -284,9 +284,6 @@ class WeightCache:
         kept = (torch.Size(shape), parts[0].dtype, parts[0].device)
         return kept == (weight.shape, weight.dtype, weight.device)
 
-    def __deepcopy__(self, memo: dict) -> "WeightCache":
-        return WeightCache()
-
     def __reduce__(self) -> tuple[Callable, tuple]:
         return WeightCache, ()
 

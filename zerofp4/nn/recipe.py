@@ -105,9 +105,6 @@ class _Recipes(dict[str, Recipe | None]):
     guards on what it finds in a layer, not on a layer that it looks up elsewhere. Copies are in no model yet.
     """
 
-    def __deepcopy__(self, memo: dict) -> "_Recipes":
-        return _Recipes()
-
     def __reduce__(self) -> tuple[type, tuple]:
         return _Recipes, ()
 
