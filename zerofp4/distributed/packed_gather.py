@@ -43,7 +43,7 @@ class PackedGather:
         self._states = self.staging.view(torch.int32)[:, 0]
         self._low = self._find_low_codes()
         self._header = header
-        self._stages = ops.NativePlan(device) if self.size > 1 else None
+        self._stages = ops.NativePlan(device)
         self.bind(buffers)
 
     def _address(self, rank: int, i: int) -> int:
@@ -70,7 +70,7 @@ class PackedGather:
     def bind(self, buffers: Sequence[torch.Tensor]) -> None:
         """Gather from and to these buffers from now on. RuntimeError, with no change, during a capture."""
         pointers = ops.addresses_of("rowwise_data", buffers)
-        if self._stages is not None:
+        if self.size > 1:
             own = [
                 ops.GatherRun(pointers[i] + first, self._address(self.rank, i), 0, last - first)
                 for i, (first, last) in enumerate(map(byte_range, self._shards[self.rank]))
@@ -94,22 +94,19 @@ class PackedGather:
 
     def pack(self) -> None:
         """This rank's shards into its slot of the staging buffer."""
-        if self._stages is not None:
-            self._stages.run("pack", ops.GATHER_PRESENT)
+        self._stages.run("pack", ops.GATHER_PRESENT)
 
     def unpack(self) -> None:
         """The other ranks' shards out of their slots."""
-        if self._stages is not None:
-            self._stages.run("unpack")
+        self._stages.run("unpack")
 
     def queue(self, error: OwnError) -> None:
         """Gather, on every rank, without waiting for the device. A rank that brings an error raises it; then,
         or if the step before did not take place, no rank changes a weight, and the header's status says so.
         """
-        if self._stages is not None:
-            self._exchange(ops.GATHER_FAILED if error else ops.GATHER_PRESENT)
-            if not error:
-                self.unpack()
+        self._exchange(ops.GATHER_FAILED if error else ops.GATHER_PRESENT)
+        if not error:
+            self.unpack()
         error.raise_if_any()
 
     def run(self, state: int = ops.GATHER_PRESENT, error: OwnError | None = None) -> bool:
@@ -117,13 +114,10 @@ class PackedGather:
         error raises it; then, or if only some ask for another, all others raise RuntimeError.
         """
         state = ops.GATHER_FAILED if error else state
-        states = [state]
-        if self._stages is not None:
-            self._exchange(state)
+        self._exchange(state)
         if error:
             raise error.take()
-        if self._stages is not None:
-            states = self._states.tolist()
+        states = self._states.tolist() if self.size > 1 else [state]
         if ops.GATHER_FAILED in states:
             rank = states.index(ops.GATHER_FAILED)
             raise RuntimeError(f"rank {rank} found an error; no rank changed a weight")
@@ -137,8 +131,9 @@ class PackedGather:
         return state == ops.GATHER_PRESENT
 
     def _exchange(self, state: int) -> None:
-        self._stages.run("pack", state)
-        all_gather_slices(self.staging.view(-1), self.group(), stage="gathering codes")
+        if self.size > 1:
+            self._stages.run("pack", state)
+            all_gather_slices(self.staging.view(-1), self.group(), stage="gathering codes")
 
 
 def _offsets(shards: Sequence[Shard]) -> tuple[list[int], int]:
