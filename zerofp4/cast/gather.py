@@ -83,7 +83,7 @@ def _build_gather(parsed, error: OwnError, group: dist.ProcessGroup | None) -> K
     records, shards = ([], []) if error else parsed
     gathered = distributed.exchange((describe(records), shards), error, group, "all_gather_nvfp4()")
     check_same_weights([weights for weights, _ in gathered])
-    rank_shards = [[Shard(*shard) for shard in of_rank] for _, of_rank in gathered]
+    rank_shards = [of_rank for _, of_rank in gathered]
     names = [name for name, *_ in gathered[0][0]]
     distributed.check_ownership(names, [record.shape.numel() for record in records], rank_shards)
     device = records[0].device if records else torch.device("cpu")

@@ -16,7 +16,6 @@ from zerofp4.cast.request import CastRequest, check_refresh, check_request, matr
 from zerofp4.cast.scales import gathered_buffers, gathered_shards, travelling_scales, travelling_shards
 from zerofp4.cast.signature import Signature, check_agreement, describe, plan_hash
 from zerofp4.distributed import GroupReference, OwnError, PackedGather, Pending, attempt
-from zerofp4.shard import Shard
 from zerofp4.storage import NVFP4Storage
 
 REDUCTION = "reducing the amaxes of a cast"
@@ -102,16 +101,16 @@ class CastPlan:
         signature = None
         if request is not None:
             asked = request.amax_groups, request.on_nonfinite, number
-            signature = (describe(request.records), *asked, request.shards, request.shard_codes is None)
-        gathered = distributed.exchange(signature, error, group, "building a CastPlan")
-        signatures = [Signature(*signature) for signature in gathered]
+            into_weights = request.shard_codes is None
+            signature = Signature(describe(request.records), *asked, request.shards, into_weights)
+        signatures = distributed.exchange(signature, error, group, "building a CastPlan")
         check_agreement(signatures)
 
         self.group = GroupReference(group)
         self._request, self._device = request, request.device
         self._sharded = len(signatures) > 1
         self._names = [name for name, *_ in signatures[0].weights]
-        self._rank_shards = [[Shard(*shard) for shard in signature.shards] for signature in signatures]
+        self._rank_shards = [signature.shards for signature in signatures]
         for i, name in enumerate(self._names):
             distributed.check_disjoint(name, [of_rank[i] for of_rank in self._rank_shards])
         self._into_weights = all(signature.into_weights for signature in signatures)

@@ -54,7 +54,7 @@ def check_same_weights(descriptions: Sequence[Sequence[Description]]) -> None:
     first, other = descriptions[0], descriptions[rank]
     if i is None:
         raise ValueError(f"rank 0 has {len(first)} model_weights, rank {rank} has {len(other)}")
-    mine, theirs = Description(*first[i]), Description(*other[i])
+    mine, theirs = first[i], other[i]
     for what in Description._fields[1:]:
         if getattr(mine, what) != getattr(theirs, what):
             raise ValueError(
