@@ -12,7 +12,6 @@ from zerofp4.reference.elements import *
 from zerofp4.reference.four_over_six import *
 from zerofp4.reference.gemm import *
 from zerofp4.reference.hadamard import *
-from zerofp4.reference.known import *
 from zerofp4.reference.layouts import *
 from zerofp4.reference.mxfp8 import *
 from zerofp4.reference.quantize import *

@@ -2,7 +2,7 @@
 
 import torch
 
-from zerofp4.format import E2M1_MAX, E4M3_MAX
+from zerofp4.format import BLOCK, E2M1_MAX, E2M1_VALUES, E4M3_MAX
 from zerofp4.reference.elements import e2m1_to_float, unpack
 from zerofp4.reference.mxfp8 import mxfp8_decode
 from zerofp4.reference.scales import spread
@@ -38,3 +38,25 @@ def gemm(
     out = a @ b.t()
     out = out if alpha is None else out * alpha.double()
     return out if bias is None else out + bias.double()
+
+
+# Matrices that both formats hold exactly, and whose products are known without a sum
+
+
+def one_hot(size: int) -> torch.Tensor:
+    """[size, size]: in each row one element, 6 times a power of two, on the diagonal."""
+    exponents = torch.arange(size, dtype=torch.int64) // BLOCK % 5 - 2
+    return torch.diag(E2M1_MAX * 2.0 ** exponents.float())
+
+
+def pattern(rows: int, contraction: int) -> torch.Tensor:
+    """[rows, contraction]: values of E2M1 in all places, a 6 in each block, and scales, powers of two, that
+    differ from those of the tiles around.
+    """
+    i = torch.arange(rows, dtype=torch.int64).unsqueeze(1)
+    k = torch.arange(contraction, dtype=torch.int64).unsqueeze(0)
+    sign = 1 - 2 * ((i * 5 + k * 3) // 7 % 2)
+    value = torch.tensor(E2M1_VALUES, dtype=torch.float32)[(i + 3 * k + k // BLOCK) % 8]
+    width = (contraction - k // BLOCK * BLOCK).clamp_max(BLOCK)
+    value = torch.where(k % BLOCK == (i + k // BLOCK) % width, E2M1_MAX, value)
+    return sign * value * 2.0 ** ((i // BLOCK * 5 + k // BLOCK * 3) % 11 - 5).float()
