@@ -25,13 +25,13 @@ from zerofp4.nn.quantizers import (
 from zerofp4.nn.recipe import Recipe, recipe_of_key
 from zerofp4.storage import BUFFERS, MXFP8Storage, NVFP4Storage, Side, Storage, sides_of
 from zerofp4.tensors import (
+    HANDLERS,
     GroupedNVFP4,
     MXFP8Tensor,
     NVFP4Tensor,
     QuantizedTensor,
     multiply,
     quantize_grouped,
-    register_handler,
 )
 
 _WEIGHT = "Tensor? weight, Tensor?[] primary, ScalarType dtype, int e4m3_max, str recipe, Tensor? cache"
@@ -147,8 +147,7 @@ class _Weight(NamedTuple):
             record: Storage = NVFP4Storage(shape, self.dtype, block, **options)
         else:
             record = MXFP8Storage(torch.Size((*lines, width)), self.dtype)
-        for name, side in sides_of(given).items():
-            setattr(record, name, side)
+        vars(record).update(sides_of(given))
         return [record]
 
 
@@ -233,7 +232,7 @@ def _multiply_groups(quantizers, x, splits, bias, weights, weight_needs: bool) -
     return [y, offsets, q_x.error, *(_copy(q_x.columnwise, "compact") if weight_needs else [])]
 
 
-@ops.fake("linear")
+@torch.library.register_fake("zerofp4::linear")
 def _(x, x_copies, splits, bias, *others):
     weight, (_, x_needs, weight_needs) = _weight_first(others)
     quantizers, kept = weight.quantizers(x.device), []
@@ -365,7 +364,7 @@ def _gradients_of_groups(quantizers, grad, groups, x, cols, weights, dtype, main
     return grad_x, grad_weight, sums
 
 
-@ops.fake("linear_gradients")
+@torch.library.register_fake("zerofp4::linear_gradients")
 def _(grad, groups, x, cols, own, *others):
     weight, (out, _, x_dtype, x_needs, bias_needs) = _weight_first(others)
     count, features = [groups[0].shape[0]] if groups else [], grad.shape[-1]
@@ -387,7 +386,7 @@ def _cache_weight(cache, weight, recipe, is_first) -> None:
     WeightCache.of_handle(cache).get(weight, quantizers_of(recipe, weight.device), is_first)
 
 
-@ops.fake("cache_weight")
+@torch.library.register_fake("zerofp4::cache_weight")
 def _(cache, weight, recipe, is_first) -> None:
     pass
 
@@ -420,7 +419,7 @@ def _with_buffers(operator):
 
 
 for _operator in (torch.ops.zerofp4.linear.default, torch.ops.zerofp4.linear_gradients.default):
-    register_handler(_operator, _with_buffers(_operator))
+    HANDLERS[_operator] = _with_buffers(_operator)
 
 
 def _cached_rows(quantizers: Quantizers, weight: torch.Tensor, cache: torch.Tensor) -> tuple | None:

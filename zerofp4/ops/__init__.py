@@ -56,7 +56,7 @@ from zerofp4.ops.optimizer import (
 from zerofp4.ops.product import add_scaled_product, product_values, scaled_product
 from zerofp4.ops.quantize import Quantization, choice_arguments, draw_rng_state, quantize_into
 from zerofp4.ops.scales import change_scales, derived_side, padded_scale
-from zerofp4.ops.schemas import backend, fake, grouped_shapes, is_plain_call
+from zerofp4.ops.schemas import backend, grouped_shapes, is_plain_call
 from zerofp4.ops.stages import (
     CastItem,
     ERROR_WORD,

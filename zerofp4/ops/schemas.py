@@ -21,13 +21,8 @@ _backends: dict[str, tuple[torch.library.Library, Callable]] = {}
 
 
 def operator(name: str, schema: str) -> Callable[[Callable], Callable]:
-    """Defines an operator; the function is its fake()."""
+    """Defines an operator; the function is its implementation on tensors without values."""
     torch.library.define(f"zerofp4::{name}", schema)
-    return fake(name)
-
-
-def fake(name: str) -> Callable[[Callable], Callable]:
-    """Registers a function as the implementation of an operator on tensors without values."""
     return torch.library.register_fake(f"zerofp4::{name}")
 
 

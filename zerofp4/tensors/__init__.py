@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401
 from zerofp4.tensors.arguments import reads_columns, weight_columns
-from zerofp4.tensors.dispatch import register_handler
+from zerofp4.tensors.dispatch import HANDLERS
 from zerofp4.tensors.gradient_places import GradientPlace
 from zerofp4.tensors.grouped import GroupedNVFP4, host_sizes, quantize_grouped, sizes_on
 from zerofp4.tensors.held import Holder, check_not_averaged, is_held

@@ -1,7 +1,6 @@
 """What torch's operators do with quantized tensors: handlers of __torch_dispatch__, below autograd."""
 
 import sys
-from collections.abc import Callable
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -244,9 +243,4 @@ HANDLERS = {
 # Above autograd these come apart into _to_copy. In inference mode nothing takes them apart but this.
 for _whole in (_aten.to.dtype, _aten.to.device, _aten.to.dtype_layout, _aten.to.other, _aten.type_as.default):
     HANDLERS[_whole] = _whole.decompose
-"""By operator; every other one sees dequantized copies."""
-
-
-def register_handler(operator, handler: Callable) -> None:
-    """What an operator of a higher layer does with quantized tensors."""
-    HANDLERS[operator] = handler
+"""By operator, those of higher layers too; every other one sees dequantized copies."""
