@@ -288,12 +288,18 @@ class CastPlan:
             self._travelling = distributed.start_reduce_max(self.wire, self.group(), REDUCTION)
         return late.take()
 
-    def finish_step(self, halfway: tuple[int, int, Callable[[], object]] | None = None) -> None:
+    def finish_step(
+        self,
+        halfway: tuple[int, int, Callable[[], object]] | None = None,
+        write_codes: Callable[[], object] | None = None,
+    ) -> None:
         """halfway: a weight's position, one of its rows (of the E * N of a stack) or their number, and what
         to call once the codes before that row are queued.
+        write_codes: called instead of the cast, by a caller with the masters. It queues copies of this rank's
+        codes and scales that travel.
         """
         self._settle()
-        self._write(halfway)
+        self._write(halfway, write_codes)
 
     def _settle(self) -> None:
         """Wait for a reduction that was begun, also of a step that was left between its halves."""
@@ -326,9 +332,16 @@ class CastPlan:
         self._amaxes = Amaxes.NONE
         return late
 
-    def _write(self, halfway: tuple[int, int, Callable[[], object]] | None = None) -> None:
+    def _write(
+        self,
+        halfway: tuple[int, int, Callable[[], object]] | None = None,
+        write_codes: Callable[[], object] | None = None,
+    ) -> None:
         """Scales and codes, from the reduced vector."""
-        if halfway is None:
+        if write_codes is not None:
+            self._stages.run("scale")
+            write_codes()
+        elif halfway is None:
             self._stages.run("scale_cast")
         else:
             position, row, between = halfway

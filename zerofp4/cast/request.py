@@ -298,7 +298,7 @@ def check_refresh(request: CastRequest, names: Sequence[str]) -> None:
                     f"{names[i]} must keep its {what} {getattr(old, what)}, now has {getattr(new, what)}: "
                     "build a new plan"
                 )
-        if shard.numel:
+        if shard.numel and request.masters[i] is not None:
             now = check_master(i, new, request.masters[i], shard.start)
             if now != shard:
                 raise ValueError(f"master_weights[{i}] must keep its {shard.numel} elements, has {now.numel}")

@@ -50,15 +50,20 @@ class Trained(NamedTuple):
 
 
 def build_buckets(
-    trained: Sequence[Trained], bucket_mb: float, wire: torch.dtype | None, overlap: str | None
+    trained: Sequence[Trained],
+    bucket_mb: float,
+    wire: torch.dtype | None,
+    overlap: str | None,
+    offloads: bool = False,
 ) -> list[Bucket]:
     """Assign the parameters to buckets, the same list on every rank.
 
     The parameters of a bucket share their sharding, their optimizer, their kind (NVFP4 in the same blocks, or
-    a dtype) and their state, and buckets are sorted by these four. In a group of one rank nothing travels:
-    each combination is one bucket.
+    a dtype) and their state, and buckets are sorted by these four. In a group of one rank nothing travels
+    (unless buckets are offloaded): each combination is one bucket.
 
     bucket_mb: megabytes of the gradients of one bucket, all ranks' slices together. wire: as of Bucket.
+    offloads: whether some buckets will be offloaded.
     overlap: as of Communication. It decides the order of buckets:
 
         "forward"            NVFP4 weights last within a sharding: a step waits for dense weights only
@@ -82,7 +87,9 @@ def build_buckets(
             groups = list(_grouped(indices, lambda i: trained[i].leader).values())
             parameters = {i: trained[i].parameter for group in groups for i in group}
             sizes = {i: p.numel() * (wire or gradient_dtype(p)).itemsize for i, p in parameters.items()}
-            most = int(bucket_mb * 2**20) if world_size > 1 or updates_early else sum(sizes.values())
+            most = (
+                int(bucket_mb * 2**20) if world_size > 1 or updates_early or offloads else sum(sizes.values())
+            )
             is_whole, state = groups[0][0] in owners, trained[groups[0][0]].state
             if is_whole:
                 cut = in_whole_slices(groups, sizes, owners, most // world_size)

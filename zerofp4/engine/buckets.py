@@ -82,6 +82,8 @@ class Bucket:
         compact24    NVFP4        bfloat16                        uint8
         others       FP32         float32, the slice of weights   None
         others       others       float32                         None
+
+    Those of an offloaded bucket are on the host, and never the slice of weights.
     """
 
     weights: torch.Tensor  # of all ranks, [world_size * slice_numel]; NVFP4: codes, uint8, half as long
@@ -89,6 +91,7 @@ class Bucket:
     low: torch.Tensor | None = None
     plan: CastPlan | None = None  # casts the masters of NVFP4 weights; cast() rounds other masters
     scales: torch.Tensor | None = None  # uint8 [world_size, bytes], the plan's scales that travel, if any
+    lane: Any = None  # of an offloaded bucket, whose masters are on the host (offload.Lane)
 
     def __init__(
         self,
@@ -134,7 +137,7 @@ class Bucket:
     @functools.cached_property
     def gradients(self) -> torch.Tensor:
         """float32 [slice_numel], averaged. Allocated on demand: many updates average as they read."""
-        return self._zeros()
+        return self._zeros(torch.float32, self.device)
 
     @functools.cached_property
     def gradient_views(self) -> list[torch.Tensor | None]:
@@ -152,12 +155,17 @@ class Bucket:
             view.copy_(parameter.rowwise_data if self.is_packed else parameter.data)
         kept_as = torch.float32
         if self.state == "compact24":
-            kept_as, self.low = torch.bfloat16, self._zeros(torch.uint8)
-        own = self._own_slice(self.weights) if dtype == kept_as else None
-        self.masters = self._zeros(kept_as) if own is None else with_own_storage(own)
+            kept_as, self.low = torch.bfloat16, self._zeros(torch.uint8, self.home)
+        own = self._own_slice(self.weights) if dtype == kept_as and self.lane is None else None
+        self.masters = self._zeros(kept_as, self.home) if own is None else with_own_storage(own)
 
-    def _zeros(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.zeros(self.slice_numel, dtype=dtype, device=self.device)
+    @property
+    def home(self) -> torch.device:
+        """Where the masters and their state are."""
+        return self.device if self.lane is None else torch.device("cpu")
+
+    def _zeros(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(self.slice_numel, dtype=dtype, device=device)
 
     def bind(self) -> None:
         for view, parameter in zip(self._weight_views(), self.parameters, strict=True):
@@ -171,7 +179,9 @@ class Bucket:
     def cast(self) -> None:
         """Round the masters of floating weights into this rank's slice of them."""
         own = self._own_slice(self.weights)
-        if self.masters.data_ptr() != own.data_ptr():
+        if self.lane is not None:
+            self.lane.send_up(self.masters, own)
+        elif self.masters.data_ptr() != own.data_ptr():
             own.copy_(self.masters)
 
     @property

@@ -62,6 +62,10 @@ class BucketExchange(Protocol):
     before that row leave while the rest is cast; None if that gains nothing.
     """
     error: OwnError  # of this rank in the last send(), raised by receive() and average()
+    bring_down: Callable[[bool], None] | None = None
+    """Called after send(), or with False if the means are in `bucket.gradients`: begins what receive() waits
+    for on the host. None if the host waits for nothing.
+    """
 
     def send(self, gradients: Gradients | Abstain) -> None:
         """Begin to send gradients to the ranks that own them; without memory as of in_place()."""
@@ -69,10 +73,11 @@ class BucketExchange(Protocol):
     def receive(self) -> Arrived:
         """The gradients of all ranks, which may be read until the bucket after the next is sent."""
 
-    def average(self, squares: torch.Tensor | None = None) -> None:
-        """Write the mean into `bucket.gradients`, float32.
+    def average(self, squares: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
+        """Write the mean, float32 [slice_numel].
 
         squares: int64 ops.SQUARES, to which the squares of the means are added.
+        into: where the mean goes; None for `bucket.gradients`.
         """
 
     def finish(self) -> None:
@@ -104,9 +109,9 @@ class LocalExchange(BucketExchange):
         gradients, self._gradients = self._gradients, ()  # to be freed after the update
         return Arrived(gradients, None)
 
-    def average(self, squares: torch.Tensor | None = None) -> None:
-        means = self.bucket.gradients
-        if self._means is None:
+    def average(self, squares: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
+        means = self.bucket.gradients if into is None else into
+        if self._means is None or self._means.flat.data_ptr() != means.data_ptr():
             self._means = GradientMemory(self.bucket, means.view(1, -1))
         self._means.take(self._gradients)
         if squares is not None:
@@ -194,8 +199,9 @@ class CollectiveExchange(BucketExchange):
         self.error.raise_if_any()
         return Arrived(self._own_views, RankGradients(self.received, self.bucket.masters, self.bucket.rank))
 
-    def average(self, squares: torch.Tensor | None = None) -> None:
-        bucket, means = self.bucket, self.bucket.gradients
+    def average(self, squares: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
+        bucket = self.bucket
+        means = bucket.gradients if into is None else into
         has_replicas = bucket.replica_count > 1
         counted = None if has_replicas else squares
         self.finish()
@@ -206,15 +212,15 @@ class CollectiveExchange(BucketExchange):
             if counted is not None:
                 ops.add_squares([means], counted)
         if has_replicas:
-            self._average_over_replicas(squares)
+            self._average_over_replicas(means, squares)
         self.error.raise_if_any()  # now that this rank has joined the exchange of replicas, too
 
-    def _average_over_replicas(self, squares: torch.Tensor | None) -> None:
+    def _average_over_replicas(self, means: torch.Tensor, squares: torch.Tensor | None) -> None:
         """The mean of the means of each replica, in FP32 and in replica order: of 2 x 2 ranks ((g0 + g1) / 2
         + (g2 + g3) / 2) / 2. Each replica averages one part of the slice and sends it to the others.
         """
         bucket, stage = self.bucket, "averaging gradients over replicas"
-        group, parts = bucket.replicas(), [bucket.gradients[part] for part in bucket.parts]
+        group, parts = bucket.replicas(), [means[part] for part in bucket.parts]
         own = parts[bucket.replica]
         received = self._of_replicas[: len(parts) * own.numel()].view(len(parts), own.numel())
         start_exchange(_messages(received), _messages(parts), group, stage).wait()

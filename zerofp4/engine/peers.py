@@ -259,10 +259,10 @@ class PeerExchange(BucketExchange):
         rows = RankGradients(self._rows, self.bucket.masters, self._peers.rank)
         return Arrived(self._own_views, rows)
 
-    def average(self, squares: torch.Tensor | None = None) -> None:
+    def average(self, squares: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
         self.finish()
         self.error.raise_if_any()
-        ops.average(self._rows, self.bucket.gradients, squares=squares)
+        ops.average(self._rows, self.bucket.gradients if into is None else into, squares=squares)
 
     def _send_weights(self, count: int) -> None:
         self._sent_halfway = count

@@ -120,6 +120,8 @@ class Step:
             self._gradients[sent] = own = gradients_of(sent)
             if self._sends:
                 in_phase("gradients", sent.send)(own)
+        if sent is not None and sent.bring_down is not None and self._updates(sent):
+            in_phase("gradients", sent.bring_down)(self._reduces)
         if updated is not None:
             if vote is not None:
                 vote(updated)
@@ -132,8 +134,9 @@ class Step:
     def _update_masters(self, exchange: BucketExchange) -> None:
         """Update the masters, which leaves their amaxes, and start the all-reduce of amaxes."""
         bucket, plan = exchange.bucket, exchange.bucket.plan
-        gradients = self._gradients.pop(exchange, None)
-        if self._update is not None and gradients is not ABSTAIN:
+        updates = self._updates(exchange)
+        self._gradients.pop(exchange, None)
+        if updates:
             with self.failure:
                 in_phase("update", self._receive_and_update)(exchange)
         elif self._reduces:
@@ -151,9 +154,12 @@ class Step:
         if self.failure:
             self._flagged.add(exchange)
 
+    def _updates(self, exchange: BucketExchange) -> bool:
+        return self._update is not None and self._gradients.get(exchange) is not ABSTAIN
+
     def _receive_and_update(self, exchange: BucketExchange) -> None:
-        arrived = None
-        if self._reduces and exchange.arrives_as is not None:
+        arrived, is_offloaded = None, exchange.bring_down is not None
+        if is_offloaded or (self._reduces and exchange.arrives_as is not None):
             arrived = in_phase("gradients", exchange.receive)()
         elif self._reduces:
             in_phase("gradients", exchange.average)()

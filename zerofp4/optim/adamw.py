@@ -99,7 +99,9 @@ class FusedAdamW(torch.optim.Optimizer):
             if len(set(group["params"])) < len(group["params"]):  # torch warns of it
                 raise ValueError(f"param_groups[{g}] has a parameter twice")
             for member in self._members_of(g):
-                _check_parameter(member.name, locals_of([member.parameter])[0], self._device())
+                p = member.parameter
+                device = p.device if _is_offloaded(p) else self._device()
+                _check_parameter(member.name, locals_of([p])[0], device)
         except Exception:
             self.param_groups.pop()
             raise
@@ -114,8 +116,9 @@ class FusedAdamW(torch.optim.Optimizer):
         return found
 
     def _device(self) -> _Device:
-        """The device of all parameters; None when there are none."""
-        return next((p.device for group in self.param_groups for p in group["params"]), None)
+        """The device of all parameters but offloaded ones; None when there are none."""
+        listed = (p for group in self.param_groups for p in group["params"])
+        return next((p.device for p in listed if not _is_offloaded(p)), None)
 
     # State dicts
 
@@ -216,19 +219,27 @@ class FusedAdamW(torch.optim.Optimizer):
         skip: torch.Tensor,
         factor: torch.Tensor | None = None,
         in_slices: bool = False,
+        on_host: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     ) -> None:
         """Begin a step in which update_bucket() updates one part after another. Allocates all memory, and
         raises all errors that this rank alone may have.
 
         exchanges: of the buckets that have the masters, by part. skip, factor: as found_inf and clip_factor.
         in_slices: whether the means are in the buckets' `gradients`.
+        on_host: skip and factor for offloaded buckets, of Offload.begin().
         """
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             raise RuntimeError(
                 "step() of optimizer.inner has hooks and is not called, since FusedAdamW updates bucket by "
                 "bucket: register them on the ZeroFP4Optimizer"
             )
-        self._options = self._read_options(skip, factor)
+        self._options = self._host_options = self._read_options(skip, factor)
+        if on_host[0] is not None:
+            scalars = dict(zip(("skip", "factor"), on_host, strict=True))
+            self._host_options = [
+                ops.adamw_options(**group | scalars | {"lr": float(group["lr"])})
+                for group in self.param_groups
+            ]
         self._part_of = dict(zip(exchanges, self._parts, strict=True))
         dtypes: list[torch.dtype] = []
         for exchange, part in self._part_of.items():
@@ -245,7 +256,8 @@ class FusedAdamW(torch.optim.Optimizer):
         own, rows = (bucket.gradient_views, None) if arrived is None else arrived
         known = zip(own, present, bucket.shards, strict=False)
         gradients = [g if is_there else None for g, is_there, shard in known if shard.numel]
-        self._part_of[exchange].run(gradients, self._options, rows)
+        options = self._options if bucket.lane is None else self._host_options
+        self._part_of[exchange].run(gradients, options, rows)
 
     def _read_options(self, skip: torch.Tensor | None, factor: torch.Tensor | None) -> list[Any]:
         """ops.adamw_options() of each group. Gives parts their members again if the groups have changed."""
@@ -447,6 +459,11 @@ def _find_pieces(plan: CastPlan, params: _Tensors) -> dict[torch.Tensor, tuple[o
 def _is_compact(p: torch.Tensor, group: Mapping[str, Any]) -> bool:
     """Whether the state of a parameter of this group is compact."""
     return slice_of(p) is not None or (group["state"] == "compact" and suits_compact(p.shape))
+
+
+def _is_offloaded(p: torch.Tensor) -> bool:
+    """Whether it is a master of ZeroFP4Optimizer on the host, whose weight may be on a GPU."""
+    return getattr(p, "zerofp4_offloaded", False)
 
 
 # Checks

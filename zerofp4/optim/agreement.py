@@ -299,14 +299,20 @@ class Agreement:
             )
 
     def presence(self, by_bucket: bool) -> dict[torch.Tensor, torch.Tensor]:
-        """By master that an optimizer updates, float64 [1] on the device: 0 if no rank has a gradient, or the
-        step changes nothing. by_bucket: whether each bucket has a vote of its own; they share these flags.
+        """By master that an optimizer updates, float64 [1] where the master is: 0 if no rank has a
+        gradient, or the step changes nothing. by_bucket: whether each bucket has a vote of its own; they
+        share these flags.
         """
         count, positions = len(self.labels), dict(enumerate(self.slots))
         for bucket in self._shards.buckets if by_bucket else ():
             positions |= zip(bucket.indices, range(count - len(bucket.indices), count), strict=True)
-        optimized, flags = self._shards.optimized, self.decision.present
-        return {m: flags[position:][:1] for i, position in positions.items() for m in optimized[i]}
+        optimized, offloaded = self._shards.optimized, self._shards.offloaded
+        flags, on_host = self.decision.present, self._shards.offload.present
+        return {
+            m: (on_host if i in offloaded else flags)[position:][:1]
+            for i, position in positions.items()
+            for m in optimized[i]
+        }
 
     def count_step(self) -> None:
         """A step ends, skipped or not. If its vote is unread, it counts once the host knows."""

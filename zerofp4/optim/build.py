@@ -109,6 +109,7 @@ class Checked:
         whole_matrices: bool | None,
         masters_from: Any,
         on_nonfinite: str,
+        offload: float,
     ):
         if on_nonfinite not in ("skip", "raise"):
             raise ValueError(f'on_nonfinite must be "skip" or "raise", got {on_nonfinite!r}')
@@ -145,6 +146,7 @@ class Checked:
         """Why all masters are updated at once, not bucket by bucket; or None."""
         if communication.overlap == "update":
             _check_updates_early(self.why_at_once, on_nonfinite)
+        self.offload = _check_offload(offload, self.why_at_once, communication.overlap)
         _check_gradients(communication, self.trained, self.classes)
         self.why_collective = self._find_why_collective(group)
         self.held: Mapping = {}
@@ -162,6 +164,7 @@ class Checked:
             common=[
                 ("optimizer_class of param_groups", [inner.name for inner in self.classes]),
                 ("on_nonfinite", on_nonfinite),
+                ("offload", self.offload),
                 *vars(communication).items(),
             ],
             bucket_mb=communication.bucket_mb or find_bucket_mb(trainable, made_as),
@@ -397,6 +400,18 @@ def _check_updates_early(why_at_once: str | None, on_nonfinite: str) -> None:
             'on_nonfinite="raise" is not supported with overlap="update": other weights are updated by '
             'then. "skip" leaves out the bucket with a NaN or Inf, and skipped_steps counts the step'
         )
+
+
+def _check_offload(share: float, why_at_once: str | None, overlap: str | None) -> float:
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ValueError(f"offload must be a number from 0 to 1, got {share!r}")
+    if share and why_at_once is not None:
+        raise ValueError(f"offload={share} needs FusedAdamW, which the CPU has, too: {why_at_once}")
+    if share and overlap == "update":
+        raise ValueError(
+            f'offload={share} is not supported with overlap="update": backward passes would wait for the CPU'
+        )
+    return float(share)
 
 
 def _check_gradients(

@@ -19,6 +19,8 @@ from zerofp4.engine import (
     CHUNK,
     Bucket,
     LateGathers,
+    Offload,
+    OffloadedPlan,
     Peers,
     Sharding,
     build_buckets,
@@ -69,9 +71,14 @@ class ShardedParameters:
             if options.gradient_dtype not in (None, gradient_dtype(parameter)):
                 with torch._C.DisableTorchFunctionSubclass():
                     parameter.grad_dtype = options.gradient_dtype  # in which autograd adds up, too
-        self.buckets = build_buckets(self.trained, bucket_mb, options.gradient_wire, options.overlap)
+        kinds = options.gradient_wire, options.overlap, checked.offload > 0
+        self.buckets = build_buckets(self.trained, bucket_mb, *kinds)
         error, device = OwnError(), self.parameters[0].device
         zeros = zeros_on(device) if peers is None else peers.zeros
+        with error:
+            self.offload = Offload(self.buckets, checked.offload)
+            self.offloaded = {i for bucket in self.offload.buckets for i in bucket.indices}
+            """The parameters whose masters, with their state, are on the host."""
         for bucket in self.buckets:
             with error:  # the other ranks may share the memory of the next bucket
                 bucket.allocate(zeros)
@@ -88,6 +95,8 @@ class ShardedParameters:
         for i, (one, (master, low)) in enumerate(zip(self.trained, self.planes, strict=True)):
             if one.state != "full" and master is not None:
                 master.zerofp4_slice = Slice(one.parameter.shape, self.shards[i], low, i)
+            if i in self.offloaded and master is not None:
+                master.zerofp4_offloaded = True  # which FusedAdamW takes beside those on a GPU
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         """1 if the last step was skipped, or left NVFP4 weights alone because of a NaN or Inf in masters."""
         chunk, packed = self.found_inf, [bucket for bucket in self.buckets if bucket.is_packed]
@@ -222,15 +231,28 @@ class ShardedParameters:
         for bucket in self.buckets:
             bucket.gradients = flat[: bucket.slice_numel]
 
-    def _build_plan(self, bucket: Bucket, amax_groups: Sequence[Sequence[torch.Tensor]]) -> CastPlan:
+    def host_bytes(self, state_of: Callable[[torch.Tensor], Mapping[str, Any]]) -> int:
+        """Bytes of offloaded masters and of their state."""
+        buckets = self.offload.buckets
+        planes = [plane for b in buckets for plane in (b.masters, b.low) if plane is not None]
+        states = [state_of(master) for i in self.offloaded for master in self.optimized[i]]
+        return sum(tensor.nbytes for tensor in planes + [v for s in states for v in s.values()])
+
+    def _build_plan(
+        self, bucket: Bucket, amax_groups: Sequence[Sequence[torch.Tensor]]
+    ) -> CastPlan | OffloadedPlan:
         """The plan of a bucket of NVFP4 weights, with the amax groups in it."""
         inside = {id(weight.record) for weight in bucket.parameters}
+        groups = [members for members in amax_groups if {id(record_of(m)) for m in members} & inside]
+        masters = [self.masters[i] for i in bucket.indices]
+        if bucket.lane is not None:
+            return OffloadedPlan(bucket, masters, groups, self.found_inf)
         return CastPlan(
             bucket.parameters,
-            [self.masters[i] for i in bucket.indices],
+            masters,
             [shard.start if shard.numel else None for shard in bucket.shards],
             bucket.group(),
-            amax_groups=[members for members in amax_groups if {id(record_of(m)) for m in members} & inside],
+            amax_groups=groups,
             on_nonfinite="skip",
             found_inf=self.found_inf,
         )

@@ -286,6 +286,8 @@ class SavedState(Mapping):
                 if g not in self._templates:
                     raise
         template = self._templates[g][1]
+        if i in self.shards.offloaded:
+            template = {name: e._replace(device=torch.device("cpu")) for name, e in template.items()}
         if self.shards.trained[i].state == "full":
             return template
         return {name: entry for name, entry in template.items() if name not in MOMENTS} | CODES

@@ -21,6 +21,7 @@ from zerofp4.engine import (
     BucketExchange,
     Gradients,
     LateGathers,
+    OffloadedExchange,
     Step,
     Update,
     UpdateSchedule,
@@ -60,6 +61,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     amax_groups: lists of NVFP4 weights that share one amax.
     state: "compact" has FusedAdamW keep masters in 24 bits and moments in 8; a group may choose.
     communication: how gradients and weights travel (Communication).
+    offload: the share of masters and state, from 0 to 1 and in whole buckets, that is in host memory. The CPU
+        updates it to the same bytes; FusedAdamW only.
     whole_matrices: whether optimizer_class gets whole matrices; None decides by the class (page on Muon).
     masters_from: an earlier optimizer whose masters this one takes over.
     on_nonfinite: "skip" or "raise", for a step with a NaN or Inf in any rank's gradients.
@@ -85,6 +88,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         amax_groups: Sequence[Sequence[torch.Tensor]] | None = None,
         state: str = "full",
         communication: Communication = Communication(),  # noqa: B008
+        offload: float = 0.0,
         whole_matrices: bool | None = None,
         masters_from: "ZeroFP4Optimizer | None" = None,
         on_nonfinite: str = "skip",
@@ -107,6 +111,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 whole_matrices=whole_matrices,
                 masters_from=masters_from,
                 on_nonfinite=on_nonfinite,
+                offload=offload,
             )
             self.param_groups, self.defaults = checked.param_groups, checked.defaults
             announcement = checked.announcement
@@ -126,6 +131,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         free_frozen(checked.parameters)
         with error:
             exchanges, self._schedule = self._make_exchanges(reduction == "ordered")
+            self._shards.offload.allocate(exchanges)
             masters = dict(zip(map(id, self._shards.parameters), self._shards.optimized, strict=True))
             self.inners = InnerOptimizers(checked.classes, self.param_groups, masters)
             """The optimizers of the masters, in the order in which their classes come first in the groups."""
@@ -137,6 +143,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             exchanges[0].finish()
         failed = None if self._peers is None else self._peers.failed
         self._agreement = Agreement(announced, self._shards, self.inners, group, on_nonfinite, failed)
+        self._shards.offload.follow(self._agreement.skip_in_kernels, self._agreement.decision.present)
         steps = self._agreement.look
         self.state = self._saved = SavedState(self._shards, self.inners, announced, rank, token, steps)
         # The parts of a step
@@ -185,6 +192,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             exchanges = collective_exchanges(shards.buckets, **ways)
         if in_turns and any(exchange.arrives_as is None for exchange in exchanges):
             shards.share_gradients()
+        exchanges = [one if one.bucket.lane is None else OffloadedExchange(one) for one in exchanges]
         return exchanges, BackwardSchedule(shards.trained, shards.holder, exchanges) if early else None
 
     def _offer_parts(self) -> None:
@@ -199,6 +207,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _find_why_host_waits(self, group: dist.ProcessGroup | None, on_nonfinite: str) -> str | None:
         """Why the host waits for the vote of each step, besides the update; the same on every rank."""
+        if self._shards.offload.buckets:
+            return "offload has the host wait for gradients, which it updates masters with"
         if self.world_size == 1:
             return "a world of one has no vote"
         device = self.found_inf.device
@@ -260,7 +270,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             else:
                 skip, in_slices = self._agreement.skip_in_kernels, not (reduces or own.are_means)
                 factor = self._clipped and self._clipped.factor
-                self._fused.begin_buckets(self._step.exchanges, skip, factor, in_slices)
+                on_host = self._shards.offload.begin(factor)
+                self._fused.begin_buckets(self._step.exchanges, skip, factor, in_slices, on_host)
             sent = own.to_average(gradients, reduces)
         except BaseException as failure:
             error = self._to_vote(failure)
@@ -401,6 +412,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{call} of {self.world_size} ranks cannot be captured in a CUDA graph: each step waits for "
                 "a vote of the ranks"
+            )
+        if self._shards.offload.buckets and is_capturing(self.found_inf.device):
+            raise RuntimeError(
+                f"{call} cannot be captured in a CUDA graph: with offload the host updates masters"
             )
         if self._clipped is None:  # else the vote of this step's clip_grad_norm_ is not due
             self._agreement.read()
@@ -721,16 +736,23 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         in_buckets: whether each bucket is updated when its gradients are here; obstacle: why not. overlap,
         world_size, bucket_mb. host_waits: why the host waits for the vote of each step, or None. buckets: in
         their order, each with its kind, parameters, elements, optimizer, gathered_in ("step", "forward" or
-        None), state ("compact24" has masters of 24 bits), and the bytes of gradients, amaxes and weights that
-        this rank sends for it in a step. bytes_sent: the same of all buckets. shared_bytes: memory that other
-        ranks can access. waiting_bytes: memory where gradients of other ranks wait for the update.
+        None), state ("compact24" has masters of 24 bits), masters (on "host" or "device"), and the bytes of
+        gradients, amaxes and weights that this rank sends for it in a step. bytes_sent: the same of all
+        buckets. shared_bytes: memory that other ranks can access. waiting_bytes: memory where gradients of
+        other ranks wait for the update. host_bytes: offloaded masters with their present state. pinned_bytes:
+        the slots in which gradients, amaxes and weights travel between host and device.
         """
         described = self._step.describe()
         for entry, bucket in zip(described["buckets"], self._shards.buckets, strict=True):
             entry["optimizer"] = type(self.inners.all[self._shards.trained[bucket.indices[0]].by]).__name__
             entry["state"] = bucket.state
-        shared = {"shared_bytes": 0 if self._peers is None else self._peers.nbytes}
-        return self._described | shared | described
+            entry["masters"] = "device" if bucket.lane is None else "host"
+        memory = {
+            "shared_bytes": 0 if self._peers is None else self._peers.nbytes,
+            "host_bytes": self._shards.host_bytes(self.inners.state_of),
+            "pinned_bytes": self._shards.offload.pinned_bytes,
+        }
+        return self._described | memory | described
 
     @torch.no_grad()
     def check(self) -> None:

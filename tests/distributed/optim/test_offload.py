@@ -1,0 +1,278 @@
+"""Masters and their state on the host, all of them or half: the same bytes as on the device.
+
+Without a GPU the device is the CPU, too, and what travels is copied all the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients, through_a_file
+from torch import nn
+
+import zerofp4
+from distributed.cases import raised_by, raised_everywhere, shared_folder
+from distributed.optim import cases
+from distributed.optim.cases import all_bytes, built, gradients_of, parameters_of
+from distributed.optim.group_cases import Mesh, Parts
+from distributed.optim.test_kinds import KINDS, ROWS, make
+from distributed.optim.test_reference_step import take_steps
+from distributed.run import on_ranks
+from distributed.state.cases import run, trained
+from zerofp4.optim import AveragedMasters, Communication, FusedAdamW, ZeroFP4Optimizer, master_state_dict
+
+SMALL = 0.003
+"""bucket_mb for several buckets of NVFP4 weights, of which half are offloaded by a share of 0.5."""
+
+WAYS = [
+    ("collective", None, "full", True, 1.0),
+    ("collective", "both", "compact", False, 1.0),
+    ("collective", "forward", "full", False, 0.5),
+    ("collective", "backward", "full", True, 0.5),
+    ("reduce_scatter", None, "compact", True, 0.5),
+    ("early peers", None, "full", False, 0.5),
+    ("late peers", "backward", "compact", True, 1.0),
+    ("late peers", "both", "full", False, 1.0),
+]
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(("exchange", "overlap", "state", "clips", "share"), WAYS)
+def test_the_bytes_of_the_reference(world, exchange, overlap, state, clips, share):
+    """With gradients that ranks lack, micro-batches and a NaN that skips a step."""
+    if world.world_size > 1 or exchange == "collective":
+        take_steps(world, exchange, overlap, clips, state=state, offload=share)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        {"gradient_wire": torch.float16},
+        {"gradient_dtype": torch.float32},
+        {"gradient_dtype": torch.float32, "gradient_wire": torch.bfloat16},
+    ],
+)
+def test_gradients_of_other_dtypes(world, dtypes):
+    take_steps(world, "collective", None, True, offload=1.0, **dtypes)
+
+
+def homes(optimizer: ZeroFP4Optimizer) -> list[str]:
+    return [bucket["masters"] for bucket in optimizer.describe()["buckets"]]
+
+
+def both(world, make_one, share: float):
+    """Two models with their optimizers, the second one's masters on the host; by their buckets, too."""
+    pair = make_one(offload=0.0), make_one(offload=share)
+    before, after = (homes(optimizer) for _, optimizer in pair)
+    assert set(before) == {"device"}
+    assert set(after) == ({"host"} if share == 1 else {"host", "device"})
+    return pair
+
+
+def take_same_steps(world, pair, steps, clips=False) -> None:
+    for step in steps:
+        for parameters, optimizer in pair:
+            set_gradients(parameters, gradients_of(world, parameters, step))
+            if step == 2 and world.rank == world.world_size - 1:
+                parameters[3].grad = torch.full_like(parameters[3], math.inf)
+            if clips:
+                optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            assert (optimizer.found_inf.item() != 0) == (step == 2)
+            optimizer.zero_grad()
+        assert_all_equal(*(all_bytes(*one) for one in pair), f"step {step}: tensor")
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("state", ["full", "compact"])
+@pytest.mark.parametrize("clips", [False, True])
+def test_the_bytes_of_the_device(world, share, state, clips):
+    """On GPUs, if there are any. Of experts and parameters of every dtype, one without an element."""
+    options = {"state": state, "bucket_mb": SMALL, "lr": 0.02, "weight_decay": 0.1}
+
+    def make_one(**more):
+        return built(world, FusedAdamW, **options, **more)
+
+    take_same_steps(world, both(world, make_one, share), range(4), clips)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(("share", "options"), [(1.0, {}), (0.5, {"overlap": "forward", "state": "compact"})])
+def test_scales_that_travel(world, share, options):
+    def make_one(**more):
+        return make(world, **{"bucket_mb": SMALL} | options | more)
+
+    take_same_steps(world, both(world, make_one, share), range(3))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", [*KINDS[1:], ROWS])
+def test_masters_that_are_not_finite(world, kind):
+    """Their amax group keeps codes and scales, found_inf is set, and others are cast."""
+
+    def make_one(**more):
+        generator = torch.Generator().manual_seed(2)
+        values = [torch.randn(48, 64, generator=generator).to(world.device) for _ in range(4)]
+        parameters = [nn.Parameter(zerofp4.quantize(value, **kind)) for value in values]
+        options = keywords(more, lr=0.02, amax_groups=[parameters[::2]])
+        return parameters, ZeroFP4Optimizer(parameters, FusedAdamW, **options)
+
+    pair = both(world, make_one, 1.0)
+    take_same_steps(world, pair, range(1))
+    for _, optimizer in pair:
+        master = optimizer._shards.masters[2]
+        if master is not None:
+            master[-1] = math.inf
+    for step in (1, 4):
+        for parameters, optimizer in pair:
+            set_gradients(parameters, make_gradients(parameters, step))
+            optimizer.step()
+            assert optimizer.found_inf.item() == 1
+        assert_all_equal(*(cases.model_bytes(parameters) for parameters, _ in pair), f"step {step}: buffer")
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", [Parts, functools.partial(Mesh, shape=(2, 2))], ids=["parts", "mesh"])
+def test_replicas(world, kind):
+    """Of parameters beside slices of tensor parallelism, and of slices of another dimension of a mesh."""
+    if world.world_size == 2 and kind is not Parts:
+        return
+    models, optimizers = [kind(world) for _ in range(2)], []
+    for model, share in zip(models, (0.0, 1.0), strict=True):
+        options = {"lr": 0.02, "offload": share}
+        optimizers.append(ZeroFP4Optimizer(model.param_groups(), FusedAdamW, **options))
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.set_gradients(step)
+            if step != 1:
+                optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+        assert_all_equal(*(cases.model_bytes(m.parameters) for m in models), f"step {step}: buffer")
+
+
+@on_ranks(3, time_limit=120.0)
+@pytest.mark.parametrize("case", ["fused", "compact", "tiles, four over six"])
+def test_a_run_goes_on_with_another_share_in_another_world(world, case):
+    """Saved with all masters on the host; loaded with half, none, or all of them there."""
+    groups = {size: dist.new_group(range(size)) for size in (1, 2, 3)}
+    straight = trained(world, 5, case)
+    expected = bytes_of(*straight)
+    path = shared_folder(world)
+    if world.rank < 2:
+        model, optimizer = trained(world, 3, case, group=groups[2], offload=1.0, bucket_mb=SMALL)
+        for entries in optimizer.state_dict()["state"].values():
+            assert {piece.device.type for piece in entries.values() if piece.values.numel()} <= {"cpu"}
+        dcp.save({"optimizer": optimizer}, checkpoint_id=path, process_group=groups[2])
+    dist.barrier()
+    for size, share in ((3, 0.5), (1, 1.0), (2, 0.0)):
+        if world.rank < size:
+            options = {"group": groups[size], "offload": share, "bucket_mb": SMALL}
+            model, resumed = trained(world, 0, case, seed=7, **options)
+            dcp.load({"optimizer": resumed}, checkpoint_id=path, process_group=groups[size])
+            run(model, resumed, range(3, 5))
+            found = bytes_of(model, resumed)
+            assert_all_equal(found, expected, f"{size} ranks, offload={share}: tensor")
+        dist.barrier()
+
+
+def bytes_of(model, optimizer) -> list[torch.Tensor]:
+    """all_bytes() of what is trained."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [tensor for tensor in all_bytes(trained, optimizer) if tensor is not None]
+
+
+@on_ranks(1, 2)
+def test_other_ways_to_hand_masters_on(world):
+    """masters_from, a file of one rank, a state_dict(), averages, exports, and a refresh() in between."""
+    model, optimizer = trained(world, 2, "compact", offload=1.0)
+    plain, on_device = trained(world, 2, "compact")
+    averages = [AveragedMasters(one, 0.5) for one in (optimizer, on_device)]
+    run(model, optimizer, range(2, 4))
+    run(plain, on_device, range(2, 4))
+    optimizer.refresh()
+    for average in averages:
+        average.update()
+    exports = [dict(master_state_dict(one, of)) for one, of in ((model, averages[0]), (plain, averages[1]))]
+    assert_all_equal(list(exports[0].values()), list(exports[1].values()), "average")
+    optimizer.check()
+    options = {"state": "compact", "lr": 0.01, "weight_decay": 0.1}
+    taken = ZeroFP4Optimizer(
+        plain.named_parameters(), FusedAdamW, masters_from=on_device, offload=0.5, **options
+    )
+    taken.load_state_dict(
+        on_device.state_dict() if world.world_size > 1 else through_a_file(on_device.state_dict())
+    )
+    run(model, optimizer, range(4, 6))
+    run(plain, taken, range(4, 6))
+    assert_all_equal(bytes_of(model, optimizer), bytes_of(plain, taken), "tensor")
+    optimizer.check()
+
+
+@on_ranks(2)
+def test_an_error_in_the_update_of_one_rank(world):
+    """The other ranks go on to the end of the step, and this rank's optimizer is broken."""
+    parameters, optimizer = built(world, FusedAdamW, bucket_mb=SMALL, offload=1.0, seed=0)
+    fused = optimizer.inner
+    update, count = fused.update_bucket, [0]
+
+    def fail(*arguments):
+        count[0] += 1
+        if count[0] == 2 and world.rank == 1:
+            raise MemoryError("no room")
+        update(*arguments)
+
+    fused.update_bucket = fail
+    error = raised_by(optimizer.step)
+    assert (optimizer.broken is not None) == (world.rank == 1) == isinstance(error, MemoryError)
+    del fused.update_bucket
+    state = built(world, FusedAdamW, bucket_mb=SMALL)[1].state_dict()
+    assert raised_by(optimizer.step) is not None
+    optimizer.load_state_dict(state)
+    set_gradients(parameters, make_gradients(parameters, 1))
+    optimizer.step()
+    optimizer.check()
+
+
+@on_ranks(1, 2)
+def test_what_is_refused_and_described(world):
+    parameters = parameters_of(world)
+    early = Communication(overlap="update")
+    for kind, message, optimizer_class, options in (
+        (ValueError, "number from 0 to 1, got 1.5", FusedAdamW, {"offload": 1.5}),
+        (ValueError, "number from 0 to 1, got True", FusedAdamW, {"offload": True}),
+        (ValueError, "needs FusedAdamW.*AdamW updates all", torch.optim.AdamW, {"offload": 1.0}),
+        (ValueError, "whole matrices", FusedAdamW, {"offload": 1.0, "whole_matrices": True}),
+        (
+            ValueError,
+            'not supported with overlap="update"',
+            FusedAdamW,
+            {"offload": 0.5, "communication": early},
+        ),
+    ):
+        error = raised_everywhere(world, kind, ZeroFP4Optimizer, parameters, optimizer_class, **options)
+        assert re.search(message, error)
+    if world.world_size > 1:
+        options = {"offload": float(world.rank)}
+        error = raised_everywhere(world, ValueError, ZeroFP4Optimizer, parameters, FusedAdamW, **options)
+        assert error == "offload is 0.0 on rank 0 and 1.0 on rank 1"
+    optimizer = built(world, FusedAdamW, bucket_mb=SMALL, offload=0.5, seed=0)[1]
+    masters = sum(b.masters.nbytes for b in optimizer._shards.buckets if b.lane is not None)
+    described = optimizer.describe()
+    assert described["host_bytes"] == masters and described["pinned_bytes"] > 0
+    assert described["host_waits"].startswith("offload")
+    elements = {"host": 0, "device": 0}
+    for bucket in described["buckets"]:
+        elements[bucket["masters"]] += bucket["elements"]
+    assert 0.4 < elements["host"] / sum(elements.values()) < 0.9
+    optimizer.step()
+    assert optimizer.describe()["host_bytes"] > 2.9 * masters
+    plain = built(world, FusedAdamW)[1].describe()
+    assert plain["host_bytes"] == plain["pinned_bytes"] == 0
