@@ -4,5 +4,5 @@
 from zerofp4.cast.function import cast_master_weights_to_nvfp4
 from zerofp4.cast.gather import all_gather_nvfp4, post_all_gather_processing
 from zerofp4.cast.plan import CastPlan
-from zerofp4.cast.request import CastRequest, check_castable, check_request, number_groups
+from zerofp4.cast.request import check_castable, check_request, number_groups
 from zerofp4.cast.scales import block_unit, travelling_scales, travelling_shards

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerofp4.cast import CastPlan, block_unit
+from zerofp4.cast import block_unit
 from zerofp4.distributed import GroupReference, rank_and_size
 from zerofp4.layout import ceil_div, round_up
 from zerofp4.ops import addresses_of
@@ -89,9 +89,9 @@ class Bucket:
     weights: torch.Tensor  # of all ranks, [world_size * slice_numel]; NVFP4: codes, uint8, half as long
     masters: torch.Tensor
     low: torch.Tensor | None = None
-    plan: CastPlan | None = None  # casts the masters of NVFP4 weights; cast() rounds other masters
+    plan: Any = None  # a CastPlan, or OffloadedPlan, for masters of NVFP4 weights; cast() rounds others
     scales: torch.Tensor | None = None  # uint8 [world_size, bytes], the plan's scales that travel, if any
-    lane: Any = None  # of an offloaded bucket, whose masters are on the host (offload.Lane)
+    lane: Any = None  # the slots of an offloaded bucket (Lane), whose masters are on the host
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ from zerofp4.engine.buckets import Bucket
 from zerofp4.engine.exchange import Abstain, Arrived, BucketExchange, Gradients, LocalExchange, Waitable
 from zerofp4.format import SCALE_DTYPE
 from zerofp4.layout import round_up
-from zerofp4.ops import HEADER_WORDS, MasterPiece
+from zerofp4.ops import HEADER_WORDS
 from zerofp4.shard import Shard, byte_range
 from zerofp4.storage import NVFP4Storage, Side
 
@@ -99,7 +99,10 @@ class Offload:
     def allocate(self, exchanges: Sequence[BucketExchange]) -> None:
         """Make the other slots, once plans and exchanges are built."""
         mine = [exchange for exchange in exchanges if exchange.bucket.lane is not None]
-        self.down = self._slots(4 * max((e.bucket.slice_numel for e in mine), default=0))
+        # Only gradients that are all their own means are never averaged by clip_grad_norm_ before a step.
+        are_means = all(exchange.memory is None for exchange in exchanges)
+        sizes = [e.bucket.slice_numel * (e.arrives_as.itemsize if are_means else 4) for e in mine]
+        self.down = self._slots(max(sizes, default=0))
         plans = [bucket.plan for bucket in self.buckets if bucket.plan is not None]
         self.amaxes = self._slots(max((plan.reduced.nbytes for plan in plans), default=0))
         most = max((e.bucket.slice_numel for e in mine if not e.is_in_place), default=0)
@@ -221,41 +224,41 @@ class OffloadedPlan:
         amax_groups: Sequence[Sequence[torch.Tensor]],
         found_inf: torch.Tensor,
     ):
-        self._bucket, self._lane = bucket, bucket.lane
+        self._bucket, self._lane, up = bucket, bucket.lane, bucket.lane.up
         nothing = [None] * len(masters)
         options = None, amax_groups, "skip", found_inf
         request, error = attempt(check_request, bucket.parameters, nothing, nothing, *options)
         self._shards = [shard if shard.numel else Shard(0, 0) for shard in bucket.shards]
         if not error:
-            request.shards = self._shards  # the masters of which are the twin's
+            request.shards = self._shards  # whose masters are the twin's
         self.front = CastPlan.of(request, error, bucket.group())
         self._header = self.front.reduced[:HEADER_WORDS].to("cpu", copy=True)
         """What a reduced vector begins with, unless a rank has joined with a flag."""
         twins, used = [], bucket.slice_numel // 2
-        self._codes, scales = self._lane.up[:used], []
+        self._codes = up[:used]
+        self._scales: list[torch.Tensor] = []
+        """On the host, as bytes: of each weight whose scales travel."""
         for record in self.front.records:
             scale = None
             if record.scales_travel:
-                scale = self._lane.up[used : (used := used + record.rowwise.scale_places["compact"].nbytes)]
-                scales.append(scale)
+                scale = up[used : used + record.rowwise.scale_places["compact"].nbytes]
+                used += scale.nbytes
+                self._scales.append(scale)
             twins.append(_twin(record, scale))
         starts = [shard.start if shard.numel else None for shard in self._shards]
-        codes = [
-            None if master is None else self._codes[place : place + master.numel() // 2]
-            for master, place in zip(masters, self._code_offsets(), strict=True)
-        ]
+        ranges = bucket.own_views(range(bucket.slice_numel))  # of the slice's elements, two per byte
+        codes = [None if own is None else self._codes[own.start // 2 : own.stop // 2] for own in ranges]
         own = check_request(twins, list(masters), starts, codes, None, "skip", None)
         own.amax_groups = request.amax_groups
         self.twin = CastPlan.of(own, OwnError(), None)
-        self._scales = scales
         self._find_places()
-        self.reduced, self.wire = self.twin.reduced, self.front.wire
-
-    def _code_offsets(self) -> list[int]:
-        """By parameter, where its shard begins in the codes of the slice."""
-        bucket = self._bucket
-        pairs = zip(bucket.offsets, self._shards, strict=True)
-        return [(offset + shard.start - bucket.begin) // 2 for offset, shard in pairs]
+        # The update, on the host
+        self.reduced, self.master_pieces = self.twin.reduced, self.twin.master_pieces
+        self.begin_update, self.end_update = self.twin.begin_update, self.twin.end_update
+        # What travels between ranks, and the weights, on the device
+        self.wire, self.check, self.stage_scales = self.front.wire, self.front.check, self.front.stage_scales
+        self.complete, self.derive_columns = self.front.complete, self.front.derive_columns
+        self.note_written = self.front.note_written
 
     def _find_places(self) -> None:
         """Find the places of this rank's codes and scales, on the device and on the host."""
@@ -270,22 +273,6 @@ class OffloadedPlan:
         self.front.refresh()
         self.twin.refresh()
         self._find_places()
-
-    def check(self) -> None:
-        self.front.check()
-
-    # The update, on the host
-
-    def master_pieces(self) -> list[MasterPiece]:
-        return self.twin.master_pieces()
-
-    def begin_update(self) -> None:
-        self.twin.begin_update()
-
-    def end_update(self) -> None:
-        self.twin.end_update()
-
-    # The cast
 
     def start_step(self) -> RuntimeError | None:
         error, amaxes = OwnError(), self._lane.amaxes(self.reduced.numel())
@@ -320,20 +307,6 @@ class OffloadedPlan:
             wait(self._lane.offload.copy([(host, device) for device, host in self._places]))
         self.twin.finish_step()
         return self._places
-
-    # The weights, on the device
-
-    def stage_scales(self, zeros: Callable[..., torch.Tensor]) -> torch.Tensor | None:
-        return self.front.stage_scales(zeros)
-
-    def complete(self) -> None:
-        self.front.complete()
-
-    def derive_columns(self) -> None:
-        self.front.derive_columns()
-
-    def note_written(self) -> None:
-        self.front.note_written()
 
 
 def _twin(record: NVFP4Storage, scale: torch.Tensor | None) -> NVFP4Storage:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import zerofp4
 from distributed.cases import raised_by, raised_everywhere, shared_folder
 from distributed.optim import cases
 from distributed.optim.cases import all_bytes, built, gradients_of, parameters_of
-from distributed.optim.group_cases import Mesh, Parts
+from distributed.optim.group_cases import Mesh, Mixture, Parts
 from distributed.optim.test_kinds import KINDS, ROWS, make
 from distributed.optim.test_reference_step import take_steps
 from distributed.run import on_ranks
@@ -140,10 +141,11 @@ def test_masters_that_are_not_finite(world, kind):
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("kind", [Parts, functools.partial(Mesh, shape=(2, 2))], ids=["parts", "mesh"])
-def test_replicas(world, kind):
-    """Of parameters beside slices of tensor parallelism, and of slices of another dimension of a mesh."""
-    if world.world_size == 2 and kind is not Parts:
+@pytest.mark.parametrize("name", ["experts", "parts", "mesh"])
+def test_several_process_groups(world, name):
+    """Of experts, of slices of tensor parallelism, and of replicas, whose means are averaged once more."""
+    kind = {"experts": Mixture, "parts": Parts, "mesh": functools.partial(Mesh, shape=(2, 2))}[name]
+    if world.world_size == 2 and name == "mesh":
         return
     models, optimizers = [kind(world) for _ in range(2)], []
     for model, share in zip(models, (0.0, 1.0), strict=True):
@@ -218,7 +220,7 @@ def test_other_ways_to_hand_masters_on(world):
 
 @on_ranks(2)
 def test_an_error_in_the_update_of_one_rank(world):
-    """The other ranks go on to the end of the step, and this rank's optimizer is broken."""
+    """All ranks go on to the end of the step, and refuse the next one until they have loaded a state."""
     parameters, optimizer = built(world, FusedAdamW, bucket_mb=SMALL, offload=1.0, seed=0)
     fused = optimizer.inner
     update, count = fused.update_bucket, [0]
@@ -231,7 +233,8 @@ def test_an_error_in_the_update_of_one_rank(world):
 
     fused.update_bucket = fail
     error = raised_by(optimizer.step)
-    assert (optimizer.broken is not None) == (world.rank == 1) == isinstance(error, MemoryError)
+    if world.rank == 1:
+        assert isinstance(error, MemoryError) and optimizer.broken is not None
     del fused.update_bucket
     state = built(world, FusedAdamW, bucket_mb=SMALL)[1].state_dict()
     assert raised_by(optimizer.step) is not None
@@ -239,6 +242,16 @@ def test_an_error_in_the_update_of_one_rank(world):
     set_gradients(parameters, make_gradients(parameters, 1))
     optimizer.step()
     optimizer.check()
+
+
+@on_ranks(1)
+def test_a_capture_is_refused(world):
+    _, optimizer = built(world, FusedAdamW, offload=1.0, seed=0)
+    with mock.patch("zerofp4.optim.zero.is_capturing", return_value=True):
+        for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+            with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph: with offload"):
+                call()
+    optimizer.step()
 
 
 @on_ranks(1, 2)
@@ -273,6 +286,6 @@ def test_what_is_refused_and_described(world):
         elements[bucket["masters"]] += bucket["elements"]
     assert 0.4 < elements["host"] / sum(elements.values()) < 0.9
     optimizer.step()
-    assert optimizer.describe()["host_bytes"] > 2.9 * masters
+    assert optimizer.describe()["host_bytes"] > 1.5 * masters
     plain = built(world, FusedAdamW)[1].describe()
     assert plain["host_bytes"] == plain["pinned_bytes"] == 0
