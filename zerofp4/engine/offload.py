@@ -68,9 +68,10 @@ def choose(buckets: Sequence[Bucket], share: float) -> list[Bucket]:
 
 
 class Offload:
-    """The offloaded buckets of one optimizer, and the memory in which they travel.
+    """The memory in which the offloaded buckets of one optimizer travel.
 
-    buckets: of the optimizer, in the order of a step; the chosen ones get a `lane`. share: as of choose().
+    buckets: of the optimizer, in the order of a step. Those that choose() returns get a `lane`.
+    share: as of choose().
 
     Raises RuntimeError if there is not enough memory that can be pinned.
     """
@@ -78,16 +79,17 @@ class Offload:
     def __init__(self, buckets: Sequence[Bucket], share: float):
         self.device = buckets[0].device
         self.on_gpu = self.device.type == "cuda"
-        self.buckets = choose(buckets, share)
+        chosen = choose(buckets, share)
+        self.is_used = bool(chosen)
         self.pinned_bytes = 0
-        for n, bucket in enumerate(self.buckets):
+        for n, bucket in enumerate(chosen):
             bucket.lane = Lane(self, bucket, n % 2)
-        self.up = self._slots(max((_up_bytes(bucket) for bucket in self.buckets), default=0))
+        self.up = self._slots(max(map(_up_bytes, chosen), default=0))
         # Made by allocate(), when it is known how large they are:
         self.down: list[torch.Tensor] = []
         self.amaxes: list[torch.Tensor] = []
         self.means: list[torch.Tensor] = []
-        self._stream = torch.cuda.Stream(self.device) if self.on_gpu and self.buckets else None
+        self._stream = torch.cuda.Stream(self.device) if self.on_gpu and self.is_used else None
         """Brings gradients down."""
         self.skip = self.factor = self.present = None
         """On the host, what kernels read besides gradients. Made by follow()."""
@@ -99,11 +101,11 @@ class Offload:
     def allocate(self, exchanges: Sequence[BucketExchange]) -> None:
         """Make the other slots, once plans and exchanges are built."""
         mine = [exchange for exchange in exchanges if exchange.bucket.lane is not None]
-        # Only gradients that are all their own means are never averaged by clip_grad_norm_ before a step.
+        # If each gradient is its own mean, clip_grad_norm_ makes no FP32 means for a step to bring down.
         are_means = all(exchange.memory is None for exchange in exchanges)
         sizes = [e.bucket.slice_numel * (e.arrives_as.itemsize if are_means else 4) for e in mine]
         self.down = self._slots(max(sizes, default=0))
-        plans = [bucket.plan for bucket in self.buckets if bucket.plan is not None]
+        plans = [e.bucket.plan for e in mine if e.bucket.plan is not None]
         self.amaxes = self._slots(max((plan.reduced.nbytes for plan in plans), default=0))
         most = max((e.bucket.slice_numel for e in mine if not e.is_in_place), default=0)
         self.means = [torch.zeros(most, dtype=torch.float32, device=self.device) for _ in range(2)]
@@ -114,7 +116,7 @@ class Offload:
 
     def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         try:
-            made = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=self.on_gpu)
+            made = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=self.on_gpu and self.is_used)
         except RuntimeError as error:
             needed = torch.Size(shape).numel() * dtype.itemsize
             raise RuntimeError(
@@ -128,7 +130,7 @@ class Offload:
 
     def follow(self, skip: torch.Tensor, present: torch.Tensor) -> None:
         """Bring these words of the device down with gradients: to `skip` and `present`."""
-        if not self.buckets:
+        if not self.is_used:
             return
         self.skip, self.present = (self._pinned(words.shape, words.dtype) for words in (skip, present))
         self.factor = self._pinned((), torch.float32)
@@ -138,7 +140,7 @@ class Offload:
         """Begin a step whose gradients are multiplied by this factor. Returns `skip` and the factor as the
         host's kernels read them.
         """
-        self._factor = [] if factor is None or not self.buckets else [(self.factor, factor)]
+        self._factor = [] if factor is None or not self.is_used else [(self.factor, factor)]
         return self.skip, None if factor is None else self.factor
 
     # Copies
@@ -224,7 +226,7 @@ class OffloadedPlan:
         amax_groups: Sequence[Sequence[torch.Tensor]],
         found_inf: torch.Tensor,
     ):
-        self._bucket, self._lane, up = bucket, bucket.lane, bucket.lane.up
+        self._lane, up = bucket.lane, bucket.lane.up
         nothing = [None] * len(masters)
         options = None, amax_groups, "skip", found_inf
         request, error = attempt(check_request, bucket.parameters, nothing, nothing, *options)
@@ -236,6 +238,8 @@ class OffloadedPlan:
         """What a reduced vector begins with, unless a rank has joined with a flag."""
         twins, used = [], bucket.slice_numel // 2
         self._codes = up[:used]
+        self._own = bucket.weights[bucket.begin // 2 :][:used]
+        """On the device, this rank's slice of codes."""
         self._scales: list[torch.Tensor] = []
         """On the host, as bytes: of each weight whose scales travel."""
         for record in self.front.records:
@@ -262,9 +266,7 @@ class OffloadedPlan:
 
     def _find_places(self) -> None:
         """Find the places of this rank's codes and scales, on the device and on the host."""
-        bucket, records = self._bucket, self.front.records
-        first = bucket.begin // 2
-        self._places = [(bucket.weights[first : first + bucket.slice_numel // 2], self._codes)]
+        records, self._places = self.front.records, [(self._own, self._codes)]
         own = map(byte_range, travelling_shards(records, self._shards))
         for (begin, end), whole, host in zip(own, travelling_scales(records), self._scales, strict=True):
             self._places.append((whole.view(-1)[begin:end], host[begin:end]))

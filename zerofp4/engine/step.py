@@ -10,8 +10,8 @@ Four buckets are in flight. In turn t, in this order:
 Weights without codes have no amaxes and no transposes.
 
 Collectives run on the network's stream, after the work on the current stream, which waits for them. On a GPU
-the host never waits. One thread queues everything, in an order that depends on the buckets alone, so that
-ranks cannot deadlock.
+the host waits only for gradients and amaxes of offloaded buckets, which it updates (offload.py). One thread
+queues everything, in an order that depends on the buckets alone, so that ranks cannot deadlock.
 """
 
 import itertools
@@ -76,7 +76,7 @@ class Step:
         gradients: Gradients | Abstain | None = None,
         error: OwnError | None = None,
     ) -> None:
-        """Update and publish. Collective; the host waits for no GPU.
+        """Update and publish. Collective; the host waits for no GPU, unless buckets are offloaded.
 
         update: None leaves the masters as they are.
         gradients: to be averaged, as of in_place(); None if the means are in the buckets, or there is no

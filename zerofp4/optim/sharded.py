@@ -77,7 +77,7 @@ class ShardedParameters:
         zeros = zeros_on(device) if peers is None else peers.zeros
         with error:
             self.offload = Offload(self.buckets, checked.offload)
-            self.offloaded = {i for bucket in self.offload.buckets for i in bucket.indices}
+            self.offloaded = {i for b in self.buckets if b.lane is not None for i in b.indices}
             """The parameters whose masters, with their state, are on the host."""
         for bucket in self.buckets:
             with error:  # the other ranks may share the memory of the next bucket
@@ -233,10 +233,10 @@ class ShardedParameters:
 
     def host_bytes(self, state_of: Callable[[torch.Tensor], Mapping[str, Any]]) -> int:
         """Bytes of offloaded masters and of their state."""
-        buckets = self.offload.buckets
-        planes = [plane for b in buckets for plane in (b.masters, b.low) if plane is not None]
+        planes = [plane for b in self.buckets if b.lane is not None for plane in (b.masters, b.low)]
         states = [state_of(master) for i in self.offloaded for master in self.optimized[i]]
-        return sum(tensor.nbytes for tensor in planes + [v for s in states for v in s.values()])
+        kept = planes + [value for state in states for value in state.values()]
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     def _build_plan(
         self, bucket: Bucket, amax_groups: Sequence[Sequence[torch.Tensor]]

@@ -207,7 +207,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def _find_why_host_waits(self, group: dist.ProcessGroup | None, on_nonfinite: str) -> str | None:
         """Why the host waits for the vote of each step, besides the update; the same on every rank."""
-        if self._shards.offload.buckets:
+        if self._shards.offload.is_used:
             return "offload has the host wait for gradients, which it updates masters with"
         if self.world_size == 1:
             return "a world of one has no vote"
@@ -413,7 +413,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 f"{call} of {self.world_size} ranks cannot be captured in a CUDA graph: each step waits for "
                 "a vote of the ranks"
             )
-        if self._shards.offload.buckets and is_capturing(self.found_inf.device):
+        if self._shards.offload.is_used and is_capturing(self.found_inf.device):
             raise RuntimeError(
                 f"{call} cannot be captured in a CUDA graph: with offload the host updates masters"
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import weakref
 from unittest import mock
 
 import pytest
@@ -242,6 +243,16 @@ def test_an_error_in_the_update_of_one_rank(world):
     set_gradients(parameters, make_gradients(parameters, 1))
     optimizer.step()
     optimizer.check()
+
+
+@on_ranks(1, 2)
+def test_memory_is_freed_with_the_optimizer(world):
+    """At once: a worker collects no garbage."""
+    optimizer = built(world, FusedAdamW, bucket_mb=SMALL, offload=1.0, seed=0)[1]
+    optimizer.step()
+    kept = [weakref.ref(optimizer._shards.offload), weakref.ref(optimizer._shards.buckets[0])]
+    del optimizer
+    assert [one() for one in kept] == [None, None]
 
 
 @on_ranks(1)
