@@ -60,11 +60,10 @@ def build_buckets(
 
     The parameters of a bucket share their sharding, their optimizer, their kind (NVFP4 in the same blocks, or
     a dtype) and their state, and buckets are sorted by these four. In a group of one rank nothing travels
-    (unless buckets are offloaded): each combination is one bucket.
+    between ranks, and each combination is one bucket, unless some are offloaded.
 
     bucket_mb: megabytes of the gradients of one bucket, all ranks' slices together. wire: as of Bucket.
-    offloads: whether some buckets will be offloaded.
-    overlap: as of Communication. It decides the order of buckets:
+    offloads: whether some will be offloaded. overlap: as of Communication. It decides the order of buckets:
 
         "forward"            NVFP4 weights last within a sharding: a step waits for dense weights only
         "backward", "both"   NVFP4 weights first, from the last layers, as a backward pass makes gradients;
@@ -87,9 +86,8 @@ def build_buckets(
             groups = list(_grouped(indices, lambda i: trained[i].leader).values())
             parameters = {i: trained[i].parameter for group in groups for i in group}
             sizes = {i: p.numel() * (wire or gradient_dtype(p)).itemsize for i, p in parameters.items()}
-            most = (
-                int(bucket_mb * 2**20) if world_size > 1 or updates_early or offloads else sum(sizes.values())
-            )
+            is_cut = world_size > 1 or updates_early or offloads
+            most = int(bucket_mb * 2**20) if is_cut else sum(sizes.values())
             is_whole, state = groups[0][0] in owners, trained[groups[0][0]].state
             if is_whole:
                 cut = in_whole_slices(groups, sizes, owners, most // world_size)

@@ -89,9 +89,9 @@ class Bucket:
     weights: torch.Tensor  # of all ranks, [world_size * slice_numel]; NVFP4: codes, uint8, half as long
     masters: torch.Tensor
     low: torch.Tensor | None = None
-    plan: Any = None  # a CastPlan, or OffloadedPlan, for masters of NVFP4 weights; cast() rounds others
+    plan: Any = None  # casts the masters of NVFP4 weights (CastPlan, OffloadedPlan); cast() rounds others
     scales: torch.Tensor | None = None  # uint8 [world_size, bytes], the plan's scales that travel, if any
-    lane: Any = None  # the slots of an offloaded bucket (Lane), whose masters are on the host
+    slots: Any = None  # where an offloaded bucket, whose masters are on the host, travels (Slots)
 
     def __init__(
         self,
@@ -156,13 +156,18 @@ class Bucket:
         kept_as = torch.float32
         if self.state == "compact24":
             kept_as, self.low = torch.bfloat16, self._zeros(torch.uint8, self.home)
-        own = self._own_slice(self.weights) if dtype == kept_as and self.lane is None else None
+        is_shared = dtype == kept_as and not self.is_offloaded
+        own = self._own_slice(self.weights) if is_shared else None
         self.masters = self._zeros(kept_as, self.home) if own is None else with_own_storage(own)
 
     @property
+    def is_offloaded(self) -> bool:
+        return self.slots is not None
+
+    @property
     def home(self) -> torch.device:
-        """Where the masters and their state are."""
-        return self.device if self.lane is None else torch.device("cpu")
+        """The device of the masters and their state."""
+        return torch.device("cpu") if self.is_offloaded else self.device
 
     def _zeros(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(self.slice_numel, dtype=dtype, device=device)
@@ -179,8 +184,8 @@ class Bucket:
     def cast(self) -> None:
         """Round the masters of floating weights into this rank's slice of them."""
         own = self._own_slice(self.weights)
-        if self.lane is not None:
-            self.lane.send_up(self.masters, own)
+        if self.is_offloaded:
+            self.slots.send_up(self.masters, own)
         elif self.masters.data_ptr() != own.data_ptr():
             own.copy_(self.masters)
 

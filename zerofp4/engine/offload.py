@@ -1,8 +1,8 @@
-"""Buckets whose masters and optimizer state are in host memory, updated there by the CPU to the same bytes.
+"""Buckets whose masters and optimizer state are in host memory, where the CPU updates them to the same bytes.
 
-To other ranks an offloaded bucket is like any other: its gradients are averaged on the device, its amaxes are
-reduced there, its scales are made there, and its weights are gathered and transposed there. But the masters,
-their state and the cast of the masters are on the host, whose kernels make the bytes of the device's:
+To other ranks an offloaded bucket is like any other. Its gradients are averaged on the device, its amaxes are
+reduced there, its scales are made there, and its weights are gathered and transposed there. Only the update
+and the cast are on the host, whose kernels make the bytes of the device's:
 
     on the device                                                   on the host
     the mean of the gradients          -- gradients, skip, ... -->  update, which leaves amaxes
@@ -10,31 +10,35 @@ their state and the cast of the masters are on the host, whose kernels make the 
     scales                             ------ all amaxes -------->  cast
     gather of weights, transposes      <- codes (or values), scales that travel
 
-Nothing copies masters and state, so they are in ordinary memory. What travels is in pinned slots (`Offload`).
+Masters and state are never copied, so they are in ordinary memory. Copies go through pinned slots.
 
-The thread that calls step() computes, in kernels that use torch's threads. In turn t of a step it begins to
-bring down the gradients of bucket t, on a stream of their own, updates bucket t - 1 and casts bucket t - 2,
-whose codes go up meanwhile. Buckets on the device are only queued, so the GPU updates them at the same time:
-offloaded ones come first and are spread evenly among them (`choose()`).
+The thread that calls step() computes, with `Offload.threads`. In turn t of a step it begins to bring down
+the gradients of bucket t, updates bucket t - 1, and casts bucket t - 2, whose codes go up while the next
+bucket is updated. Buckets on the device are only queued, so the GPU updates them at the same time: choose()
+spreads offloaded buckets evenly among them.
 
-[Note: when a slot may be written] There are two slots of each kind, and offloaded buckets use them in turn:
-bucket n + 2 uses those of bucket n.
+[Note: when a slot may be written] There are two Slots, and offloaded buckets take turns: bucket n + 2 has
+those of bucket n. Memory is free once its last reader is done, and the host has waited for it if that is a
+copy:
 
-    slot        written by                        read by                       free
-    means       the exchange, turn n              copy down, own stream         turn n + 1, when the host has
-    gradients   that copy                         update, turn n + 1            waited for the copy
-    amaxes      update, turn n + 1; then a copy   copy up, current stream;      turn n + 2, when the host has
-                of the reduced ones, turn n + 2   then cast, turn n + 2         waited for the second copy
-    codes       cast, turn n + 2                  copy up, current stream       turn n + 4, when the host
-                                                                                waits for that copy
+    slot      written by                        read by                      free in
+    means     the exchange, turn n              copy down, own stream        turn n + 1
+    down      that copy                         update, turn n + 1           turn n + 2
+    amaxes    update, turn n + 1; then a copy   copy up, current stream;     turn n + 3
+              of the reduced ones, turn n + 2   then cast, turn n + 2
+    up        cast, turn n + 2                  copy up, current stream      turn n + 4, after a wait
 
-The host reads the decision of a step with the gradients: `skip`, the factor of clip_grad_norm_ and presence
-flags come down, too, and kernels of the host read the copies as those of a GPU read the device's words.
+A gradient that the copy reads in p.grad stays alive: step() holds it, and returns after all these waits.
+
+The host's kernels also read the decision of a step: `skip`, the presence flags and the factor of
+clip_grad_norm_ come down with each bucket's gradients, since a failed barrier may set `skip` in between.
 
 If the parameters are on a CPU, the same steps run without streams.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,10 +46,9 @@ import torch
 from zerofp4.cast import CastPlan, check_request, travelling_scales, travelling_shards
 from zerofp4.distributed import OwnError, attempt
 from zerofp4.engine.buckets import Bucket
-from zerofp4.engine.exchange import Abstain, Arrived, BucketExchange, Gradients, LocalExchange, Waitable
+from zerofp4.engine.exchange import Arrived, BucketExchange, Gradients, LocalExchange
 from zerofp4.format import SCALE_DTYPE
-from zerofp4.layout import round_up
-from zerofp4.ops import HEADER_WORDS
+from zerofp4.ops import HEADER_WORDS, cpu_cores
 from zerofp4.shard import Shard, byte_range
 from zerofp4.storage import NVFP4Storage, Side
 
@@ -54,9 +57,7 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def choose(buckets: Sequence[Bucket], share: float) -> list[Bucket]:
-    """Choose whole buckets until they have this share of all elements, spread evenly, beginning with the
-    first bucket.
-    """
+    """Choose whole buckets with this share of all elements, spread evenly, beginning with the first one."""
     chosen, elements, total = [], 0, 0
     for bucket in buckets:
         numel = sum(shape.numel() for shape in bucket.shapes)
@@ -67,56 +68,97 @@ def choose(buckets: Sequence[Bucket], share: float) -> list[Bucket]:
     return chosen
 
 
-class Offload:
-    """The memory in which the offloaded buckets of one optimizer travel.
+def find_threads() -> int:
+    """How many threads update: torch's number if OMP_NUM_THREADS has chosen it, else this rank's share of the
+    cores that the process may use. torchrun sets OMP_NUM_THREADS=1 if it starts several ranks.
+    """
+    chosen, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    is_default = chosen is None or (chosen == "1" and ranks > 1)
+    return max(1, cpu_cores() // ranks) if is_default else torch.get_num_threads()
 
-    buckets: of the optimizer, in the order of a step. Those that choose() returns get a `lane`.
-    share: as of choose().
+
+class Slots:
+    """Memory in which one offloaded bucket at a time travels. [Note: when a slot may be written]"""
+
+    up: torch.Tensor  # uint8, pinned: codes, then whole scales that travel; or values of parameters
+    down: torch.Tensor  # uint8, pinned: gradients
+    amaxes: torch.Tensor  # float32, pinned: a plan's reduced vector
+    means: torch.Tensor  # float32, on the device: gradients before they come down
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._sent_up: torch.cuda.Event | None = None
+        """The end of the last copies from `up`."""
+
+    def fill_up(self, write: Callable[[], Copies]) -> None:
+        """Have write() write `up`, once it is free, and begin the copies to the device that it returns."""
+        wait(self._sent_up)
+        self._sent_up = copy(write(), self._device)
+
+    def send_up(self, masters: torch.Tensor, weights: torch.Tensor) -> None:
+        """Round masters to the slice of weights, and begin to copy them there."""
+        rounded = self.up[: weights.nbytes].view(weights.dtype)
+        self.fill_up(lambda: [(weights, rounded.copy_(masters))])
+
+
+def copy(copies: Copies, device: torch.device) -> torch.cuda.Event | None:
+    """Copy on the current stream of the device. Returns the end of the copies; None on a CPU."""
+    for target, source in copies:
+        target.copy_(source, non_blocking=True)
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def wait(event: torch.cuda.Event | None) -> None:
+    """Have the host wait."""
+    if event is not None:
+        event.synchronize()
+
+
+class Offload:
+    """What the offloaded buckets of an optimizer share: slots, a stream, threads, the decision of a step.
+
+    buckets: of the optimizer, in the order of a step. Those that choose() returns get `slots`.
+    share: as of choose(). threads: how many update and cast; None for find_threads().
 
     Raises RuntimeError if there is not enough memory that can be pinned.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], share: float):
-        self.device = buckets[0].device
-        self.on_gpu = self.device.type == "cuda"
-        chosen = choose(buckets, share)
+    def __init__(self, buckets: Sequence[Bucket], share: float, threads: int | None = None):
+        self.device, chosen = buckets[0].device, choose(buckets, share)
         self.is_used = bool(chosen)
+        self.threads = (threads or find_threads()) if chosen else None
         self.pinned_bytes = 0
-        for n, bucket in enumerate(chosen):
-            bucket.lane = Lane(self, bucket, n % 2)
-        self.up = self._slots(max(map(_up_bytes, chosen), default=0))
-        # Made by allocate(), when it is known how large they are:
-        self.down: list[torch.Tensor] = []
-        self.amaxes: list[torch.Tensor] = []
-        self.means: list[torch.Tensor] = []
-        self._stream = torch.cuda.Stream(self.device) if self.on_gpu and self.is_used else None
+        on_gpu = self.device.type == "cuda" and self.is_used
+        self._stream = torch.cuda.Stream(self.device) if on_gpu else None
         """Brings gradients down."""
-        self.skip = self.factor = self.present = None
-        """On the host, what kernels read besides gradients. Made by follow()."""
-        self.sent_up: list[torch.cuda.Event | None] = [None, None]
-        """By slot of `up`, the end of the last copies from there."""
-        self._mirrors: Copies = []
+        self._slots = Slots(self.device), Slots(self.device)
+        most = max(map(_up_bytes, chosen), default=0)
+        for slots in self._slots:
+            slots.up = self._pinned((most,), torch.uint8)
+        for n, bucket in enumerate(chosen):
+            bucket.slots = self._slots[n % 2]
+        # What the host's kernels read of the decision of a step, made by follow():
+        self.skip = self.present = self._own_factor = None
+        self._decision: Copies = []
         self._factor: Copies = []
 
-    def allocate(self, exchanges: Sequence[BucketExchange]) -> None:
-        """Make the other slots, once plans and exchanges are built."""
-        mine = [exchange for exchange in exchanges if exchange.bucket.lane is not None]
-        # If each gradient is its own mean, clip_grad_norm_ makes no FP32 means for a step to bring down.
-        are_means = all(exchange.memory is None for exchange in exchanges)
-        sizes = [e.bucket.slice_numel * (e.arrives_as.itemsize if are_means else 4) for e in mine]
-        self.down = self._slots(max(sizes, default=0))
-        plans = [e.bucket.plan for e in mine if e.bucket.plan is not None]
-        self.amaxes = self._slots(max((plan.reduced.nbytes for plan in plans), default=0))
-        most = max((e.bucket.slice_numel for e in mine if not e.is_in_place), default=0)
-        self.means = [torch.zeros(most, dtype=torch.float32, device=self.device) for _ in range(2)]
+    def allocate(self, exchanges: Sequence[BucketExchange], are_means: bool) -> None:
+        """Make the other slots, once plans and exchanges are built.
 
-    def _slots(self, nbytes: int) -> list[torch.Tensor]:
-        nbytes = round_up(nbytes, 256)  # views of them have other dtypes
-        return [self._pinned((nbytes,), torch.uint8) for _ in range(2)]
+        are_means: whether no clip_grad_norm_ makes FP32 means, since each gradient is its own mean.
+        """
+        mine = [exchange for exchange in exchanges if exchange.bucket.is_offloaded]
+        sizes = [e.bucket.slice_numel * (e.arrives_as.itemsize if are_means else 4) for e in mine]
+        numels = [e.bucket.slice_numel for e in mine if not e.is_in_place]
+        words = [e.bucket.plan.reduced.numel() for e in mine if e.bucket.plan is not None]
+        for slots in self._slots:
+            slots.down = self._pinned((max(sizes, default=0),), torch.uint8)
+            slots.amaxes = self._pinned((max(words, default=0),), torch.float32)
+            slots.means = torch.zeros(max(numels, default=0), dtype=torch.float32, device=self.device)
 
     def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         try:
-            made = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=self.on_gpu and self.is_used)
+            made = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=self._stream is not None)
         except RuntimeError as error:
             needed = torch.Size(shape).numel() * dtype.itemsize
             raise RuntimeError(
@@ -126,47 +168,42 @@ class Offload:
         self.pinned_bytes += made.nbytes
         return made
 
-    # The decision of a step
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Give the kernels inside `threads`: they use torch's number of threads."""
+        before = torch.get_num_threads()
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            if self.threads is not None:
+                torch.set_num_threads(before)
 
     def follow(self, skip: torch.Tensor, present: torch.Tensor) -> None:
-        """Bring these words of the device down with gradients: to `skip` and `present`."""
-        if not self.is_used:
-            return
-        self.skip, self.present = (self._pinned(words.shape, words.dtype) for words in (skip, present))
-        self.factor = self._pinned((), torch.float32)
-        self._mirrors = [(self.skip, skip), (self.present, present)]
+        """Bring these words of the device down with gradients, to `skip` and `present`."""
+        if self.is_used:
+            self.skip, self.present = (self._pinned(words.shape, words.dtype) for words in (skip, present))
+            self._own_factor = self._pinned((), torch.float32)
+            self._decision = [(self.skip, skip), (self.present, present)]
 
-    def begin(self, factor: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Begin a step whose gradients are multiplied by this factor. Returns `skip` and the factor as the
-        host's kernels read them.
+    def begin(self, factor: torch.Tensor | None) -> dict[str, torch.Tensor | None] | None:
+        """Begin a step whose gradients are multiplied by this factor. Returns `skip` and `factor` for the
+        host's kernels; None if there are no offloaded buckets.
         """
-        self._factor = [] if factor is None or not self.is_used else [(self.factor, factor)]
-        return self.skip, None if factor is None else self.factor
-
-    # Copies
+        if not self.is_used:
+            return None
+        self._factor = [] if factor is None else [(self._own_factor, factor)]
+        return {"skip": self.skip, "factor": None if factor is None else self._own_factor}
 
     def bring_down(self, copies: Copies) -> torch.cuda.Event | None:
-        """Copy to the host, after the work on the current stream. Returns the end of the copies, for which
-        the host has to wait.
+        """Copy to the host, after the work on the current stream, gradients and the decision of the step.
+        Returns the end of the copies, for which the host has to wait.
         """
-        copies = [*copies, *self._mirrors, *self._factor]
-        if self._stream is None:
-            return self.copy(copies)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            return self.copy(copies)
-
-    def copy(self, copies: Copies) -> torch.cuda.Event | None:
-        """Copy on the current stream. Returns the end of the copies; None on a CPU."""
-        for target, source in copies:
-            target.copy_(source, non_blocking=True)
-        return torch.cuda.current_stream(self.device).record_event() if self.on_gpu else None
-
-
-def wait(event: torch.cuda.Event | None) -> None:
-    """Have the host wait."""
-    if event is not None:
-        event.synchronize()
+            return copy([*copies, *self._decision, *self._factor], self.device)
 
 
 def _up_bytes(bucket: Bucket) -> int:
@@ -177,42 +214,11 @@ def _up_bytes(bucket: Bucket) -> int:
     return bucket.slice_numel // 2 + sum(scale.nbytes for scale in scales)
 
 
-class Lane:
-    """The slots of an offloaded bucket. [Note: when a slot may be written]"""
-
-    def __init__(self, offload: Offload, bucket: Bucket, slot: int):
-        self.offload, self._numel, self._slot = offload, bucket.slice_numel, slot
-
-    @property
-    def up(self) -> torch.Tensor:
-        return self.offload.up[self._slot]
-
-    @property
-    def means(self) -> torch.Tensor:
-        return self.offload.means[self._slot][: self._numel]
-
-    def gradients(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.offload.down[self._slot].view(dtype)[: self._numel]
-
-    def amaxes(self, numel: int) -> torch.Tensor:
-        return self.offload.amaxes[self._slot].view(torch.float32)[:numel]
-
-    def fill_up(self, write: Callable[[], Copies]) -> None:
-        """Have write() write `up`, once it is free, and begin the copies to the device that it returns."""
-        sent = self.offload.sent_up
-        wait(sent[self._slot])
-        sent[self._slot] = self.offload.copy(write())
-
-    def send_up(self, masters: torch.Tensor, weights: torch.Tensor) -> None:
-        """Round masters to the slice of weights, and begin to copy them there."""
-        rounded = self.up.view(weights.dtype)[: self._numel]
-        self.fill_up(lambda: [(weights, rounded.copy_(masters))])
-
-
 class OffloadedPlan:
-    """The CastPlan of an offloaded bucket, in two halves. `front`, on the device, agrees with the other ranks
-    and writes scales; `twin`, on the host, has the masters and a vector of amaxes in the same layout, and
-    casts. It has what a step, FusedAdamW and ShardedParameters use of a plan.
+    """The part of CastPlan that a step, FusedAdamW and ShardedParameters use, for an offloaded bucket.
+
+    It is made of two plans. `on_device` has no masters: it agrees with the other ranks and writes scales.
+    `on_host` has the masters, and a vector of amaxes in the same layout: it writes this rank's codes.
 
     masters: by parameter, on the host. amax_groups, found_inf: as of CastPlan.
 
@@ -226,99 +232,103 @@ class OffloadedPlan:
         amax_groups: Sequence[Sequence[torch.Tensor]],
         found_inf: torch.Tensor,
     ):
-        self._lane, up = bucket.lane, bucket.lane.up
+        self._slots, self._device, up = bucket.slots, bucket.device, bucket.slots.up
         nothing = [None] * len(masters)
         options = None, amax_groups, "skip", found_inf
         request, error = attempt(check_request, bucket.parameters, nothing, nothing, *options)
         self._shards = [shard if shard.numel else Shard(0, 0) for shard in bucket.shards]
         if not error:
-            request.shards = self._shards  # whose masters are the twin's
-        self.front = CastPlan.of(request, error, bucket.group())
-        self._header = self.front.reduced[:HEADER_WORDS].to("cpu", copy=True)
+            request.shards = self._shards  # for the other ranks; no stage that reads masters is run
+        self.on_device = CastPlan.of(request, error, bucket.group())
+        self._header = self.on_device.reduced[:HEADER_WORDS].to("cpu", copy=True)
         """What a reduced vector begins with, unless a rank has joined with a flag."""
-        twins, used = [], bucket.slice_numel // 2
-        self._codes = up[:used]
-        self._own = bucket.weights[bucket.begin // 2 :][:used]
-        """On the device, this rank's slice of codes."""
+        records, used = [], bucket.slice_numel // 2
+        self._codes, self._own = up[:used], bucket.weights[bucket.begin // 2 :][:used]
+        """This rank's slice of codes on the host and on the device."""
         self._scales: list[torch.Tensor] = []
         """On the host, as bytes: of each weight whose scales travel."""
-        for record in self.front.records:
+        for record in self.on_device.records:
             scale = None
             if record.scales_travel:
                 scale = up[used : used + record.rowwise.scale_places["compact"].nbytes]
                 used += scale.nbytes
                 self._scales.append(scale)
-            twins.append(_twin(record, scale))
+            records.append(_on_host(record, scale))
         starts = [shard.start if shard.numel else None for shard in self._shards]
         ranges = bucket.own_views(range(bucket.slice_numel))  # of the slice's elements, two per byte
         codes = [None if own is None else self._codes[own.start // 2 : own.stop // 2] for own in ranges]
-        own = check_request(twins, list(masters), starts, codes, None, "skip", None)
+        own = check_request(records, list(masters), starts, codes, None, "skip", None)
         own.amax_groups = request.amax_groups
-        self.twin = CastPlan.of(own, OwnError(), None)
+        self.on_host = CastPlan.of(own, OwnError(), None)
         self._find_places()
         # The update, on the host
-        self.reduced, self.master_pieces = self.twin.reduced, self.twin.master_pieces
-        self.begin_update, self.end_update = self.twin.begin_update, self.twin.end_update
+        self.reduced, self.master_pieces = self.on_host.reduced, self.on_host.master_pieces
+        self.begin_update, self.end_update = self.on_host.begin_update, self.on_host.end_update
         # What travels between ranks, and the weights, on the device
-        self.wire, self.check, self.stage_scales = self.front.wire, self.front.check, self.front.stage_scales
-        self.complete, self.derive_columns = self.front.complete, self.front.derive_columns
-        self.note_written = self.front.note_written
+        plan = self.on_device
+        self.wire, self.check, self.stage_scales = plan.wire, plan.check, plan.stage_scales
+        self.complete, self.derive_columns = plan.complete, plan.derive_columns
+        self.note_written = plan.note_written
 
     def _find_places(self) -> None:
         """Find the places of this rank's codes and scales, on the device and on the host."""
-        records, self._places = self.front.records, [(self._own, self._codes)]
+        records, self._places = self.on_device.records, [(self._own, self._codes)]
         own = map(byte_range, travelling_shards(records, self._shards))
         for (begin, end), whole, host in zip(own, travelling_scales(records), self._scales, strict=True):
             self._places.append((whole.view(-1)[begin:end], host[begin:end]))
 
     def refresh(self) -> None:
-        self.front.refresh()
-        self.twin.refresh()
+        self.on_device.refresh()
+        self.on_host.refresh()
         self._find_places()
 
+    @property
+    def _amaxes(self) -> torch.Tensor:
+        return self._slots.amaxes[: self.reduced.numel()]
+
     def start_step(self) -> RuntimeError | None:
-        error, amaxes = OwnError(), self._lane.amaxes(self.reduced.numel())
+        plan, error, amaxes = self.on_device, OwnError(), self._amaxes
         with error:
-            self.twin.start_step()  # computes the amaxes, unless the update has left them
+            self.on_host.start_step()  # computes the amaxes, unless the update has left them
             amaxes.copy_(self.reduced)
-            self.front.begin_update()
-            self.front.reduced[HEADER_WORDS:].copy_(amaxes[HEADER_WORDS:], non_blocking=True)
-            self.front.end_update()
+            plan.begin_update()
+            plan.reduced[HEADER_WORDS:].copy_(amaxes[HEADER_WORDS:], non_blocking=True)
+            plan.end_update()
         if error:
-            self.front.abstain()
+            plan.abstain()
             error.raise_if_any()
-        return self.front.start_step()
+        return plan.start_step()
 
     def abstain(self) -> None:
-        self.twin.begin_update()  # takes back amaxes
-        self.front.abstain()
+        self.on_host.begin_update()  # takes back amaxes
+        self.on_device.abstain()
 
     def finish_step(self, halfway: Any = None) -> None:
-        self.front.finish_step(write_codes=self._write_codes)
+        self.on_device.finish_step(write_codes=self._write_codes)
 
     def _write_codes(self) -> None:
-        amaxes, offload = self._lane.amaxes(self.reduced.numel()), self._lane.offload
-        wait(offload.copy([(amaxes, self.front.reduced)]))
+        amaxes = self._amaxes
+        wait(copy([(amaxes, self.on_device.reduced)], self._device))
         if not amaxes[:HEADER_WORDS].equal(self._header):
             return  # a rank has joined with a flag, so that no rank writes
         self.reduced[HEADER_WORDS:].copy_(amaxes[HEADER_WORDS:])
-        self._lane.fill_up(self._cast)
+        self._slots.fill_up(self._cast)
 
     def _cast(self) -> Copies:
         if self.reduced.isinf().any():  # amax groups with a NaN or Inf keep what they have
-            wait(self._lane.offload.copy([(host, device) for device, host in self._places]))
-        self.twin.finish_step()
+            wait(copy([(host, device) for device, host in self._places], self._device))
+        self.on_host.finish_step()
         return self._places
 
 
-def _twin(record: NVFP4Storage, scale: torch.Tensor | None) -> NVFP4Storage:
+def _on_host(record: NVFP4Storage, scale: torch.Tensor | None) -> NVFP4Storage:
     """A record on the host, without codes. scale: memory of its scales, if they travel."""
-    twin = NVFP4Storage.from_context(record.shape, record.context())
-    twin.name, scales = record.name, {}
+    made = NVFP4Storage.from_context(record.shape, record.context())
+    made.name, scales = record.name, {}
     if scale is not None:
         scales["compact"] = scale.view(SCALE_DTYPE).view(record.scale_shape("rowwise", "compact"))
-    twin.rowwise = Side(None, scales, torch.zeros(record.amax_shape, dtype=torch.float32, device="cpu"))
-    return twin
+    made.rowwise = Side(None, scales, torch.zeros(record.amax_shape, dtype=torch.float32, device="cpu"))
+    return made
 
 
 class OffloadedExchange(BucketExchange):
@@ -330,9 +340,11 @@ class OffloadedExchange(BucketExchange):
 
     halfway = None
 
-    def __init__(self, inner: BucketExchange):
-        self.inner, self.bucket, self.memory = inner, inner.bucket, inner.memory
-        self.received, self._lane = inner.received, inner.bucket.lane
+    def __init__(self, inner: BucketExchange, offload: Offload):
+        self.bucket, self.memory, self.received = inner.bucket, inner.memory, inner.received
+        self.send, self.average = inner.send, inner.average
+        self.finish, self.gather = inner.finish, inner.gather
+        self._inner, self._offload = inner, offload
         self.is_in_place = isinstance(inner, LocalExchange) and inner.arrives_as is not None
         self.arrives_as = inner.arrives_as if self.is_in_place else torch.float32
         self._event: torch.cuda.Event | None = None
@@ -341,42 +353,30 @@ class OffloadedExchange(BucketExchange):
 
     @property
     def present(self) -> Sequence[bool] | None:
-        return self.inner.present
+        return self._inner.present
 
     @property
     def error(self) -> OwnError:
-        return self.inner.error
-
-    def send(self, gradients: Gradients | Abstain) -> None:
-        self.inner.send(gradients)
+        return self._inner.error
 
     def bring_down(self, reduces: bool) -> None:
         """reduces: whether the means are not yet in `bucket.gradients`. An error is raised by receive()."""
-        lane, self._failure, copies = self._lane, OwnError(), []
+        bucket, self._failure = self.bucket, OwnError()
+        dtype, numel = self.arrives_as if reduces else torch.float32, bucket.slice_numel
         with self._failure:
+            slot = bucket.slots.down[: numel * dtype.itemsize].view(dtype)
+            self._views = bucket.own_views(slot)
             if reduces and self.is_in_place:
-                slot = lane.gradients(self.arrives_as)
-                self._views = self.bucket.own_views(slot)
-                pairs = zip(self._views, self.inner.receive().own, strict=True)
+                pairs = zip(self._views, self._inner.receive().own, strict=True)
                 copies = [(v, g.view(-1)) for v, g in pairs if v is not None and g is not None]
             else:
+                means = bucket.slots.means[:numel] if reduces else bucket.gradients
                 if reduces:
-                    self.inner.average(into=lane.means)
-                slot = lane.gradients(torch.float32)
-                self._views = self.bucket.own_views(slot)
-                copies = [(slot, lane.means if reduces else self.bucket.gradients)]
-            self._event = lane.offload.bring_down(copies)
+                    self.average(into=means)
+                copies = [(slot, means)]
+            self._event = self._offload.bring_down(copies)
 
     def receive(self) -> Arrived:
         wait(self._event)
         self._failure.raise_if_any()
         return Arrived(self._views, None)
-
-    def average(self, squares: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
-        self.inner.average(squares, into)
-
-    def finish(self) -> None:
-        self.inner.finish()
-
-    def gather(self) -> Waitable | None:
-        return self.inner.gather()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofp4.ops import SLOW_ON_CPU, build_info, check_cuda, code_for
+from zerofp4.ops import SLOW_ON_CPU, build_info, check_cuda, code_for, cpu_cores
 from zerofp4.version import VERSION
 
 SUMMARY = "versions, what was compiled in, and what this machine can run"
@@ -74,9 +74,7 @@ def collect() -> dict[str, Any]:
         problems.append(f"{type(error).__name__}: {error}")
     cuda = {name: fact for name, fact in build["cuda"].items() if name != "devices"}
     slow = [str(dtype).removeprefix("torch.") for dtype in SLOW_ON_CPU]
-    # Cores that this process may use.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cpu = {"machine": platform.machine(), "cores": cores, "threads": torch.get_num_threads()}
+    cpu = {"machine": platform.machine(), "cores": cpu_cores(), "threads": torch.get_num_threads()}
     return {
         "zerofp4": {"version": VERSION, "path": str(Path(__file__).parents[1])},
         "python": {"version": platform.python_version(), "executable": sys.executable},

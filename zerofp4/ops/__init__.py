@@ -21,6 +21,7 @@ from zerofp4.ops.device import (
     check_capability,
     check_cuda,
     code_for,
+    cpu_cores,
     current_stream,
     has_fp4_tensor_cores,
     is_capturing,

@@ -1,6 +1,7 @@
 """What this machine can run, where a call into the extension runs, and the memory that plans keep there."""
 
 import functools
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -82,6 +83,11 @@ def architectures() -> list[str]:
 
 def has_fp4_tensor_cores(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP4_CAPABILITY
+
+
+def cpu_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # Where a call runs

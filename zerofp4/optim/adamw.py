@@ -219,27 +219,24 @@ class FusedAdamW(torch.optim.Optimizer):
         skip: torch.Tensor,
         factor: torch.Tensor | None = None,
         in_slices: bool = False,
-        on_host: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        on_host: Mapping[str, torch.Tensor | None] | None = None,
     ) -> None:
         """Begin a step in which update_bucket() updates one part after another. Allocates all memory, and
         raises all errors that this rank alone may have.
 
         exchanges: of the buckets that have the masters, by part. skip, factor: as found_inf and clip_factor.
         in_slices: whether the means are in the buckets' `gradients`.
-        on_host: skip and factor for offloaded buckets, of Offload.begin().
+        on_host: skip and factor for offloaded buckets, of Offload.begin(); None without such buckets.
         """
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             raise RuntimeError(
                 "step() of optimizer.inner has hooks and is not called, since FusedAdamW updates bucket by "
                 "bucket: register them on the ZeroFP4Optimizer"
             )
-        self._options = self._host_options = self._read_options(skip, factor)
-        if on_host[0] is not None:
-            scalars = dict(zip(("skip", "factor"), on_host, strict=True))
-            self._host_options = [
-                ops.adamw_options(**group | scalars | {"lr": float(group["lr"])})
-                for group in self.param_groups
-            ]
+        self._options = self._read_options(skip, factor)
+        if on_host is not None:  # then the host waits for an lr on a GPU, too
+            groups = [group | on_host | {"lr": float(group["lr"])} for group in self.param_groups]
+            self._host_options = [ops.adamw_options(**group) for group in groups]
         self._part_of = dict(zip(exchanges, self._parts, strict=True))
         dtypes: list[torch.dtype] = []
         for exchange, part in self._part_of.items():
@@ -256,7 +253,7 @@ class FusedAdamW(torch.optim.Optimizer):
         own, rows = (bucket.gradient_views, None) if arrived is None else arrived
         known = zip(own, present, bucket.shards, strict=False)
         gradients = [g if is_there else None for g, is_there, shard in known if shard.numel]
-        options = self._options if bucket.lane is None else self._host_options
+        options = self._host_options if bucket.is_offloaded else self._options
         self._part_of[exchange].run(gradients, options, rows)
 
     def _read_options(self, skip: torch.Tensor | None, factor: torch.Tensor | None) -> list[Any]:

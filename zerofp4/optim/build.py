@@ -110,6 +110,7 @@ class Checked:
         masters_from: Any,
         on_nonfinite: str,
         offload: float,
+        offload_threads: int | None,
     ):
         if on_nonfinite not in ("skip", "raise"):
             raise ValueError(f'on_nonfinite must be "skip" or "raise", got {on_nonfinite!r}')
@@ -146,7 +147,8 @@ class Checked:
         """Why all masters are updated at once, not bucket by bucket; or None."""
         if communication.overlap == "update":
             _check_updates_early(self.why_at_once, on_nonfinite)
-        self.offload = _check_offload(offload, self.why_at_once, communication.overlap)
+        _check_offload(offload, offload_threads, self.why_at_once, communication.overlap)
+        self.offload, self.offload_threads = float(offload), offload_threads
         _check_gradients(communication, self.trained, self.classes)
         self.why_collective = self._find_why_collective(group)
         self.held: Mapping = {}
@@ -402,16 +404,17 @@ def _check_updates_early(why_at_once: str | None, on_nonfinite: str) -> None:
         )
 
 
-def _check_offload(share: float, why_at_once: str | None, overlap: str | None) -> float:
+def _check_offload(share: float, threads: Any, why_at_once: str | None, overlap: str | None) -> None:
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise ValueError(f"offload must be a number from 0 to 1, got {share!r}")
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ValueError(f"offload_threads must be None or at least 1, got {threads!r}")
     if share and why_at_once is not None:
-        raise ValueError(f"offload={share} needs FusedAdamW, which the CPU has, too: {why_at_once}")
+        raise ValueError(f"offload={share} needs FusedAdamW: {why_at_once}")
     if share and overlap == "update":
         raise ValueError(
             f'offload={share} is not supported with overlap="update": backward passes would wait for the CPU'
         )
-    return float(share)
 
 
 def _check_gradients(

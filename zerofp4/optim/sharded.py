@@ -71,13 +71,13 @@ class ShardedParameters:
             if options.gradient_dtype not in (None, gradient_dtype(parameter)):
                 with torch._C.DisableTorchFunctionSubclass():
                     parameter.grad_dtype = options.gradient_dtype  # in which autograd adds up, too
-        kinds = options.gradient_wire, options.overlap, checked.offload > 0
-        self.buckets = build_buckets(self.trained, bucket_mb, *kinds)
+        ways = options.gradient_wire, options.overlap, checked.offload > 0
+        self.buckets = build_buckets(self.trained, bucket_mb, *ways)
         error, device = OwnError(), self.parameters[0].device
         zeros = zeros_on(device) if peers is None else peers.zeros
         with error:
-            self.offload = Offload(self.buckets, checked.offload)
-            self.offloaded = {i for b in self.buckets if b.lane is not None for i in b.indices}
+            self.offload = Offload(self.buckets, checked.offload, checked.offload_threads)
+            self.offloaded = {i for b in self.buckets if b.is_offloaded for i in b.indices}
             """The parameters whose masters, with their state, are on the host."""
         for bucket in self.buckets:
             with error:  # the other ranks may share the memory of the next bucket
@@ -233,7 +233,7 @@ class ShardedParameters:
 
     def host_bytes(self, state_of: Callable[[torch.Tensor], Mapping[str, Any]]) -> int:
         """Bytes of offloaded masters and of their state."""
-        planes = [plane for b in self.buckets if b.lane is not None for plane in (b.masters, b.low)]
+        planes = [plane for b in self.buckets if b.is_offloaded for plane in (b.masters, b.low)]
         states = [state_of(master) for i in self.offloaded for master in self.optimized[i]]
         kept = planes + [value for state in states for value in state.values()]
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
@@ -245,7 +245,7 @@ class ShardedParameters:
         inside = {id(weight.record) for weight in bucket.parameters}
         groups = [members for members in amax_groups if {id(record_of(m)) for m in members} & inside]
         masters = [self.masters[i] for i in bucket.indices]
-        if bucket.lane is not None:
+        if bucket.is_offloaded:
             return OffloadedPlan(bucket, masters, groups, self.found_inf)
         return CastPlan(
             bucket.parameters,

@@ -286,11 +286,11 @@ class SavedState(Mapping):
                 if g not in self._templates:
                     raise
         template = self._templates[g][1]
+        if self.shards.trained[i].state != "full":
+            template = {name: entry for name, entry in template.items() if name not in MOMENTS} | CODES
         if i in self.shards.offloaded:
             template = {name: e._replace(device=torch.device("cpu")) for name, e in template.items()}
-        if self.shards.trained[i].state == "full":
-            return template
-        return {name: entry for name, entry in template.items() if name not in MOMENTS} | CODES
+        return template
 
     def piece(self, i: int, values: torch.Tensor | None, entry: Entry = MASTER) -> Piece:
         """A piece of trainable parameter i. values: 1D, of this rank; None for zeros without memory."""

@@ -63,6 +63,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     communication: how gradients and weights travel (Communication).
     offload: the share of masters and state, from 0 to 1 and in whole buckets, that is in host memory. The CPU
         updates it to the same bytes; FusedAdamW only.
+    offload_threads: how many threads of the CPU update and cast. None: as many as OMP_NUM_THREADS says, or if
+        it is not set, or 1 among several ranks of a host, this rank's share of the cores.
     whole_matrices: whether optimizer_class gets whole matrices; None decides by the class (page on Muon).
     masters_from: an earlier optimizer whose masters this one takes over.
     on_nonfinite: "skip" or "raise", for a step with a NaN or Inf in any rank's gradients.
@@ -89,6 +91,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         state: str = "full",
         communication: Communication = Communication(),  # noqa: B008
         offload: float = 0.0,
+        offload_threads: int | None = None,
         whole_matrices: bool | None = None,
         masters_from: "ZeroFP4Optimizer | None" = None,
         on_nonfinite: str = "skip",
@@ -112,6 +115,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 masters_from=masters_from,
                 on_nonfinite=on_nonfinite,
                 offload=offload,
+                offload_threads=offload_threads,
             )
             self.param_groups, self.defaults = checked.param_groups, checked.defaults
             announcement = checked.announcement
@@ -131,7 +135,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         free_frozen(checked.parameters)
         with error:
             exchanges, self._schedule = self._make_exchanges(reduction == "ordered")
-            self._shards.offload.allocate(exchanges)
+            are_means = self.world_size == 1 and all(one.memory is None for one in exchanges)
+            self._shards.offload.allocate(exchanges, are_means)
             masters = dict(zip(map(id, self._shards.parameters), self._shards.optimized, strict=True))
             self.inners = InnerOptimizers(checked.classes, self.param_groups, masters)
             """The optimizers of the masters, in the order in which their classes come first in the groups."""
@@ -192,7 +197,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             exchanges = collective_exchanges(shards.buckets, **ways)
         if in_turns and any(exchange.arrives_as is None for exchange in exchanges):
             shards.share_gradients()
-        exchanges = [one if one.bucket.lane is None else OffloadedExchange(one) for one in exchanges]
+        offload = shards.offload
+        exchanges = [OffloadedExchange(e, offload) if e.bucket.is_offloaded else e for e in exchanges]
         return exchanges, BackwardSchedule(shards.trained, shards.holder, exchanges) if early else None
 
     def _offer_parts(self) -> None:
@@ -547,7 +553,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             if update is None and any(inner.amaxes_outdated() for inner in fused):
                 for plan in self._shards.plans:
                     plan.begin_update()  # the masters have changed since their amaxes were computed
-            self._step.run(update, gradients, error)
+            with self._shards.offload.computing():
+                self._step.run(update, gradients, error)
             self._shards.follow_masters()
         finally:
             self._shards.versions.take()
@@ -740,17 +747,19 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         gradients, amaxes and weights that this rank sends for it in a step. bytes_sent: the same of all
         buckets. shared_bytes: memory that other ranks can access. waiting_bytes: memory where gradients of
         other ranks wait for the update. host_bytes: offloaded masters with their present state. pinned_bytes:
-        the slots in which gradients, amaxes and weights travel between host and device.
+        the slots for gradients, amaxes and weights on their way between host and device, before torch rounds
+        each up to a power of two. offload_threads: that update; None if nothing is offloaded.
         """
         described = self._step.describe()
         for entry, bucket in zip(described["buckets"], self._shards.buckets, strict=True):
             entry["optimizer"] = type(self.inners.all[self._shards.trained[bucket.indices[0]].by]).__name__
             entry["state"] = bucket.state
-            entry["masters"] = "device" if bucket.lane is None else "host"
+            entry["masters"] = "host" if bucket.is_offloaded else "device"
         memory = {
             "shared_bytes": 0 if self._peers is None else self._peers.nbytes,
             "host_bytes": self._shards.host_bytes(self.inners.state_of),
             "pinned_bytes": self._shards.offload.pinned_bytes,
+            "offload_threads": self._shards.offload.threads,
         }
         return self._described | memory | described
 

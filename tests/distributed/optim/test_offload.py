@@ -161,6 +161,24 @@ def test_several_process_groups(world, name):
         assert_all_equal(*(cases.model_bytes(m.parameters) for m in models), f"step {step}: buffer")
 
 
+@on_ranks(2)
+def test_clipped_means_of_ranks_that_share_no_parameter(world):
+    """They are FP32, and larger than the gradients that other steps bring down."""
+    group = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    optimizers, models = [], []
+    for share in (0.0, 1.0):
+        models.append([nn.Parameter(torch.ones(64, 48, dtype=torch.bfloat16, device=world.device))])
+        groups = [{"params": models[-1], "process_group": group}]
+        optimizers.append(ZeroFP4Optimizer(groups, FusedAdamW, lr=0.02, offload=share))
+    for step in range(3):
+        for parameters, optimizer in zip(models, optimizers, strict=True):
+            set_gradients(parameters, make_gradients(parameters, 10 * world.rank + step))
+            if step != 1:
+                optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+        assert_all_equal(*map(cases.model_bytes, models), f"step {step}: buffer")
+
+
 @on_ranks(3, time_limit=120.0)
 @pytest.mark.parametrize("case", ["fused", "compact", "tiles, four over six"])
 def test_a_run_goes_on_with_another_share_in_another_world(world, case):
@@ -173,6 +191,8 @@ def test_a_run_goes_on_with_another_share_in_another_world(world, case):
         model, optimizer = trained(world, 3, case, group=groups[2], offload=1.0, bucket_mb=SMALL)
         for entries in optimizer.state_dict()["state"].values():
             assert {piece.device.type for piece in entries.values() if piece.values.numel()} <= {"cpu"}
+        entries = optimizer._saved.template(0).values()  # also before a first step, when a load makes memory
+        assert {entry.device for entry in entries} == {torch.device("cpu")}
         dcp.save({"optimizer": optimizer}, checkpoint_id=path, process_group=groups[2])
     dist.barrier()
     for size, share in ((3, 0.5), (1, 1.0), (2, 0.0)):
@@ -255,6 +275,37 @@ def test_memory_is_freed_with_the_optimizer(world):
     assert [one() for one in kept] == [None, None]
 
 
+@on_ranks(1, 2)
+def test_threads(world):
+    """They are torch's while a step runs, and no byte depends on their number."""
+    environments = [
+        ({"OMP_NUM_THREADS": None, "LOCAL_WORLD_SIZE": None}, 12),
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "4"}, 3),  # as torchrun sets them
+        ({"OMP_NUM_THREADS": None, "LOCAL_WORLD_SIZE": "16"}, 1),
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": None}, torch.get_num_threads()),
+        ({"OMP_NUM_THREADS": "5", "LOCAL_WORLD_SIZE": "4"}, torch.get_num_threads()),
+    ]
+    for variables, expected in environments:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("zerofp4.engine.offload.cpu_cores", lambda: 12)
+            for name, value in variables.items():
+                patch.setenv(name, value) if value is not None else patch.delenv(name, raising=False)
+            optimizer = built(world, FusedAdamW, offload=1.0)[1]
+            assert optimizer.describe()["offload_threads"] == expected, variables
+    pair = [built(world, FusedAdamW, offload=1.0, offload_threads=threads) for threads in (1, 3)]
+    before, used = torch.get_num_threads(), []
+    for _, optimizer in pair:
+        fused = optimizer.inner
+        fused.update_bucket = lambda *arguments, update=fused.update_bucket: (
+            used.append(torch.get_num_threads()),
+            update(*arguments),
+        )
+    take_same_steps(world, pair, range(2))
+    assert [*dict.fromkeys(used)] == [1, 3] and torch.get_num_threads() == before
+    for _, optimizer in pair:
+        del optimizer.inner.update_bucket
+
+
 @on_ranks(1)
 def test_a_capture_is_refused(world):
     _, optimizer = built(world, FusedAdamW, offload=1.0, seed=0)
@@ -272,6 +323,7 @@ def test_what_is_refused_and_described(world):
     for kind, message, optimizer_class, options in (
         (ValueError, "number from 0 to 1, got 1.5", FusedAdamW, {"offload": 1.5}),
         (ValueError, "number from 0 to 1, got True", FusedAdamW, {"offload": True}),
+        (ValueError, "at least 1, got 0", FusedAdamW, {"offload": 1.0, "offload_threads": 0}),
         (ValueError, "needs FusedAdamW.*AdamW updates all", torch.optim.AdamW, {"offload": 1.0}),
         (ValueError, "whole matrices", FusedAdamW, {"offload": 1.0, "whole_matrices": True}),
         (
@@ -288,7 +340,7 @@ def test_what_is_refused_and_described(world):
         error = raised_everywhere(world, ValueError, ZeroFP4Optimizer, parameters, FusedAdamW, **options)
         assert error == "offload is 0.0 on rank 0 and 1.0 on rank 1"
     optimizer = built(world, FusedAdamW, bucket_mb=SMALL, offload=0.5, seed=0)[1]
-    masters = sum(b.masters.nbytes for b in optimizer._shards.buckets if b.lane is not None)
+    masters = sum(b.masters.nbytes for b in optimizer._shards.buckets if b.is_offloaded)
     described = optimizer.describe()
     assert described["host_bytes"] == masters and described["pinned_bytes"] > 0
     assert described["host_waits"].startswith("offload")
@@ -299,4 +351,4 @@ def test_what_is_refused_and_described(world):
     optimizer.step()
     assert optimizer.describe()["host_bytes"] > 1.5 * masters
     plain = built(world, FusedAdamW)[1].describe()
-    assert plain["host_bytes"] == plain["pinned_bytes"] == 0
+    assert plain["host_bytes"] == plain["pinned_bytes"] == 0 and plain["offload_threads"] is None
