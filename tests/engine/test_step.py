@@ -42,7 +42,7 @@ def make_exchange(done, faults, b):
     bucket.device = torch.device("cpu")
     bucket.parameters, bucket.plan = [torch.zeros(2)], Log(done, faults, b) if b < 2 else None
     exchange = Log(done, faults, b, receive=lambda: Arrived([], None), gather=lambda: Log(done, faults, b))
-    exchange.bucket, exchange.halfway = bucket, None
+    exchange.bucket, exchange.halfway, exchange.bring_down = bucket, None, None
     exchange.arrives_as = None if b == 1 else torch.float32
     return exchange
 

@@ -60,6 +60,21 @@ def test_it_is_what_training_keeps(dtype, nvfp4, state):
     assert total <= bytes_alive() - before <= LARGER * total
 
 
+@pytest.mark.parametrize("state", ["full", "compact"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_is_in_host_memory(dtype, state):
+    model = Model().to(dtype)
+    whole, predicted = (memory_kept(model, state=state, offload=offload) for offload in (False, True))
+    zerofp4.convert_model(model)
+    named = model.named_parameters()
+    optimizer = ZeroFP4Optimizer(named, FusedAdamW, lr=1e-3, state=state, offload=1.0)
+    model(torch.arange(16)).float().square().mean().backward()
+    optimizer.step()
+    host = predicted.pop("host")
+    assert host <= optimizer.describe()["host_bytes"] <= LARGER * host
+    assert predicted == {name: whole[name] for name in ("weights", "gradients")}
+
+
 def test_early_updates_keep_the_gradients_of_a_bucket():
     with torch.device("meta"):
         large = nn.Sequential(*(nn.Linear(2**13, 2**13, bias=False) for _ in range(8))).bfloat16()

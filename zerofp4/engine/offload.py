@@ -282,12 +282,8 @@ class OffloadedPlan:
         self.on_host.refresh()
         self._find_places()
 
-    @property
-    def _amaxes(self) -> torch.Tensor:
-        return self._slots.amaxes[: self.reduced.numel()]
-
     def start_step(self) -> RuntimeError | None:
-        plan, error, amaxes = self.on_device, OwnError(), self._amaxes
+        plan, error, amaxes = self.on_device, OwnError(), self._slots.amaxes[: self.reduced.numel()]
         with error:
             self.on_host.start_step()  # computes the amaxes, unless the update has left them
             amaxes.copy_(self.reduced)
@@ -307,7 +303,7 @@ class OffloadedPlan:
         self.on_device.finish_step(write_codes=self._write_codes)
 
     def _write_codes(self) -> None:
-        amaxes = self._amaxes
+        amaxes = self._slots.amaxes[: self.reduced.numel()]
         wait(copy([(amaxes, self.on_device.reduced)], self._device))
         if not amaxes[:HEADER_WORDS].equal(self._header):
             return  # a rank has joined with a flag, so that no rank writes

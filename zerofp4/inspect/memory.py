@@ -18,7 +18,8 @@ SUMMARY = "the memory that training a model takes on one GPU, predicted from its
 DESCRIPTION = """\
 Predict what one GPU keeps to train a causal language model of transformers in bfloat16 with FusedAdamW:
 weights, gradients, masters and moments, computed from the model's shapes. Activations, and the buffers of a
-step, are not in it: what is left on the card is for them. Nothing is allocated.
+step, are not in it: what is left on the card is for them. Nothing is allocated. The column "host" has masters
+and moments in host memory, which are not on the GPU.
 
 The largest model that the card can train has more or fewer layers of the same shape. Give --activations what
 a run of the configuration has beyond what it keeps: a larger model has as many bytes of these per parameter,
@@ -29,18 +30,25 @@ WAYS = {
     "NVFP4": {},
     'NVFP4, state="compact"': {"state": "compact"},
     'NVFP4, state="compact", overlap="update"': {"state": "compact", "overlap": "update"},
+    'NVFP4, state="compact", offload=1.0': {"state": "compact", "offload": True},
 }
 """By name, options of memory_kept()."""
+COLUMNS = "weights", "gradients", "masters", "moments", "host"
 
 
 def memory_kept(
-    model: nn.Module, *, nvfp4: bool = True, state: str = "full", overlap: str | None = None
+    model: nn.Module,
+    *,
+    nvfp4: bool = True,
+    state: str = "full",
+    overlap: str | None = None,
+    offload: bool = False,
 ) -> dict[str, int]:
     """Bytes of weights, gradients, masters and moments of a model that has not been converted, on one rank.
 
     model: may be on the meta device. nvfp4: whether convert_model() is called, with its defaults.
     state, overlap: of ZeroFP4Optimizer with FusedAdamW, and of its Communication. With "update" gradients
-        are those of one bucket.
+        are those of one bucket. offload: whether masters and moments are in host memory, as "host".
     """
     chosen = {id(choice.parameter) for choice in choose_weights(model, None)[1]} if nvfp4 else set()
     kept = {"weights": 0, "gradients": 0, "masters": 0, "moments": 0}
@@ -52,14 +60,22 @@ def memory_kept(
         kept["weights"] += weight.nbytes
         kept["gradients"] += p.nbytes
         if compact and p.dtype == torch.bfloat16:
-            kept["masters"] += 3 * n if quantized else n  # else 16 of the 24 bits are the parameter
-        elif quantized or p.dtype != torch.float32:  # else the parameter is its own master
+            is_apart = quantized or offload  # else 16 of the 24 bits are the parameter
+            kept["masters"] += 3 * n if is_apart else n
+        elif quantized or offload or p.dtype != torch.float32:  # else the parameter is its own master
             kept["masters"] += 4 * n
         kept["moments"] += 2 * n + 4 * torch.Size(scales_shape(p.shape)).numel() if compact else 8 * n
     if overlap == "update":
         bucket = max(int(find_bucket_mb(parameters, None) * 2**20), *(p.nbytes for p in parameters))
         kept["gradients"] = min(kept["gradients"], bucket)
+    if offload:
+        kept["host"] = kept.pop("masters") + kept.pop("moments")
     return kept
+
+
+def on_gpu(kept: dict[str, int]) -> int:
+    """The sum of memory_kept(), without what is in host memory."""
+    return sum(size for name, size in kept.items() if name != "host")
 
 
 def elements(model: nn.Module) -> int:
@@ -102,16 +118,16 @@ def run(options: argparse.Namespace) -> int:
         print(f"zerofp4 memory: {options.config}: {error}", file=sys.stderr)
         return 2
     count = elements(model)
-    rows = [["", "bytes a parameter", *memory_kept(model), "GB"]]
+    rows = [["", "bytes a parameter", *COLUMNS, "GB"]]
     rows[0] += [] if larger is None else ["left", "largest"]
     for name, way in WAYS.items():
         parts = memory_kept(model, **way)
-        total = sum(parts.values())
-        each = [f"{size / 1e9:.1f}" for size in parts.values()]
+        total = on_gpu(parts)
+        each = [f"{parts.get(part, 0) / 1e9:.1f}" for part in COLUMNS]
         rows.append([name, f"{total / count:.2f}", *each, f"{total / 1e9:.1f}"])
         if larger is not None:
             left = card - total - beyond
-            a_layer = sum(memory_kept(larger, **way).values()) - total
+            a_layer = on_gpu(memory_kept(larger, **way)) - total
             a_layer += beyond * (elements(larger) / count - 1) if left > 0 else 0
             largest = "-"
             if a_layer:  # else the model does not read num_hidden_layers
