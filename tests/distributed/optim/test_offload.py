@@ -106,6 +106,40 @@ def test_the_bytes_of_the_device(world, share, state, clips):
     take_same_steps(world, both(world, make_one, share), range(4), clips)
 
 
+class Late:
+    """The event of copies that are made when the host waits for them, as late as a GPU may make them."""
+
+    def __init__(self, copies):
+        self.copies = copies
+
+    def synchronize(self):
+        for target, source in self.copies:
+            target.copy_(source)
+        self.copies = []
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_that_come_down_late(world, share, clips):
+    """Nobody reads them before, or writes to what they come from; and all are there when step() returns."""
+    events = []
+
+    def bring_down(offload, copies):
+        for target, _ in copies:
+            target.fill_(math.nan)
+        events.append(Late([*copies, *offload._decision, *offload._factor]))
+        return events[-1]
+
+    def make_one(**more):
+        return built(world, FusedAdamW, bucket_mb=SMALL, lr=0.02, **more)
+
+    pair = both(world, make_one, share)
+    with mock.patch("zerofp4.engine.offload.Offload.bring_down", bring_down):
+        take_same_steps(world, pair, range(4), clips)
+    assert len(events) >= 8 and not any(event.copies for event in events)
+
+
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize(("share", "options"), [(1.0, {}), (0.5, {"overlap": "forward", "state": "compact"})])
 def test_scales_that_travel(world, share, options):
@@ -344,6 +378,8 @@ def test_what_is_refused_and_described(world):
     described = optimizer.describe()
     assert described["host_bytes"] == masters and described["pinned_bytes"] > 0
     assert described["host_waits"].startswith("offload")
+    pinned = [t for slots in optimizer._shards.offload._slots for t in (slots.up, slots.down, slots.amaxes)]
+    assert {t.is_pinned() for t in pinned} == {world.device.type == "cuda"}
     elements = {"host": 0, "device": 0}
     for bucket in described["buckets"]:
         elements[bucket["masters"]] += bucket["elements"]
