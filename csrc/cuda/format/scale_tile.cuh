@@ -4,23 +4,34 @@
 #include "common/layout.h"
 #include "cuda/device/units.cuh"
 #include "cuda/device/vector.cuh"
+#include "cuda/format/nibbles.cuh"
 
 namespace zerofp4::cuda {
 
-// The scales of one orientation: where the tile lies in the matrix [rows, 16 * columns] and its bytes. The
-// thread block writes them beginning with thread kFirst, so that one orientation's can go to other warps than
-// the other's.
-template <int kRows, int kColumns, int kFirst>
+// The scales of one orientation: where the tile lies in the matrix [rows, 16 * columns] and its bytes, with
+// kTransposed those of the other orientation. The thread block writes them beginning with thread kFirst, so
+// that one orientation's can go to other warps than the other's.
+template <int kRows, int kColumns, int kFirst, bool kTransposed>
 struct ScaleTile {
-    const uint8_t (*bytes)[kColumns];
+    const uint8_t* bytes;
+    int pitch;        // of a row of them; a multiple of 4
     int64_t rows;     // of the matrix
     int64_t columns;  // scale columns
     int64_t row;      // of the tile's first
     int64_t column;
     int shift;  // 4 where a byte stands for 16 rows, else 0
 
+    // Those of row r in columns c to c + 3; c is a multiple of 4.
     __device__ __forceinline__ uint32_t word(int r, int c) const {
-        return *reinterpret_cast<const uint32_t*>(&bytes[r >> shift][c]);
+        const int i = r >> shift;
+        if constexpr (!kTransposed) return load(i, c);
+        // Byte i % 4 of four words, of which the lanes of a warp load neighbouring ones.
+        const uint32_t selector = 0x40u + 0x11u * (i % 4);
+        return __byte_perm(permute(load(c, i & ~3), load(c + 1, i & ~3), selector),
+                           permute(load(c + 2, i & ~3), load(c + 3, i & ~3), selector), 0x5410);
+    }
+    __device__ __forceinline__ uint32_t load(int row, int column) const {
+        return *reinterpret_cast<const uint32_t*>(bytes + row * pitch + column);
     }
     __device__ __forceinline__ int thread() const {
         return (static_cast<int>(threadIdx.x) + kThreads - kFirst) % kThreads;
@@ -28,8 +39,8 @@ struct ScaleTile {
 };
 
 // Compact scales (shift as in the tile) or expanded ones (every row, zeros up to padded_rows).
-template <int kRows, int kColumns, int kFirst>
-__device__ __forceinline__ void write_scale_rows(const ScaleTile<kRows, kColumns, kFirst>& tile,
+template <int kRows, int kColumns, int kFirst, bool kTransposed>
+__device__ __forceinline__ void write_scale_rows(const ScaleTile<kRows, kColumns, kFirst, kTransposed>& tile,
                                                  uint8_t* scale, bool expanded) {
     const int shift = expanded ? 0 : tile.shift;
     const int64_t pitch = expanded ? round_up(tile.columns, kAtomColumns) : tile.columns;
@@ -53,8 +64,8 @@ __device__ __forceinline__ void write_scale_rows(const ScaleTile<kRows, kColumns
 }
 
 // Atom by atom, 16 bytes a thread.
-template <int kRows, int kColumns, int kFirst>
-__device__ __forceinline__ void write_scale_atoms(const ScaleTile<kRows, kColumns, kFirst>& tile,
+template <int kRows, int kColumns, int kFirst, bool kTransposed>
+__device__ __forceinline__ void write_scale_atoms(const ScaleTile<kRows, kColumns, kFirst, kTransposed>& tile,
                                                   uint8_t* scale) {
     constexpr int kAtomsAcross = kColumns / kAtomColumns;
     constexpr int kVectors = kRows / kAtomRows * kAtomsAcross * kLanes;
@@ -70,8 +81,8 @@ __device__ __forceinline__ void write_scale_atoms(const ScaleTile<kRows, kColumn
     }
 }
 
-template <int kRows, int kColumns, int kFirst>
-__device__ __forceinline__ void write_scales(const ScaleTile<kRows, kColumns, kFirst>& tile,
+template <int kRows, int kColumns, int kFirst, bool kTransposed>
+__device__ __forceinline__ void write_scales(const ScaleTile<kRows, kColumns, kFirst, kTransposed>& tile,
                                              uint8_t* const (&buffers)[kScaleLayouts]) {
     if (buffers[kCompact]) write_scale_rows(tile, buffers[kCompact], false);
     if (buffers[kExpanded]) write_scale_rows(tile, buffers[kExpanded], true);

@@ -7,18 +7,11 @@
 
 namespace zerofp4::cuda {
 
-// Writes the codes and the scale of the lane's column k.
-__device__ __forceinline__ void keep_column(TileBuffers& tile, int k, int strip, uint32_t byte,
-                                            const uint32_t (&codes)[2]) {
-    const int column = lane_index() * kLaneColumns + k;
-    tile.set_column(column, strip, codes[0], codes[1]);
-    tile.columnwise_scale[column][strip] = static_cast<uint8_t>(byte);
-}
-
-// The 16 values of a column of a 16-bit dtype.
+// Encodes the 16 values, of a 16-bit dtype, of the lane's column k. Returns the byte of their scale.
 template <typename T, class Rounding>
-__device__ __forceinline__ void encode_column(const Pairs (&values)[2], const Scales& scales,
-                                              const Rounding& rounding, int k, int strip, TileBuffers& tile) {
+__device__ __forceinline__ uint32_t encode_column(const Pairs (&values)[2], const Scales& scales,
+                                                  const Rounding& rounding, int k, int strip,
+                                                  TileBuffers& tile) {
     Signs signs[2] = {Signs(values[0]), Signs(values[1])};
     Pairs magnitude[2];
     uint32_t most = 0;
@@ -39,13 +32,15 @@ __device__ __forceinline__ void encode_column(const Pairs (&values)[2], const Sc
     rounding.column_bytes(k, random);
     uint32_t codes[2];
     Rounding::template encode_block<T>(magnitude, signs, factor, regular, random, codes);
-    keep_column(tile, k, strip, byte, codes);
+    tile.set_column(lane_index() * kLaneColumns + k, strip, codes);
+    return byte;
 }
 
-// Encodes 16 values that are not rounded further.
+// The same of floats, which are not rounded further.
 template <class Rounding>
-__device__ __forceinline__ void encode_column(const float (&x)[kBlock], const Scales& scales,
-                                              const Rounding& rounding, int k, int strip, TileBuffers& tile) {
+__device__ __forceinline__ uint32_t encode_column(const float (&x)[kBlock], const Scales& scales,
+                                                  const Rounding& rounding, int k, int strip,
+                                                  TileBuffers& tile) {
     uint32_t most = 0;
 #pragma unroll
     for (int r = 0; r < kBlock; ++r) most = max(most, magnitude_bits(x[r]));
@@ -56,7 +51,8 @@ __device__ __forceinline__ void encode_column(const float (&x)[kBlock], const Sc
     rounding.column_bytes(k, random);
     uint32_t codes[2];
     Rounding::encode_block(x, factor, regular, random, codes);
-    keep_column(tile, k, strip, byte, codes);
+    tile.set_column(lane_index() * kLaneColumns + k, strip, codes);
+    return byte;
 }
 
 // A column of 16 rows, given as words of two neighbouring columns.
@@ -94,11 +90,12 @@ __device__ __forceinline__ void transformed_pairs(const uint32_t (&words)[kBlock
     }
 }
 
-// Two neighbouring columns of a 16-bit dtype.
+// Two neighbouring columns of a 16-bit dtype. Returns the bytes of their scales.
 template <typename T, Columns kColumns, class Rounding>
-__device__ __forceinline__ void encode_columns(const uint32_t (&words)[kBlock], const Scales& scales,
-                                               const Rounding& rounding, int pair, int strip,
-                                               TileBuffers& tile) {
+__device__ __forceinline__ uint32_t encode_columns(const uint32_t (&words)[kBlock], const Scales& scales,
+                                                   const Rounding& rounding, int pair, int strip,
+                                                   TileBuffers& tile) {
+    uint32_t bytes = 0;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
         Pairs values[2];
@@ -107,8 +104,9 @@ __device__ __forceinline__ void encode_columns(const uint32_t (&words)[kBlock], 
         } else {
             column_pairs<T>(words, k, values);
         }
-        encode_column<T>(values, scales, rounding, 2 * pair + k, strip, tile);
+        bytes |= encode_column<T>(values, scales, rounding, 2 * pair + k, strip, tile) << (8 * k);
     }
+    return bytes;
 }
 
 // The dtype of which a columnwise copy's values are.
@@ -119,6 +117,7 @@ using ColumnType = std::conditional_t<is_transformed(kColumns), BFloat16, T>;
 template <typename T, Columns kColumns, class Rounding>
 __device__ __forceinline__ void quantize_columns(const StripWords<T>& words, const Scales& scales,
                                                  const Rounding& rounding, int strip, TileBuffers& tile) {
+    uint32_t bytes = 0;
     if constexpr (kPerWord<T> == 2 || is_transformed(kColumns)) {
         // The transform begins with rounding to bfloat16.
         using Rounded = ColumnType<T, kColumns>;
@@ -135,16 +134,18 @@ __device__ __forceinline__ void quantize_columns(const StripWords<T>& words, con
                     both[r] = pack_word<BFloat16>({x[2 * pair], x[2 * pair + 1]});
                 }
             }
-            encode_columns<Rounded, kColumns>(both, scales, rounding, pair, strip, tile);
+            bytes |= encode_columns<Rounded, kColumns>(both, scales, rounding, pair, strip, tile)
+                     << (16 * pair);
         }
     } else {
 #pragma unroll
         for (int k = 0; k < kLaneColumns; ++k) {
             float x[kBlock];
             column_values<T>(words, k, x);
-            encode_column(x, scales, rounding, k, strip, tile);
+            bytes |= encode_column(x, scales, rounding, k, strip, tile) << (8 * k);
         }
     }
+    tile.set_columnwise_scales(strip, bytes);
 }
 
 }  // namespace zerofp4::cuda

@@ -192,7 +192,6 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const St
     if constexpr (kTiles) {
         const uint32_t most = tile_bits<T>(words), byte = scales.byte_of(most);
         tile.rowwise_scale[strip][tile_column] = static_cast<uint8_t>(byte);
-        tile.columnwise_scale[tile_column][strip] = static_cast<uint8_t>(byte);
         factors[0] = scales.encode[byte];
         regular = __all_sync(kAllLanes, Rounding::is_regular(most, factors[0]));
     } else {
@@ -236,7 +235,7 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const St
         transpose_codes(fours, columns);
 #pragma unroll
         for (int k = 0; k < kLaneColumns; ++k)
-            tile.set_column(lane_index() * kLaneColumns + k, strip, columns[k][0], columns[k][1]);
+            tile.set_column(lane_index() * kLaneColumns + k, strip, columns[k]);
     }
 }
 

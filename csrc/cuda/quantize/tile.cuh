@@ -63,13 +63,18 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, int64_t 
     __syncthreads();
     constexpr int kShift = kTiles ? 4 : 0;
     const int64_t row_blocks = ceil_div(args.rows, kBlock), col_blocks = ceil_div(args.cols, kBlock);
-    write_scales(ScaleTile<kTileRows, kTileScaleColumns, 0>{tile.rowwise_scale, args.rows, col_blocks, row,
-                                                            col / kBlock, kShift},
-                 args.rowwise_scale);
+    write_scales(
+        ScaleTile<kTileRows, kTileScaleColumns, 0, false>{tile.rowwise_scale[0], kTileScaleColumns, args.rows,
+                                                          col_blocks, row, col / kBlock, kShift},
+        args.rowwise_scale);
     if constexpr (kColumns != Columns::kNone) {
-        write_scales(ScaleTile<kTileCols, kTileStrips, kThreads / 2>{tile.columnwise_scale, args.cols,
-                                                                     row_blocks, col, row / kBlock, kShift},
-                     args.columnwise_scale);
+        // A tile of 16x16 has the same scale in both orientations.
+        const uint8_t* bytes = kTiles ? tile.rowwise_scale[0] : tile.columnwise_scale[0];
+        write_scales(
+            ScaleTile<kTileCols, kTileStrips, kThreads / 2, true>{
+                bytes, kTiles ? kTileScaleColumns : kTileCols, args.cols, row_blocks, col, row / kBlock,
+                kShift},
+            args.columnwise_scale);
         write_columnwise(tile, args.columnwise_data, args.cols, stored / 2, col, row / 2);
     }
 }

@@ -17,18 +17,22 @@ constexpr int kColumnVectors = kTileRows / 2 / 16;  // of 16 bytes, in a row of 
 struct TileBuffers {
     // [column][8 rows to a word]. The vectors of a row change places, as in transpose.cu.
     alignas(16) uint32_t columnwise[kTileCols][kTileRows / 8];
-    // 1x16 blocks: of row r and column block c, [r][c]; of column c and row block r, [c][r]. Tiles: rows of
-    // tiles in place of rows, and the same of the transpose.
+    // [row][column block], or in tiles [strip][column block], for both orientations.
     alignas(16) uint8_t rowwise_scale[kTileRows][kTileScaleColumns];
-    alignas(16) uint8_t columnwise_scale[kTileCols][kTileStrips];
+    // [strip][column]: a lane has those of four columns, which are one word.
+    alignas(16) uint8_t columnwise_scale[kTileStrips][kTileCols];
 
     __device__ __forceinline__ uint32_t* column_vector(int column, int i) {
         return &columnwise[column][(i ^ (column / 4 % kColumnVectors)) * 4];
     }
     // The codes of 16 rows of a column.
-    __device__ __forceinline__ void set_column(int column, int strip, uint32_t first, uint32_t second) {
+    __device__ __forceinline__ void set_column(int column, int strip, const uint32_t (&codes)[2]) {
         uint32_t* p = column_vector(column, strip / 2) + strip % 2 * 2;
-        *reinterpret_cast<uint2*>(p) = make_uint2(first, second);
+        *reinterpret_cast<uint2*>(p) = make_uint2(codes[0], codes[1]);
+    }
+    // The scales of the lane's columns, the first in the lowest byte.
+    __device__ __forceinline__ void set_columnwise_scales(int strip, uint32_t four) {
+        reinterpret_cast<uint32_t*>(columnwise_scale[strip])[lane_index()] = four;
     }
 };
 
