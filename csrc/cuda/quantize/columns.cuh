@@ -26,7 +26,7 @@ __device__ __forceinline__ uint32_t encode_column(const Pairs (&values)[2], cons
     }
     most = widened<T>(max(most & 0xffffu, most >> 16));
     const uint32_t byte = scales.byte_of(most);
-    const float factor = scales.encode[byte];
+    const float factor = scales.factor_of(byte);
     const bool regular = Rounding::is_regular(most, factor);
     typename Rounding::Bytes random[kBlock / 4];
     rounding.column_bytes(k, random);
@@ -45,7 +45,7 @@ __device__ __forceinline__ uint32_t encode_column(const float (&x)[kBlock], cons
 #pragma unroll
     for (int r = 0; r < kBlock; ++r) most = max(most, magnitude_bits(x[r]));
     const uint32_t byte = scales.byte_of(most);
-    const float factor = scales.encode[byte];
+    const float factor = scales.factor_of(byte);
     const bool regular = Rounding::is_regular(most, factor);
     typename Rounding::Bytes random[kBlock / 4];
     rounding.column_bytes(k, random);

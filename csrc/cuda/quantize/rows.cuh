@@ -19,7 +19,8 @@ __host__ __device__ constexpr bool is_transformed(Columns columns) {
     return columns == Columns::kHadamard || columns == Columns::kRandomHadamard;
 }
 
-// Where a block's scale comes from: its tensor's, and what its elements are multiplied with by scale byte.
+// How the scale of a block and the factor of its elements follow from the tensor's amax. For blocks of 1x16,
+// of which a strip has 128, factors are in a table.
 struct Scales {
     float block_factor;
     const float* encode;  // [kScaleBytes] in shared memory
@@ -28,6 +29,17 @@ struct Scales {
     __device__ __forceinline__ uint32_t byte_of(uint32_t amax_bits) const {
         return convert_scale(amax_of_bits(amax_bits) * block_factor);
     }
+    __device__ __forceinline__ float factor_of(uint32_t byte) const { return encode[byte]; }
+};
+
+// The same for tiles, of which a strip has 8: a division takes less than a table.
+struct TileScales {
+    TensorScale tensor;
+
+    __device__ __forceinline__ uint32_t byte_of(uint32_t amax_bits) const {
+        return convert_scale(amax_of_bits(amax_bits) * tensor.block_factor);
+    }
+    __device__ __forceinline__ float factor_of(uint32_t byte) const { return block_encode(byte, tensor); }
 };
 
 // The largest magnitudes of the lane's elements of rows 2 p and 2 p + 1, as floats or as a pair.
@@ -98,7 +110,7 @@ __device__ __forceinline__ bool scale_rows(const StripWords<T>& words, const Sca
     for (int slot = 0; slot < 4; ++slot) {
         const uint32_t byte = scales.byte_of(pairs.bits(slot));
         bytes[8 * (slot / 2) + 2 * q + slot % 2][lane_index() / kBlockLanes] = static_cast<uint8_t>(byte);
-        factors[slot] = scales.encode[byte];
+        factors[slot] = scales.factor_of(byte);
         regular = regular && Rounding::is_regular(pairs.bits(slot), factors[slot]);
     }
     return __all_sync(kAllLanes, regular);
@@ -180,19 +192,22 @@ __device__ __forceinline__ void transpose_codes(const uint32_t (&fours)[kBlock],
     }
 }
 
+template <bool kTiles>
+using RowwiseScales = std::conditional_t<kTiles, TileScales, Scales>;
+
 // Blocks along the rows, or tiles; the columnwise codes of tiles too.
 template <typename T, bool kTiles, Columns kColumns, class Rounding>
 __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const StripWords<T>& words,
-                                              const StripPlace& at, bool whole, const Scales& scales,
-                                              const Rounding& rounding, float amax, int strip,
-                                              TileBuffers& tile) {
+                                              const StripPlace& at, bool whole,
+                                              const RowwiseScales<kTiles>& scales, const Rounding& rounding,
+                                              float amax, int strip, TileBuffers& tile) {
     const int tile_column = lane_index() / kBlockLanes;
     float factors[4];
     bool regular;
     if constexpr (kTiles) {
         const uint32_t most = tile_bits<T>(words), byte = scales.byte_of(most);
         tile.rowwise_scale[strip][tile_column] = static_cast<uint8_t>(byte);
-        factors[0] = scales.encode[byte];
+        factors[0] = scales.factor_of(byte);
         regular = __all_sync(kAllLanes, Rounding::is_regular(most, factors[0]));
     } else {
         regular = scale_rows<T, Rounding>(words, scales, &tile.rowwise_scale[strip * kBlock], factors);

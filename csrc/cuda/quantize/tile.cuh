@@ -38,10 +38,14 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, int64_t 
     __shared__ Tables tables;
     const float amax = *args.amax;
     const float columnwise_amax = args.columnwise_amax ? *args.columnwise_amax : amax;
-    tables.fill(amax, columnwise_amax);
-    __syncthreads();
-    const Scales rowwise = {tables.block_factors[0], tables.encode[0], true};
-    const Scales columnwise = {tables.block_factors[1], tables.encode[1], columnwise_amax <= 0x1p126f};
+    RowwiseScales<kTiles> rowwise;
+    if constexpr (kTiles) {
+        rowwise = {tensor_scale(amax)};
+    } else {
+        tables.fill(amax, columnwise_amax);
+        __syncthreads();
+        rowwise = {tables.block_factors[0], tables.encode[0], true};
+    }
     const bool rows_wanted = args.rowwise_data || args.values;
     const int64_t stored = is_transformed(kColumns) ? round_up(args.rows, kBlock) : args.rows;
     Rounding rounding(args);
@@ -56,6 +60,8 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, int64_t 
         if (kTiles || rows_wanted)
             quantize_rows<T, kTiles, kColumns>(args, words, at, whole, rowwise, rounding, amax, strip, tile);
         if constexpr (!kTiles && kColumns != Columns::kNone) {
+            const Scales columnwise = {tables.block_factors[1], tables.encode[1],
+                                       columnwise_amax <= 0x1p126f};
             rounding.draw_columns(at.row, at.col, stored);
             quantize_columns<T, kColumns>(words, columnwise, rounding, strip, tile);
         }
