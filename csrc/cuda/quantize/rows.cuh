@@ -200,7 +200,7 @@ template <typename T, bool kTiles, Columns kColumns, class Rounding>
 __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const StripWords<T>& words,
                                               const StripPlace& at, bool whole,
                                               const RowwiseScales<kTiles>& scales, const Rounding& rounding,
-                                              float amax, int strip, TileBuffers& tile) {
+                                              int strip, TileBuffers& tile) {
     const int tile_column = lane_index() / kBlockLanes;
     float factors[4];
     bool regular;
@@ -238,6 +238,7 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const St
     }
     if (args.rowwise_data) write_rows(args, at, whole, fours);
     if (values) {
+        const float amax = *args.amax;
         __syncwarp();
 #pragma unroll
         for (int r = 0; r < kBlock; ++r) {

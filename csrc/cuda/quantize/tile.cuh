@@ -18,16 +18,29 @@ constexpr int kQuantizeBlocksPerSm = std::is_same_v<T, float> ? 2 : 3;
 struct Tables {
     float encode[2][kScaleBytes];
     float block_factors[2];
+    bool fits[2];  // transformed_pairs
 
-    // By half of the threads each.
-    __device__ __forceinline__ void fill(float amax, float columnwise_amax) {
-        const int side = static_cast<int>(threadIdx.x) / kScaleBytes;
+    // Each half of the threads fills one.
+    static __device__ __forceinline__ int side() { return static_cast<int>(threadIdx.x) / kScaleBytes; }
+
+    // amax: of the thread's side.
+    __device__ __forceinline__ void fill(float amax) {
         const uint32_t byte = threadIdx.x % kScaleBytes;
-        const TensorScale tensor = tensor_scale(side == 0 ? amax : columnwise_amax);
-        encode[side][byte] = block_encode(byte, tensor);
-        if (byte == 0) block_factors[side] = tensor.block_factor;
+        const TensorScale tensor = tensor_scale(amax);
+        encode[side()][byte] = block_encode(byte, tensor);
+        if (byte == 0) block_factors[side()] = tensor.block_factor, fits[side()] = amax <= 0x1p126f;
+    }
+
+    __device__ __forceinline__ Scales scales(int side) const {
+        return {block_factors[side], encode[side], fits[side]};
     }
 };
+
+// Returns x. What is computed from the result stays where it is: before the loop it would wait for x.
+__device__ __forceinline__ float pin(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
+}
 
 // The tile of a matrix that begins at an element of it. Rows from `input_rows` on are zeros that are not in
 // the input.
@@ -36,34 +49,34 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, int64_t 
                                               int64_t input_rows) {
     __shared__ TileBuffers tile;
     __shared__ Tables tables;
-    const float amax = *args.amax;
-    const float columnwise_amax = args.columnwise_amax ? *args.columnwise_amax : amax;
-    RowwiseScales<kTiles> rowwise;
-    if constexpr (kTiles) {
-        rowwise = {tensor_scale(amax)};
-    } else {
-        tables.fill(amax, columnwise_amax);
-        __syncthreads();
-        rowwise = {tables.block_factors[0], tables.encode[0], true};
-    }
+    const Matrix<T> input = {static_cast<const T*>(args.input), input_rows, args.cols};
+    const bool is_columnwise = !kTiles && Tables::side() == 1 && args.columnwise_amax;
+    const float amax = *(is_columnwise ? args.columnwise_amax : args.amax);
     const bool rows_wanted = args.rowwise_data || args.values;
     const int64_t stored = is_transformed(kColumns) ? round_up(args.rows, kBlock) : args.rows;
     Rounding rounding(args);
+    RowwiseScales<kTiles> rowwise;
 #pragma unroll 1
     for (int strip = warp_index(); strip < kTileStrips; strip += kWarps) {
         const StripPlace at = {row + strip * kBlock, col + lane_index() * kLaneColumns};
         // Before the input is there: together the two would take too many registers.
         if (kTiles || rows_wanted) rounding.draw_rows(at.row, col, args.cols);
         StripWords<T> words;
-        const bool whole =
-            load_strip<T>({static_cast<const T*>(args.input), input_rows, args.cols}, at, words);
+        const bool whole = load_strip<T>(input, at, words);
+        if (strip < kWarps) {  // the warp's first strip is on its way
+            if constexpr (kTiles) {
+                rowwise = {tensor_scale(pin(amax))};
+            } else {
+                tables.fill(pin(amax));
+                __syncthreads();
+                rowwise = tables.scales(0);
+            }
+        }
         if (kTiles || rows_wanted)
-            quantize_rows<T, kTiles, kColumns>(args, words, at, whole, rowwise, rounding, amax, strip, tile);
+            quantize_rows<T, kTiles, kColumns>(args, words, at, whole, rowwise, rounding, strip, tile);
         if constexpr (!kTiles && kColumns != Columns::kNone) {
-            const Scales columnwise = {tables.block_factors[1], tables.encode[1],
-                                       columnwise_amax <= 0x1p126f};
             rounding.draw_columns(at.row, at.col, stored);
-            quantize_columns<T, kColumns>(words, columnwise, rounding, strip, tile);
+            quantize_columns<T, kColumns>(words, tables.scales(1), rounding, strip, tile);
         }
     }
     __syncthreads();
