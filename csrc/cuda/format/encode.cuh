@@ -39,7 +39,7 @@ __device__ __forceinline__ uint32_t encode(const float (&magnitudes)[kCount], fl
     uint32_t codes = 0;
 #pragma unroll
     for (int i = kCount - 1; i >= 0; --i) {
-        const float a = magnitudes[i] * factor;
+        const float a = fabsf(magnitudes[i]) * factor;
         codes = codes * 16u + (i == 1 ? biased_code<0x500000u>(a) : biased_code(a));
     }
     return codes;
@@ -51,7 +51,7 @@ __device__ __forceinline__ uint32_t encode(const float (&magnitudes)[kCount], fl
 template <typename T>
 __device__ __forceinline__ uint32_t encode_four(const uint32_t (&words)[2], float factor) {
     float x[4];
-    unpack<T>({words[0] & 0x7fff7fffu, words[1] & 0x7fff7fffu}, x);
+    unpack<T>(words, x);
     const uint32_t even = permute<0x00d9>(words[0], words[1]), odd = permute<0x00fb>(words[0], words[1]);
     return or_masked<0x8080u>(or_masked<0x0808u>(encode(x, factor), even), odd);
 }

@@ -5,6 +5,7 @@
 #include "common/args/quantize.h"
 #include "cuda/device/units.cuh"
 #include "cuda/format/encode.cuh"
+#include "cuda/format/magnitudes.cuh"
 
 namespace zerofp4::cuda {
 
@@ -50,25 +51,31 @@ struct Nearest {
         codes[1] = fours[2] | fours[3] << 16;
     }
     template <typename T>
-    static __device__ __forceinline__ void encode_block(Pairs (&magnitudes)[2], Signs (&signs)[2],
+    static __device__ __forceinline__ void encode_block(const Pairs (&values)[2], Signs (&signs)[2],
                                                         float factor, bool regular,
                                                         const Bytes (&)[kBlock / 4], uint32_t (&codes)[2]) {
         if (regular) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) codes[h] = encode_eight<T>(magnitudes[h], signs[h], factor);
+            for (int h = 0; h < 2; ++h) codes[h] = encode_eight<T>(values[h], signs[h], factor);
         } else {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) codes[h] = encode_any<T>(magnitudes[h], signs[h], factor);
+            for (int h = 0; h < 2; ++h) codes[h] = encode_any<T>(values[h], signs[h], factor);
         }
     }
 
   private:
     // The codes of any eight values in pairs, NaN without its sign.
     template <typename T>
-    static __device__ __forceinline__ uint32_t encode_any(const Pairs& magnitudes, const Signs& signs,
+    static __device__ __forceinline__ uint32_t encode_any(const Pairs& values, const Signs& signs,
                                                           float factor) {
         float x[8];
-        unpack_pairs<T>(magnitudes, x);
+        Pairs pairs;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            pairs[i] = magnitudes<T>(values[i]);
+            asm volatile("" : "+r"(pairs[i]));  // stays here
+        }
+        unpack_pairs<T>(pairs, x);
         const uint32_t first = convert_four({x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor});
         const uint32_t second = convert_four({x[4] * factor, x[5] * factor, x[6] * factor, x[7] * factor});
         uint32_t nan_signs = 0;

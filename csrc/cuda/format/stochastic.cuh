@@ -136,20 +136,27 @@ class Stochastic {
         }
     }
     template <typename T>
-    static __device__ __forceinline__ void encode_block(Pairs (&magnitudes)[2], Signs (&signs)[2],
+    static __device__ __forceinline__ void encode_block(const Pairs (&values)[2], Signs (&signs)[2],
                                                         float factor, bool regular,
                                                         const Bytes (&random)[kBlock / 4],
                                                         uint32_t (&codes)[2]) {
+        Pairs pairs[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            for (int i = 0; i < 4; ++i) pairs[h][i] = values[h][i];
         if (!regular) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) drop_nans<T>(magnitudes[h], signs[h]);
+            for (int h = 0; h < 2; ++h) {
+                for (int i = 0; i < 4; ++i) pairs[h][i] = magnitudes<T>(pairs[h][i]);
+                drop_nans<T>(pairs[h], signs[h]);
+            }
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float x[8];
-            unpack_pairs<T>(magnitudes[h], x);
+            unpack_pairs<T>(pairs[h], x);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) x[i] *= factor;
+            for (int i = 0; i < 8; ++i) x[i] = fabsf(x[i]) * factor;
             const uint32_t first = random[2 * h], second = random[2 * h + 1];
             const uint32_t even = permute<0x7531>(code_pair(x[0], x[2], even_bytes(first)),
                                                   code_pair(x[4], x[6], even_bytes(second)));

@@ -13,25 +13,19 @@ __device__ __forceinline__ uint32_t encode_column(const Pairs (&values)[2], cons
                                                   const Rounding& rounding, int k, int strip,
                                                   TileBuffers& tile) {
     Signs signs[2] = {Signs(values[0]), Signs(values[1])};
-    Pairs magnitude[2];
-    uint32_t most = 0;
+    uint32_t fours[4];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            magnitude[h][i] = magnitudes<T>(values[h][i]);
-            asm("" : "+r"(magnitude[h][i]));  // kept: masking halves again later takes more
-            most = __vmaxu2(most, magnitude[h][i]);
-        }
-    }
-    most = widened<T>(max(most & 0xffffu, most >> 16));
+    for (int i = 0; i < 4; ++i) fours[i] = larger_magnitudes<T>(values[0][i], values[1][i]);
+    uint32_t most = larger_magnitudes<T>(larger_magnitudes<T>(fours[0], fours[1]),
+                                         larger_magnitudes<T>(fours[2], fours[3]));
+    most = widened<T>(larger_magnitudes<T>(most, most >> 16) & 0x7fffu);
     const uint32_t byte = scales.byte_of(most);
     const float factor = scales.factor_of(byte);
     const bool regular = Rounding::is_regular(most, factor);
     typename Rounding::Bytes random[kBlock / 4];
     rounding.column_bytes(k, random);
     uint32_t codes[2];
-    Rounding::template encode_block<T>(magnitude, signs, factor, regular, random, codes);
+    Rounding::template encode_block<T>(values, signs, factor, regular, random, codes);
     tile.set_column(lane_index() * kLaneColumns + k, strip, codes);
     return byte;
 }
