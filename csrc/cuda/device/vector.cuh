@@ -8,7 +8,7 @@
 
 namespace zerofp4::cuda {
 
-__device__ __forceinline__ bool is_aligned(const void* p, int bytes) {
+__host__ __device__ __forceinline__ bool is_aligned(const void* p, int bytes) {
     return (reinterpret_cast<uintptr_t>(p) & static_cast<uintptr_t>(bytes - 1)) == 0;
 }
 

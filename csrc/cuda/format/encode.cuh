@@ -17,14 +17,14 @@ __device__ __forceinline__ bool is_encodable(uint32_t amax_bits, float factor) {
 
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000
 
-// The codes of magnitudes, the first in the lowest nibble.
+// The codes of values, the first in the lowest nibble; signs may be missing.
 template <int kCount>
-__device__ __forceinline__ uint32_t encode(const float (&magnitudes)[kCount], float factor) {
+__device__ __forceinline__ uint32_t encode(const float (&values)[kCount], float factor) {
     uint32_t codes = 0;
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
-        const uint32_t four = convert_four({magnitudes[i] * factor, magnitudes[i + 1] * factor,
-                                            magnitudes[i + 2] * factor, magnitudes[i + 3] * factor});
+        const uint32_t four = convert_four(
+            {values[i] * factor, values[i + 1] * factor, values[i + 2] * factor, values[i + 3] * factor});
         codes |= four << (4 * i);
     }
     return codes;
@@ -32,14 +32,14 @@ __device__ __forceinline__ uint32_t encode(const float (&magnitudes)[kCount], fl
 
 #else
 
-// The codes of magnitudes, the first in the lowest nibble. The exponent bits of the first and the second,
-// with its bias, sum up to 2^32, those of the others are shifted out.
+// The codes of values, the first in the lowest nibble; signs may be missing. The exponent bits of the first
+// and the second, with its bias, sum up to 2^32, those of the others are shifted out.
 template <int kCount>
-__device__ __forceinline__ uint32_t encode(const float (&magnitudes)[kCount], float factor) {
+__device__ __forceinline__ uint32_t encode(const float (&values)[kCount], float factor) {
     uint32_t codes = 0;
 #pragma unroll
     for (int i = kCount - 1; i >= 0; --i) {
-        const float a = fabsf(magnitudes[i]) * factor;
+        const float a = fabsf(values[i]) * factor;
         codes = codes * 16u + (i == 1 ? biased_code<0x500000u>(a) : biased_code(a));
     }
     return codes;
@@ -54,6 +54,17 @@ __device__ __forceinline__ uint32_t encode_four(const uint32_t (&words)[2], floa
     unpack<T>(words, x);
     const uint32_t even = permute<0x00d9>(words[0], words[1]), odd = permute<0x00fb>(words[0], words[1]);
     return or_masked<0x8080u>(or_masked<0x0808u>(encode(x, factor), even), odd);
+}
+
+// The codes of eight neighbours.
+template <typename T>
+__device__ __forceinline__ uint32_t encode_eight(const uint32_t (&words)[4], float factor) {
+    float x[8];
+    unpack<T>(words, x);
+    // The upper bytes, then their signs in all bits.
+    const uint32_t low = permute<0x7531>(words[0], words[1]), high = permute<0x7531>(words[2], words[3]);
+    const uint32_t even = permute<0xeca8>(low, high), odd = permute<0xfdb9>(low, high);
+    return or_masked<0x80808080u>(or_masked<0x08080808u>(encode(x, factor), even), odd);
 }
 
 // Eight neighbours, given as the pairs 0 and 2, 1 and 3, 4 and 6, 5 and 7, are encoded in two steps: their
@@ -80,9 +91,9 @@ __device__ __forceinline__ void unpack_pairs(const Pairs& pairs, float (&values)
 }
 
 template <typename T>
-__device__ __forceinline__ uint32_t encode_eight(const Pairs& magnitudes, const Signs& signs, float factor) {
+__device__ __forceinline__ uint32_t encode_eight(const Pairs& pairs, const Signs& signs, float factor) {
     float x[8];
-    unpack_pairs<T>(magnitudes, x);
+    unpack_pairs<T>(pairs, x);
     return signs.add_to(encode(x, factor));
 }
 

@@ -38,6 +38,15 @@ struct Nearest {
         return convert_four({x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor});
     }
 
+    // The codes of eight neighbours of 16 bits.
+    template <typename T>
+    static __device__ __forceinline__ uint32_t encode_row(const uint32_t (&words)[kVectorWords], float factor,
+                                                          bool regular) {
+        if (regular) return encode_eight<T>(words, factor);
+        const uint32_t low = encode_row<T>({words[0], words[1]}, factor, false, {});
+        return low | encode_row<T>({words[2], words[3]}, factor, false, {}) << 16;
+    }
+
     // The codes of a block, of floats or of pairs.
     static __device__ __forceinline__ void encode_block(const float (&x)[kBlock], float factor, bool,
                                                         const Bytes (&)[kBlock / 4], uint32_t (&codes)[2]) {

@@ -4,7 +4,7 @@
 // written at one time should lie side by side, down the rows for the columnwise copy, but no further than the
 // L2 cache keeps cut vectors of the other.
 
-#include "cuda/quantize/tile.cuh"
+#include "cuda/quantize/wide_rows.cuh"
 
 namespace zerofp4::cuda {
 
@@ -46,6 +46,9 @@ struct TileGrid {
 template <typename T, class Rounding>
 void quantize_as(const QuantizeArgs& args, cudaStream_t stream) {
     const bool tiles = args.block_rows == kBlock;
+    if constexpr (std::is_same_v<Rounding, Nearest> && kPerWord<T> == 2) {
+        if (has_wide_rows<T>(args)) return quantize_wide_rows<T>(args, stream);
+    }
     auto kernel = tiles ? quantize_kernel<T, true, Columns::kNone, Rounding>
                         : quantize_kernel<T, false, Columns::kNone, Rounding>;
     if (args.columnwise_data && tiles) kernel = quantize_kernel<T, true, Columns::kPlain, Rounding>;
