@@ -68,23 +68,21 @@ struct Nearest {
             for (int h = 0; h < 2; ++h) codes[h] = encode_eight<T>(values[h], signs[h], factor);
         } else {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) codes[h] = encode_any<T>(values[h], signs[h], factor);
+            for (int h = 0; h < 2; ++h) {
+                const Pairs& x = values[h];
+                codes[h] = encode_any<T>(x[0], x[1], x[2], x[3], signs[h], factor);
+            }
         }
     }
 
   private:
-    // The codes of any eight values in pairs, NaN without its sign.
+    // The codes of any eight values in pairs, NaN without its sign. Pairs one by one, which stay in
+    // registers.
     template <typename T>
-    static __device__ __forceinline__ uint32_t encode_any(const Pairs& values, const Signs& signs,
-                                                          float factor) {
+    static __device__ __noinline__ uint32_t encode_any(uint32_t a, uint32_t b, uint32_t c, uint32_t d,
+                                                       Signs signs, float factor) {
         float x[8];
-        Pairs pairs;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            pairs[i] = magnitudes<T>(values[i]);
-            asm volatile("" : "+r"(pairs[i]));  // stays here
-        }
-        unpack_pairs<T>(pairs, x);
+        unpack_pairs<T>({magnitudes<T>(a), magnitudes<T>(b), magnitudes<T>(c), magnitudes<T>(d)}, x);
         const uint32_t first = convert_four({x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor});
         const uint32_t second = convert_four({x[4] * factor, x[5] * factor, x[6] * factor, x[7] * factor});
         uint32_t nan_signs = 0;

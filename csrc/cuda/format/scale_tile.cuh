@@ -81,12 +81,20 @@ __device__ __forceinline__ void write_scale_atoms(const ScaleTile<kRows, kColumn
     }
 }
 
+// Not inlined: kernels whose code is short fetch it faster.
+template <int kRows, int kColumns, int kFirst, bool kTransposed>
+__device__ __noinline__ void write_padded_scales(ScaleTile<kRows, kColumns, kFirst, kTransposed> tile,
+                                                 uint8_t* expanded, uint8_t* swizzled) {
+    if (expanded) write_scale_rows(tile, expanded, true);
+    if (swizzled) write_scale_atoms(tile, swizzled);
+}
+
 template <int kRows, int kColumns, int kFirst, bool kTransposed>
 __device__ __forceinline__ void write_scales(const ScaleTile<kRows, kColumns, kFirst, kTransposed>& tile,
                                              uint8_t* const (&buffers)[kScaleLayouts]) {
     if (buffers[kCompact]) write_scale_rows(tile, buffers[kCompact], false);
-    if (buffers[kExpanded]) write_scale_rows(tile, buffers[kExpanded], true);
-    if (buffers[kSwizzled]) write_scale_atoms(tile, buffers[kSwizzled]);
+    if (buffers[kExpanded] || buffers[kSwizzled])
+        write_padded_scales(tile, buffers[kExpanded], buffers[kSwizzled]);
 }
 
 }  // namespace zerofp4::cuda

@@ -131,26 +131,6 @@ __device__ __forceinline__ uint32_t tile_bits(const StripWords<T>& words) {
     return most;
 }
 
-// The codes of the strip's rows, four a lane.
-__device__ __forceinline__ void write_rows(const QuantizeArgs& args, const StripPlace& at, bool whole,
-                                           const uint32_t (&fours)[kBlock]) {
-    const int64_t pitch = args.cols / 2;
-    uint8_t* p = args.rowwise_data + at.row * pitch + at.col / 2;
-    if (whole && is_aligned(args.rowwise_data, 2)) {
-#pragma unroll
-        for (int r = 0; r < kBlock; ++r, p += pitch)
-            *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(fours[r]);
-        return;
-    }
-    const int rows = clamp_count(args.rows - at.row, kBlock);
-    const int cols = clamp_count(args.cols - at.col, kLaneColumns);
-#pragma unroll
-    for (int r = 0; r < kBlock; ++r, p += pitch) {
-        if (r < rows && cols > 0) p[0] = static_cast<uint8_t>(fours[r]);
-        if (r < rows && cols > 2) p[1] = static_cast<uint8_t>(fours[r] >> 8);
-    }
-}
-
 // What the codes of a row stand for, in the input's dtype.
 template <typename T>
 __device__ __forceinline__ void write_values(const QuantizeArgs& args, const StripPlace& at, int r,
@@ -195,6 +175,55 @@ __device__ __forceinline__ void transpose_codes(const uint32_t (&fours)[kBlock],
 template <bool kTiles>
 using RowwiseScales = std::conditional_t<kTiles, TileScales, Scales>;
 
+// The columnwise codes of a strip of tiles, from those of its rows.
+__device__ __forceinline__ void keep_columns(const uint32_t (&fours)[kBlock], int strip, TileBuffers& tile) {
+    uint32_t columns[kLaneColumns][2];
+    transpose_codes(fours, columns);
+#pragma unroll
+    for (int k = 0; k < kLaneColumns; ++k)
+        tile.set_column(lane_index() * kLaneColumns + k, strip, columns[k]);
+}
+
+// A strip that is cut off, not aligned or irregular, once its scales are known: few are, and a rolled loop is
+// short. What it looks up by row is copied to memory, so that those of other strips stay in registers.
+template <typename T, bool kTiles, Columns kColumns, class Rounding>
+__device__ __forceinline__ void quantize_any_rows(const QuantizeArgs& args, const StripWords<T>& words,
+                                                  const StripPlace& at, const float (&factors)[4],
+                                                  const Rounding& rounding, int strip, TileBuffers& tile) {
+    StripWords<T> own_words;
+    float own_factors[4];
+#pragma unroll
+    for (int r = 0; r < kBlock; ++r) {
+#pragma unroll
+        for (int i = 0; i < kLaneColumns / kPerWord<T>; ++i) own_words[r][i] = words[r][i];
+    }
+#pragma unroll
+    for (int i = 0; i < (kTiles ? 1 : 4); ++i) own_factors[i] = factors[i];
+    const int tile_column = lane_index() / kBlockLanes;
+    const int rows = clamp_count(args.rows - at.row, kBlock);
+    const int cols = clamp_count(args.cols - at.col, kLaneColumns);
+    const bool values = kColumns == Columns::kNone && args.values;
+    const float amax = values ? *args.amax : 0.0f;
+    const int64_t pitch = args.cols / 2;
+    uint8_t* p = args.rowwise_data + at.row * pitch + at.col / 2;
+    uint32_t fours[kBlock];
+    __syncwarp();
+#pragma unroll 1
+    for (int r = 0; r < kBlock; ++r, p += pitch) {
+        const float factor = kTiles ? own_factors[0] : factor_of(own_factors, r);
+        fours[r] = Rounding::template encode_row<T>(own_words[r], factor, false, rounding.row_bytes(r));
+        if (args.rowwise_data && r < rows) {
+            if (cols > 0) p[0] = static_cast<uint8_t>(fours[r]);
+            if (cols > 2) p[1] = static_cast<uint8_t>(fours[r] >> 8);
+        }
+        if (values) {
+            const uint32_t byte = tile.rowwise_scale[kTiles ? strip : strip * kBlock + r][tile_column];
+            write_values<T>(args, at, r, fours[r], block_decode(byte, amax));
+        }
+    }
+    if constexpr (kTiles && kColumns == Columns::kPlain) keep_columns(fours, strip, tile);
+}
+
 // Blocks along the rows, or tiles; the columnwise codes of tiles too.
 template <typename T, bool kTiles, Columns kColumns, class Rounding>
 __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const StripWords<T>& words,
@@ -212,31 +241,33 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const St
     } else {
         regular = scale_rows<T, Rounding>(words, scales, &tile.rowwise_scale[strip * kBlock], factors);
     }
-    const auto encoded = [&](int r, bool all_regular) {
+    regular = regular || Rounding::template kTakesAny<T>;
+    if (!whole || !regular || !is_aligned(args.rowwise_data, 2)) {
+        return quantize_any_rows<T, kTiles, kColumns>(args, words, at, factors, rounding, strip, tile);
+    }
+    const int64_t pitch = args.cols / 2;
+    uint8_t* p = args.rowwise_data + at.row * pitch + at.col / 2;
+    const auto encoded = [&](int r) {
         const float factor = kTiles ? factors[0] : factor_of(factors, r);
-        return Rounding::template encode_row<T>(words[r], factor, all_regular, rounding.row_bytes(r));
+        return Rounding::template encode_row<T>(words[r], factor, true, rounding.row_bytes(r));
     };
     constexpr bool kKeeps = kTiles && kColumns == Columns::kPlain;
     // Values are never wanted beside a columnwise copy: that much less code and registers.
     const bool values = kColumns == Columns::kNone && args.values;
-    const bool all_taken = regular || Rounding::template kTakesAny<T>;
-    if (!kKeeps && !values && whole && all_taken && is_aligned(args.rowwise_data, 2)) {
-        const int64_t pitch = args.cols / 2;
-        uint8_t* p = args.rowwise_data + at.row * pitch + at.col / 2;
+    if (!kKeeps && !values) {
 #pragma unroll
         for (int r = 0; r < kBlock; ++r, p += pitch)
-            *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(encoded(r, true));
+            *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(encoded(r));
         return;
     }
     uint32_t fours[kBlock];
-    if (kKeeps && regular) {
 #pragma unroll
-        for (int r = 0; r < kBlock; ++r) fours[r] = encoded(r, true);
-    } else {
+    for (int r = 0; r < kBlock; ++r) fours[r] = encoded(r);
+    if (args.rowwise_data) {
 #pragma unroll
-        for (int r = 0; r < kBlock; ++r) fours[r] = encoded(r, false);
+        for (int r = 0; r < kBlock; ++r, p += pitch)
+            *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(fours[r]);
     }
-    if (args.rowwise_data) write_rows(args, at, whole, fours);
     if (values) {
         const float amax = *args.amax;
         __syncwarp();
@@ -246,13 +277,7 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const St
             write_values<T>(args, at, r, fours[r], block_decode(byte, amax));
         }
     }
-    if constexpr (kKeeps) {
-        uint32_t columns[kLaneColumns][2];
-        transpose_codes(fours, columns);
-#pragma unroll
-        for (int k = 0; k < kLaneColumns; ++k)
-            tile.set_column(lane_index() * kLaneColumns + k, strip, columns[k]);
-    }
+    if constexpr (kKeeps) keep_columns(fours, strip, tile);
 }
 
 }  // namespace zerofp4::cuda

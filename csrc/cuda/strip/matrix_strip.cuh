@@ -25,6 +25,27 @@ struct StripPlace {
 template <typename T>
 using StripWords = uint32_t[kBlock][kLaneColumns / kPerWord<T>];
 
+// A strip that is cut off or not aligned.
+template <typename T>
+__device__ __noinline__ void load_cut_strip(Matrix<T> x, StripPlace at, StripWords<T>& words) {
+    const T* input = x.data + at.row * x.cols + at.col;
+    const int rows = clamp_count(x.rows - at.row, kBlock);
+    const int cols = clamp_count(x.cols - at.col, kLaneColumns);
+#pragma unroll 1
+    for (int r = 0; r < kBlock; ++r, input += x.cols) {
+        float values[kLaneColumns];
+        load_elements(input, r < rows ? cols : 0, values);
+#pragma unroll
+        for (int i = 0; i < kLaneColumns / kPerWord<T>; ++i) {
+            if constexpr (kPerWord<T> == 1) {
+                words[r][i] = to_bits(values[i]);
+            } else {
+                words[r][i] = pack_word<T>({values[2 * i], values[2 * i + 1]});
+            }
+        }
+    }
+}
+
 // Returns whether all lanes' elements exist, so that every row could be read by vectors.
 template <typename T>
 __device__ __forceinline__ bool load_strip(const Matrix<T>& x, const StripPlace& at, StripWords<T>& words) {
@@ -36,20 +57,12 @@ __device__ __forceinline__ bool load_strip(const Matrix<T>& x, const StripPlace&
         for (int r = 0; r < kBlock; ++r) load_words<true>(input + r * x.cols, words[r]);
         return true;
     }
-    const int rows = clamp_count(x.rows - at.row, kBlock);
-    const int cols = clamp_count(x.cols - at.col, kLaneColumns);
+    StripWords<T> cut;  // in memory: `words` stays in registers
+    load_cut_strip(x, at, cut);
 #pragma unroll
     for (int r = 0; r < kBlock; ++r) {
-        float values[kLaneColumns];
-        load_elements(input + r * x.cols, r < rows ? cols : 0, values);
 #pragma unroll
-        for (int i = 0; i < kLaneColumns / kPerWord<T>; ++i) {
-            if constexpr (kPerWord<T> == 1) {
-                words[r][i] = to_bits(values[i]);
-            } else {
-                words[r][i] = pack_word<T>({values[2 * i], values[2 * i + 1]});
-            }
-        }
+        for (int i = 0; i < kLaneColumns / kPerWord<T>; ++i) words[r][i] = cut[r][i];
     }
     return false;
 }
