@@ -13,6 +13,11 @@ namespace zerofp4::cuda {
 template <typename T>
 constexpr int kQuantizeBlocksPerSm = std::is_same_v<T, float> ? 2 : 3;
 
+// Whether the input is read evict-first. Tiles with both copies reach 88% of a copy on an H200 without, and
+// 83% with, the other kernels less without.
+template <typename T, bool kTiles, Columns kColumns>
+constexpr bool kReadsEvictFirst = kPerWord<T> == 1 || !kTiles || kColumns == Columns::kNone;
+
 // What a thread block needs of its tensor's amaxes: factors by scale byte, for the rowwise copy and the
 // columnwise one.
 struct Tables {
@@ -62,7 +67,7 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, int64_t 
         // Before the input is there: together the two would take too many registers.
         if (kTiles || rows_wanted) rounding.draw_rows(at.row, col, args.cols);
         StripWords<T> words;
-        const bool whole = load_strip<T>(input, at, words);
+        const bool whole = load_strip<T, kReadsEvictFirst<T, kTiles, kColumns>>(input, at, words);
         if (strip < kWarps) {  // the warp's first strip is on its way
             if constexpr (kTiles) {
                 rowwise = {tensor_scale(pin(amax))};

@@ -46,15 +46,16 @@ __device__ __noinline__ void load_cut_strip(Matrix<T> x, StripPlace at, StripWor
     }
 }
 
-// Returns whether all lanes' elements exist, so that every row could be read by vectors.
-template <typename T>
+// Returns whether all lanes' elements exist, so that every row could be read by vectors. kLastUse as for
+// load_words.
+template <typename T, bool kLastUse = true>
 __device__ __forceinline__ bool load_strip(const Matrix<T>& x, const StripPlace& at, StripWords<T>& words) {
     const T* input = x.data + at.row * x.cols + at.col;
     const int64_t strip_end = at.col + (kLanes - lane_index()) * kLaneColumns;
     if (at.row + kBlock <= x.rows && strip_end <= x.cols && x.cols % kLaneColumns == 0 &&
         is_aligned(x.data, kLaneColumns * static_cast<int>(sizeof(T)))) {
 #pragma unroll
-        for (int r = 0; r < kBlock; ++r) load_words<true>(input + r * x.cols, words[r]);
+        for (int r = 0; r < kBlock; ++r) load_words<kLastUse>(input + r * x.cols, words[r]);
         return true;
     }
     StripWords<T> cut;  // in memory: `words` stays in registers
