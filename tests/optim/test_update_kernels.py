@@ -396,6 +396,30 @@ def test_the_bytes_of_the_mean(device, state, gap, count, dtype):
                 assert_bytes_equal(found[name], wanted, f"rank {rank}, {type(brought).__name__}: {name}")
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_the_sign_of_a_mean_of_minus_zero(device, count):
+    """It decides about the sign of a moment of zero, and that about the sign of a master of zero. The first
+    16 rows of 128 are read as vectors.
+    """
+    rows = torch.full((count, 2348), -0.0, device=device)
+
+    def updated(gradient, brought=None):
+        master, exp_avg, exp_avg_sq = (torch.full_like(rows[0], zero) for zero in (-0.0, -0.0, 0.0))
+        step = torch.zeros((), device=device)
+        stage = ops.AdamWStage([ops.AdamWItem(master, step, exp_avg, exp_avg_sq, rows.dtype, ())], None)
+        stage.begin(ops.adamw_options(**OPTIONS | {"betas": (0.3, 0.9)}, maximize=False), 0, [gradient])
+        stage.update(None if brought is None else ops.RankGradients(brought, master, 1))
+        return {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    expected = updated(rows[0])
+    assert torch.signbit(expected["exp_avg"]).all()
+    assert not torch.signbit(expected["master"]).any()
+    peers = ops.PeerRows(tuple(row.data_ptr() for row in rows), rows.shape[1], rows.dtype)
+    for brought in (rows, peers):
+        for name, found in updated(rows[1], brought).items():
+            assert_bytes_equal(found, expected[name], f"{type(brought).__name__}: {name}")
+
+
 # Masters of 24 bits in plain torch, as kernels write and read them
 
 

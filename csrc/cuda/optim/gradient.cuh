@@ -142,11 +142,12 @@ class MeanGradient {
 
   private:
     // sum / count, correctly rounded, without the slow path of a division: in double it is exact where it is
-    // half way between two floats. An infinity has no remainder.
+    // half way between two floats. An infinity has no remainder, and none of 0 is added: -0 would lose its
+    // sign.
     __device__ __forceinline__ float divided(float sum) const {
         const double count = pieces.count, quotient = sum * pieces.share;
         const double rest = fma(-quotient, count, static_cast<double>(sum));
-        return sign * static_cast<float>(rest == rest ? fma(rest, pieces.share, quotient) : quotient);
+        return sign * static_cast<float>(fabs(rest) > 0.0 ? fma(rest, pieces.share, quotient) : quotient);
     }
 
     const GradientPieces& pieces;
