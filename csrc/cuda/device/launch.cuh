@@ -1,5 +1,6 @@
 #pragma once
-// How kernels are launched: one block size, grids that fit the device, errors as exceptions.
+// How kernels are launched: blocks of kThreads unless a kernel asks for others, grids that fit the device,
+// errors as exceptions.
 
 #include <cuda_runtime.h>
 
@@ -68,7 +69,7 @@ inline unsigned grid_size(const char* operation, int64_t blocks) {
 }
 
 // Launches nothing for a grid without blocks: there is no work.
-template <typename... Params, typename... Args>
+template <int kBlockThreads = kThreads, typename... Params, typename... Args>
 void launch(const char* operation, void (*kernel)(Params...), dim3 blocks, cudaStream_t stream,
             const Args&... args) {
     if (blocks.x == 0 || blocks.y == 0 || blocks.z == 0) return;
@@ -77,17 +78,17 @@ void launch(const char* operation, void (*kernel)(Params...), dim3 blocks, cudaS
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = blocks;
-    config.blockDim = kThreads;
+    config.blockDim = kBlockThreads;
     config.stream = stream;
     config.attrs = &overlap;
     config.numAttrs = kCanWait && device_attribute(cudaDevAttrComputeCapabilityMajor, operation) >= 9 ? 1 : 0;
     check(cudaLaunchKernelEx(&config, kernel, Params(args)...), operation);
 }
 
-template <typename... Params, typename... Args>
+template <int kBlockThreads = kThreads, typename... Params, typename... Args>
 void launch(const char* operation, void (*kernel)(Params...), int64_t blocks, cudaStream_t stream,
             const Args&... args) {
-    launch(operation, kernel, dim3(grid_size(operation, blocks)), stream, args...);
+    launch<kBlockThreads>(operation, kernel, dim3(grid_size(operation, blocks)), stream, args...);
 }
 
 }  // namespace zerofp4::cuda

@@ -21,9 +21,17 @@ __device__ __forceinline__ T* in_global(T* p) {
     return p;
 }
 
+// The same of shared memory, of what a function that is not inlined is given.
+template <typename T>
+__device__ __forceinline__ T* in_shared(T* p) {
+    __builtin_assume(__isShared(p));
+    return p;
+}
+
 // This warp's number in the grid.
+template <int kBlockWarps = kWarps>
 __device__ __forceinline__ int64_t grid_warp() {
-    return static_cast<int64_t>(blockIdx.x) * kWarps + warp_index();
+    return static_cast<int64_t>(blockIdx.x) * kBlockWarps + warp_index();
 }
 
 // The consecutive units of this block. Its warps take turns in them, so that what they read at one time lies
