@@ -105,18 +105,27 @@ __device__ __forceinline__ void shift_words(uint32_t (&both)[2 * kWords], uint32
     }
 }
 
-// Begins to copy to shared memory what this lane loads from there after wait_for_copies().
+// Begins to copy to shared memory: zeros in place of what does not exist, of which nothing is read.
 template <int kBytes>
-__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool exists) {
     static_assert(kBytes == 8 || kBytes == 16);
     const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    const int bytes = exists ? kBytes : 0;
     if constexpr (kBytes == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes)
+                     : "memory");
     } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(global) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(global), "r"(bytes)
+                     : "memory");
     }
 }
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Those that this lane has begun since the last commit are one group.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all groups but the last kLeft are there: for this lane, and for its warp behind a __syncwarp().
+template <int kLeft>
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
 
 // The same as load_words for elements T at any address: two aligned vectors, shifted. Both must be readable.
 template <typename T, bool kLastUse, int kWords>

@@ -1,443 +1,104 @@
 // AdamW on a list of tensors in compact state, in one pass over their memory, and the tile amaxes of the
-// masters as they are then. A warp takes a strip of 16 rows by 256 columns, two rows at a time, of which each
-// lane has 16 neighbouring columns: all that is one byte or two is read and written as vectors of 16 bytes, a
-// lane has the columns of a tile, and four lanes have a group. Shorter pieces of rows are slower to reach in
-// memory, and longer ones are not faster.
+// masters as they are then. A warp takes a strip of 16 rows by 256 columns, two rows at a time: shorter
+// pieces of rows are slower to reach in memory, and longer ones are not faster.
 //
-// There are so few bytes that instructions count, too. Roots and reciprocals are short sequences that are
-// correctly rounded in a range; what may lie outside is brought there first. The registers of a row
-// leave room for 16 warps on an SM, too few to hide the latency of memory: while a lane updates a row, its
-// next one is copied to shared memory.
+// The registers of a pair leave room for 16 warps on an SM, too few to hide the latency of memory: while a
+// warp updates a pair, the next two are copied to shared memory (row_ring.cuh). There are so few bytes that
+// instructions count, too: what is the same for all lanes is kept once for the warp, and all that is rare is
+// out of line, so that the loop over the pairs of a whole strip has the registers to itself.
 
-#include "common/compact.h"
-#include "cuda/device/raise.cuh"
-#include "cuda/device/reciprocal.cuh"
-#include "cuda/format/nibbles.cuh"
+#include "cuda/optim/compact_row.cuh"
 #include "cuda/optim/gradient.cuh"
 #include "cuda/strip/tile_amax.cuh"
 
 namespace zerofp4::cuda {
 namespace {
 
-constexpr int kCompactBlocksPerSm = 2;
-constexpr int kColumns = 16;       // of a lane
-constexpr int kMastersAtOnce = 8;  // those of all columns would not fit into registers
-constexpr int kRowLanes = kCompactStripColumns / kColumns;
-constexpr int kGroupLanes = kStateGroup / kColumns;
-constexpr int kRowsAtOnce = kLanes / kRowLanes;
-static_assert(kColumns == kBlock, "a lane has the columns of a tile");
-static_assert(kColumns == kRandomColumns && kRandomColumns == 1 << 4 && kStateGroup == 1 << 6);
-static_assert(kThreads == 256, "a thread for each code");
-
-// Correctly rounded from 2^-101 to the largest float, as is sqrt.rn, which looks first whether x is in range.
-__device__ __forceinline__ float short_root(float x) {
-    float r;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    const float root = x * r;
-    return __fmaf_rn(__fmaf_rn(-root, root, x), r * 0.5f, root);
-}
-
-// Of every x that is not negative, at most kMostRoot.
-__device__ __forceinline__ float any_root(float x) {
-    const bool small = x < 0x1p-96f;
-    const float root = short_root(small ? x * 0x1p96f : x);
-    if (x == kInf) return kMostRoot;
-    return x > 0.0f ? (small ? root * 0x1p-48f : root) : x;
-}
-
-// The larger magnitude; NaN if one is.
-__device__ __forceinline__ float larger_magnitude(float a, float b) {
-    float larger;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(a)), "f"(fabsf(b)));
-    return larger;
-}
-
-__device__ __forceinline__ float most_of_group(float lane_most) {
-#pragma unroll
-    for (int mask = 1; mask < kGroupLanes; mask *= 2)
-        lane_most = larger_magnitude(lane_most, __shfl_xor_sync(kAllLanes, lane_most, mask));
-    return lane_most;
-}
-
-// Puts an element in front of a lane's, whose last one falls out; and the other way round.
-template <typename T, int kWords>
-__device__ __forceinline__ void push_front(uint32_t (&words)[kWords], uint32_t element) {
-    constexpr int kBits = 8 * static_cast<int>(sizeof(T));
-#pragma unroll
-    for (int i = kWords - 1; i > 0; --i) words[i] = __funnelshift_lc(words[i - 1], words[i], kBits);
-    words[0] = __funnelshift_lc(element << (32 - kBits), words[0], kBits);
-}
-template <typename T, int kWords>
-__device__ __forceinline__ void pop_front(uint32_t (&words)[kWords]) {
-    constexpr int kBits = 8 * static_cast<int>(sizeof(T));
-#pragma unroll
-    for (int i = 0; i < kWords - 1; ++i) words[i] = __funnelshift_rc(words[i], words[i + 1], kBits);
-    words[kWords - 1] = __funnelshift_rc(words[kWords - 1], 0, kBits);
-}
-
-__device__ __forceinline__ uint32_t element_bits(float x) { return to_bits(x); }
-__device__ __forceinline__ uint32_t element_bits(BFloat16 x) { return x.bits; }
-__device__ __forceinline__ uint32_t element_bits(uint8_t x) { return x; }
-__device__ __forceinline__ uint32_t element_bits(int8_t x) { return static_cast<uint8_t>(x); }
-__device__ __forceinline__ void set_element(uint32_t bits, float& to) { to = from_bits(bits); }
-__device__ __forceinline__ void set_element(uint32_t bits, BFloat16& to) {
-    to.bits = static_cast<uint16_t>(bits);
-}
-__device__ __forceinline__ void set_element(uint32_t bits, uint8_t& to) { to = static_cast<uint8_t>(bits); }
-__device__ __forceinline__ void set_element(uint32_t bits, int8_t& to) { to = static_cast<int8_t>(bits); }
-
-// A lane's elements of a row, as vectors, or one by one: the first `count`.
-struct Vectors {
-    template <typename T, int kWords>
-    static __device__ __forceinline__ void load(const T* p, int, uint32_t (&words)[kWords]) {
-        load_words<false>(p, words);
-    }
-    template <typename T, int kWords>
-    static __device__ __forceinline__ void store(T* p, int, uint32_t (&words)[kWords]) {
-#pragma unroll
-        for (int i = 0; i < kWords; i += 4)
-            reinterpret_cast<uint4*>(p)[i / 4] =
-                make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
-    }
-};
-struct Elements {
-    template <typename T, int kWords>
-    static __device__ __forceinline__ void load(const T* p, int count, uint32_t (&words)[kWords]) {
-#pragma unroll 1
-        for (int k = kColumns - 1; k >= 0; --k) push_front<T>(words, k < count ? element_bits(p[k]) : 0u);
-    }
-    template <typename T, int kWords>
-    static __device__ __forceinline__ void store(T* p, int count, uint32_t (&words)[kWords]) {
-#pragma unroll 1
-        for (int k = 0; k < count; ++k) {
-            set_element(words[0], p[k]);
-            pop_front<T>(words);
-        }
-    }
-};
-
-// The next row of each lane, as it is stored: what is one array of 16 elements, vector by vector.
-struct StagedRows {
-    static constexpr int kMost = 10;  // float masters and gradients, and two moments
-    uint4 vectors[kMost][kThreads];
-    StateScales scales[kThreads];
-};
-
-// Goes through a lane's vectors in the order in which they were added.
-class Staging {
-  public:
-    __device__ __forceinline__ explicit Staging(StagedRows& rows) : rows(rows) {}
-
-    template <typename T>
-    __device__ __forceinline__ void add(const T* p) {
-#pragma unroll
-        for (int i = 0; i < kColumns * static_cast<int>(sizeof(T)) / 16; ++i)
-            copy_async<16>(&rows.vectors[next++][threadIdx.x], reinterpret_cast<const uint4*>(p) + i);
-    }
-    template <int kWords>
-    __device__ __forceinline__ void take(uint32_t (&words)[kWords]) {
-#pragma unroll
-        for (int i = 0; i < kWords; i += 4) {
-            const uint4 vector = rows.vectors[next++][threadIdx.x];
-            words[i] = vector.x, words[i + 1] = vector.y, words[i + 2] = vector.z, words[i + 3] = vector.w;
-        }
-    }
-
-  private:
-    StagedRows& rows;
-    int next = 0;
-};
-
-// What a lane has of a row, as it is stored, and its gradients.
-template <typename Masters>
-struct LaneRow {
-    float gradients[kColumns];
-    uint32_t exp_avg[kColumns / 4];
-    uint32_t exp_avg_sq[kColumns / 4];
-    StateScales scales;
-    Masters masters;
-
-    // `index`: of the first element in the tensor's arrays. `group`: of the scales.
-    template <typename Gradient>
-    static __device__ __forceinline__ void stage(StagedRows& rows, const AdamWDescriptor& tensor,
-                                                 const Gradient& gradient, int64_t index, int64_t group) {
-        Staging staging(rows);
-        staging.add(in_global(tensor.compact.exp_avg) + index);
-        staging.add(in_global(tensor.compact.exp_avg_sq) + index);
-        Masters::stage(staging, tensor, index);
-        if constexpr (Gradient::kIsOneArray) staging.add(gradient.own + index);
-        copy_async<sizeof(StateScales)>(&rows.scales[threadIdx.x], in_global(tensor.compact.scales) + group);
-    }
-    template <typename Gradient>
-    __device__ __forceinline__ void take(StagedRows& rows, const Gradient& gradient, int64_t index) {
-        typename Gradient::Words words;
-        if constexpr (!Gradient::kIsOneArray) gradient.load(index, words);
-        wait_for_copies();
-        Staging staging(rows);
-        staging.take(exp_avg);
-        staging.take(exp_avg_sq);
-        masters.take(staging);
-        if constexpr (Gradient::kIsOneArray) staging.take(words);
-        scales = rows.scales[threadIdx.x];
-        gradient.take(index, words, gradients);
-    }
-    template <typename Gradient>
-    __device__ __forceinline__ void load_elements(const AdamWDescriptor& tensor, const Gradient& gradient,
-                                                  int64_t index, int64_t group, int count) {
-        load<Elements>(tensor.compact, index, count);
-        scales = count > 0 ? in_global(tensor.compact.scales)[group] : StateScales{};
-        masters.template load<Elements>(tensor, index, count);
-#pragma unroll 1
-        for (int k = kColumns - 1; k >= 0; --k) {
-#pragma unroll
-            for (int i = kColumns - 1; i > 0; --i) gradients[i] = gradients[i - 1];
-            gradients[0] = k < count ? gradient.at(index + k) : 0.0f;
-        }
-    }
-    template <typename Access>
-    __device__ __forceinline__ void store(const AdamWDescriptor& tensor, int64_t index, int count) {
-        masters.template store<Access>(tensor, index, count);
-        Access::store(in_global(tensor.compact.exp_avg) + index, count, exp_avg);
-        Access::store(in_global(tensor.compact.exp_avg_sq) + index, count, exp_avg_sq);
-    }
-
-  private:
-    template <typename Access>
-    __device__ __forceinline__ void load(const CompactState& state, int64_t index, int count) {
-        Access::load(in_global(state.exp_avg) + index, count, exp_avg);
-        Access::load(in_global(state.exp_avg_sq) + index, count, exp_avg_sq);
-    }
-};
-
-// Byte i of a word.
-__device__ __forceinline__ uint32_t byte_of(uint32_t word, int i) { return __byte_perm(word, 0, 0x4440 + i); }
-
-// Byte kByte of each of four words.
-template <int kByte>
-__device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    constexpr unsigned kPair = kByte | (4 + kByte) << 4;
-    return __byte_perm(__byte_perm(a, b, kPair), __byte_perm(c, d, kPair), 0x5410);
-}
-
-template <typename Masters>
-__device__ __forceinline__ float most_of(const Masters& masters) {
-    float most = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kColumns; ++k) most = larger_magnitude(most, masters.at(k));
-    return most;
-}
-
-// A lane's masters of a row, as they are stored.
-struct FloatMasters {
-    static constexpr bool kIsSplit = false;
-    uint32_t words[kColumns];
-
-    template <typename Access>
-    __device__ __forceinline__ void load(const AdamWDescriptor& tensor, int64_t index, int count) {
-        Access::load(in_global(tensor.master) + index, count, words);
-    }
-    template <typename Access>
-    __device__ __forceinline__ void store(const AdamWDescriptor& tensor, int64_t index, int count) {
-        Access::store(in_global(tensor.master) + index, count, words);
-    }
-    static __device__ __forceinline__ void stage(Staging& staging, const AdamWDescriptor& tensor,
-                                                 int64_t index) {
-        staging.add(in_global(tensor.master) + index);
-    }
-    __device__ __forceinline__ void take(Staging& staging) { staging.take(words); }
-    __device__ __forceinline__ float at(int k) const { return from_bits(words[k]); }
-    __device__ __forceinline__ float quick_at(int k) const { return at(k); }
-    // Takes elements from `first` on.
-    __device__ __forceinline__ void set(int first, const float (&values)[kMastersAtOnce],
-                                        const RandomBytes&) {
-#pragma unroll
-        for (int i = 0; i < kMastersAtOnce; ++i) words[first + i] = to_bits(values[i]);
-    }
-    // The largest magnitude, of which the bits that matter to a weight of this dtype are right.
-    __device__ __forceinline__ float most(DType) const { return most_of(*this); }
-};
-
-struct SplitMasters {
-    static constexpr bool kIsSplit = true;
-    uint32_t high[kColumns / 2];
-    uint32_t low[kColumns / 4];
-
-    template <typename Access>
-    __device__ __forceinline__ void load(const AdamWDescriptor& tensor, int64_t index, int count) {
-        Access::load(in_global(tensor.compact.high) + index, count, high);
-        if (tensor.compact.low != nullptr)
-            return Access::load(in_global(tensor.compact.low) + index, count, low);
-#pragma unroll
-        for (uint32_t& word : low) word = 0;  // where there is no state yet
-    }
-    template <typename Access>
-    __device__ __forceinline__ void store(const AdamWDescriptor& tensor, int64_t index, int count) {
-        Access::store(in_global(tensor.compact.high) + index, count, high);
-        Access::store(in_global(tensor.compact.low) + index, count, low);
-    }
-    static __device__ __forceinline__ void stage(Staging& staging, const AdamWDescriptor& tensor,
-                                                 int64_t index) {
-        staging.add(in_global(tensor.compact.high) + index);
-        staging.add(in_global(tensor.compact.low) + index);
-    }
-    __device__ __forceinline__ void take(Staging& staging) {
-        staging.take(high);
-        staging.take(low);
-    }
-    // join_master. Counted from -128 on the low byte lies behind the magnitude of the high part.
-    __device__ __forceinline__ float at(int k) const {
-        const uint32_t magnitude = high[k / 2] & (k % 2 == 0 ? 0x00007fffu : 0x7fff0000u);
-        const uint32_t from_least =
-            __byte_perm(magnitude, low[k / 4] ^ 0x80808080u, (k % 2 == 0 ? 0x1042 : 0x3240) + k % 4 * 16);
-        const int32_t joined = max(static_cast<int32_t>(from_least) - 0x8000, 0);
-        const uint32_t sign = (k % 2 == 0 ? high[k / 2] << 16 : high[k / 2]) & 0x80000000u;
-        return from_bits(static_cast<uint32_t>(joined) | sign);
-    }
-    // join_master in half of the instructions, but a NaN if the high part is zero and the low byte negative.
-    __device__ __forceinline__ float quick_at(int k) const {
-        const uint32_t steps = permute(low[k / 4], 0u, 0x8804u + 0x1110u * (k % 4));
-        return from_bits((k % 2 == 0 ? high[k / 2] << 16 : high[k / 2] & 0xffff0000u) + steps);
-    }
-    // round_master of each, of which none is NaN but 0x7fc00000.
-    __device__ __forceinline__ void set(int first, const float (&values)[kMastersAtOnce],
-                                        const RandomBytes& random) {
-#pragma unroll
-        for (int i = 0; i < kMastersAtOnce; i += 4) {
-            const float four[4] = {values[i], values[i + 1], values[i + 2], values[i + 3]};
-            set_four(first + i, four, random.words[(first + i) / 4]);
-        }
-    }
-    // The high parts are what the masters are when rounded to bfloat16.
-    __device__ __forceinline__ float most(DType weight_dtype) const {
-        if (weight_dtype != DType::kBFloat16) return most_of(*this);
-        uint32_t most = high[0];
-#pragma unroll
-        for (uint32_t word : high) most = larger_magnitudes<BFloat16>(most, word);
-        most = magnitudes<BFloat16>(most);
-        return from_bits(widened<BFloat16>(max(most & 0xffffu, most >> 16)));
-    }
-
-  private:
-    // 0x8000 more round the high part, and have the low byte count from -128. For an odd random byte the sum
-    // is a step less: if the low byte was 0 it is 0xff now, below a smaller high part. All others get the
-    // step back.
-    __device__ __forceinline__ void set_four(int k, const float (&values)[4], uint32_t random) {
-        const uint32_t odd = random & 0x01010101u, odd_signs = random << 7;
-        uint32_t bits[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            bits[i] = to_bits(values[i]) + permute(random, odd_signs, 0xccc0u + 0x1111u * i) + 0x8000u;
-        high[k / 2] = __byte_perm(bits[0], bits[1], 0x7632);
-        high[k / 2 + 1] = __byte_perm(bits[2], bits[3], 0x7632);
-        // Inverted if odd, so that it is always a 0 that is treated otherwise.
-        const uint32_t inverted = permute<0xba98>(odd_signs, 0u);
-        const uint32_t bytes = pack_bytes<1>(bits[0], bits[1], bits[2], bits[3]) ^ inverted;
-        // 1 where a byte is 0, and perhaps where one is 1.
-        const uint32_t zeros = ((bytes - 0x01010101u) & ~bytes & 0x80808080u) >> 7;
-        low[k / 4] = ((bytes | zeros) - odd) ^ inverted ^ 0x80808080u;
-    }
-};
+// Small blocks: the place of a warp that has ended is empty until its whole block has.
+constexpr int kCompactThreads = 128;
+constexpr int kCompactWarps = kCompactThreads / kLanes;
+// On a multiprocessor, by registers; with less than 132 KB of shared memory there are fewer.
+constexpr int kCompactBlocksPerSm = 4;
 
 __device__ const CodeValues kCodeValues = make_code_values();
 
-// AdamW of a lane's elements of a row. Elements that are not there are zeros, and change no maximum.
-template <typename Masters>
-__device__ __forceinline__ void update_row(const AdamWStep& step, const RandomBytes& random,
-                                           const CodeValues& values, LaneRow<Masters>& row) {
-    const float (&g)[kColumns] = row.gradients;
-    StateScales& scales = row.scales;
-    float m[kColumns], v[kColumns];
+// A pair of rows in shared memory, with all that is one array.
+template <typename Masters, typename Gradient>
+struct Stage {
+    using Gradients =
+        std::conditional_t<Gradient::kIsOneArray, StagedPair<typename Gradient::Element>, NothingStaged>;
 
-    // The new moments.
-#pragma unroll
-    for (int k = 0; k < kColumns; ++k)
-        m[k] = scales.exp_avg * values.moments[byte_of(row.exp_avg[k / 4], k % 4)];
-    if (step.lerp_from_start) {
-#pragma unroll
-        for (int k = 0; k < kColumns; ++k) m[k] = m[k] + step.lerp_factor * (g[k] - m[k]);
-    } else {
-#pragma unroll
-        for (int k = 0; k < kColumns; ++k) m[k] = g[k] + step.lerp_factor * (g[k] - m[k]);
-    }
-    float m_most = 0.0f, v_most = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kColumns; ++k) {
-        const float root = scales.exp_avg_sq * values.roots[byte_of(row.exp_avg_sq[k / 4], k % 4)];
-        v[k] = (root * root) * step.beta2 + (g[k] * step.weight2) * g[k];
-        m_most = larger_magnitude(m_most, m[k]);
-        v_most = larger_magnitude(v_most, v[k]);
-    }
+    StagedPair<int8_t> exp_avg;
+    StagedPair<uint8_t> exp_avg_sq;
+    typename Masters::Staged masters;
+    Gradients gradients;
+    StagedScales scales;
+};
 
-    // The masters. From here on v has the roots.
-    if (scales.exp_avg_sq >= step.least_scale && v_most < kInf) {
-#pragma unroll
-        for (int k = 0; k < kColumns; ++k) v[k] = short_root(v[k]);
-    } else {
-#pragma unroll
-        for (int k = 0; k < kColumns; ++k) v[k] = any_root(v[k]);
-    }
-    const auto updated = [&](int k, float master) {
-        const float update = m[k] * short_reciprocal(v[k] * step.inv_sqrt + step.eps);
-        return master * step.decay - step.step_size * update;
-    };
-#pragma unroll
-    for (int first = 0; first < kColumns; first += kMastersAtOnce) {
-        float x[kMastersAtOnce];
-        bool has_nan = false;
-#pragma unroll
-        for (int k = 0; k < kMastersAtOnce; ++k) x[k] = updated(first + k, row.masters.quick_at(first + k));
-#pragma unroll
-        for (int k = 0; k < kMastersAtOnce; k += 2) has_nan |= x[k] != x[k] || x[k + 1] != x[k + 1];
-        // Where NaN is, or zeros that somebody has written, which quick_at makes NaN.
-        if (Masters::kIsSplit && has_nan) {
-#pragma unroll
-            for (int k = 0; k < kMastersAtOnce; ++k) {
-                x[k] = updated(first + k, row.masters.at(first + k));
-                x[k] = x[k] == x[k] ? x[k] : from_bits(0x7fc00000u);
-            }
-        }
-        row.masters.set(first, x, random);
-    }
+// What a warp has in shared memory: two stages of what is frequent. Of pairs with more bytes there is one,
+// and behind it masters on their way back.
+constexpr int kRingBytes = 2 * sizeof(Stage<SplitMasters, GivenGradient<BFloat16, kColumns>>);
+template <typename AnyStage>
+constexpr int kStages = kRingBytes >= 2 * sizeof(AnyStage) ? 2 : 1;
 
-    // The new codes.
-    m_most = most_of_group(m_most);
-    v_most = most_of_group(v_most);
-    if (m_most >= kSmallScale && m_most < kLargeScale && v_most >= kSmallScale && v_most < kInf) {
-        v_most = short_root(v_most);
-        scales = {m_most, v_most};
-    } else {
-        const float factor = scale_factor(m_most);
-        const bool m_finite = m_most < kInf, v_finite = v_most == v_most;
-#pragma unroll
-        for (int k = 0; k < kColumns; ++k) {
-            m[k] = m_finite ? m[k] * factor : 0.0f;
-            v[k] = v_finite ? v[k] : 0.0f;
-        }
-        v_most = v_finite ? any_root(v_most) : 0.0f;
-        scales = {m_finite ? m_most : kInf, v_finite ? v_most : kInf};
-        m_most = m_finite ? m_most * factor : 0.0f;
+struct alignas(16) Ring {
+    uint8_t bytes[kRingBytes];
+
+    template <typename AnyStage>
+    __device__ __forceinline__ AnyStage& stage(int i) {
+        return reinterpret_cast<AnyStage*>(bytes)[i];
     }
-    const float m_inverse = m_most > 0.0f ? short_reciprocal(m_most) : 0.0f;
-    const float v_inverse = v_most > 0.0f ? short_reciprocal(v_most) : 0.0f;
-#pragma unroll
-    for (int i = 0; i < kColumns / 4; ++i) {
-        uint32_t m_code[4], v_code[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            m_code[k] = moment_code(m[4 * i + k] * m_inverse);
-            v_code[k] = root_code(v[4 * i + k] * v_inverse);
+    template <typename AnyStage>
+    __device__ __forceinline__ auto& masters_of(int i) {
+        using Masters = decltype(AnyStage::masters);
+        static_assert(sizeof(AnyStage) + sizeof(Masters) <= kRingBytes);
+        if constexpr (kStages<AnyStage> > 1) {
+            return stage<AnyStage>(i).masters;
+        } else {
+            return *reinterpret_cast<Masters*>(bytes + sizeof(AnyStage));
         }
-        row.exp_avg[i] = pack_bytes<0>(m_code[0], m_code[1], m_code[2], m_code[3]);
-        row.exp_avg_sq[i] = pack_bytes<0>(v_code[0], v_code[1], v_code[2], v_code[3]);
     }
-}
+};
+
+// Where a pair of rows begins in each array; the same for all lanes.
+template <typename Masters, typename Gradient>
+struct PairArrays {
+    int8_t* exp_avg;
+    uint8_t* exp_avg_sq;
+    typename Masters::Arrays masters;
+    const typename Gradient::Element* gradients = nullptr;  // where they are one array
+    StateScales* scales;
+
+    __device__ __forceinline__ PairArrays(const AdamWDescriptor& tensor, const Gradient& gradient,
+                                          int64_t index, int64_t group)
+        : exp_avg(uniform(tensor.compact.exp_avg + index)),
+          exp_avg_sq(uniform(tensor.compact.exp_avg_sq + index)),
+          masters(tensor, index),
+          scales(uniform(tensor.compact.scales + group)) {
+        if constexpr (Gradient::kIsOneArray) gradients = uniform(gradient.own + index);
+    }
+    __device__ __forceinline__ void advance(const StripShape& shape) {
+        const int64_t elements = kRowsAtOnce * int64_t{shape.pitch};
+        exp_avg += elements, exp_avg_sq += elements, gradients += elements;
+        masters.advance(elements);
+        scales += kRowsAtOnce * int64_t{shape.groups};
+    }
+    __device__ __forceinline__ void request(Stage<Masters, Gradient>& stage, const StripShape& shape) const {
+        stage.masters.request(masters, shape);
+        if constexpr (Gradient::kIsOneArray) stage.gradients.request(gradients, shape);
+        stage.exp_avg.request(exp_avg, shape);
+        stage.exp_avg_sq.request(exp_avg_sq, shape);
+        stage.scales.request(scales, shape);
+    }
+};
 
 // The lane's elements of the first of its rows of a strip. AdamWPlan sees to it that int32 is enough.
 struct Place {
     int32_t row;
     int32_t col;
-    bool whole;   // all of the strip is owned, and lies at a vector's alignment in the state's arrays
-    bool vector;  // the lane has elements of a whole strip: its columns are not past the last one
+    int32_t columns;  // of the strip
+    bool whole;       // all of the strip is owned, and lies at a vector's alignment in the state's arrays
+    bool vector;      // the lane has elements of a whole strip: its columns are not past the last one
 };
 
 __device__ __forceinline__ Place place_of(const AdamWDescriptor& tensor, int64_t unit) {
@@ -445,11 +106,12 @@ __device__ __forceinline__ Place place_of(const AdamWDescriptor& tensor, int64_t
     const int64_t first = row * tensor.cols + col - tensor.start;
     const int64_t columns = min(tensor.cols - col, static_cast<int64_t>(kCompactStripColumns));
     const int64_t end = first + (kBlock - 1) * tensor.cols + columns;
-    const bool aligned = tensor.compact.aligned != 0 && ((tensor.cols | first) & (kColumns - 1)) == 0;
+    const bool aligned = tensor.compact.aligned != 0 && tensor.cols < kMostPitch &&
+                         ((tensor.cols | first) & (kColumns - 1)) == 0;
     const bool whole = row + kBlock <= tensor.rows && aligned && first >= 0 && end <= tensor.numel;
     const int32_t lane_col = static_cast<int32_t>(col) + lane_index() % kRowLanes * kColumns;
-    return {static_cast<int32_t>(row) + lane_index() / kRowLanes, lane_col, whole,
-            whole && lane_col < tensor.cols};
+    return {static_cast<int32_t>(row) + lane_index() / kRowLanes, lane_col, static_cast<int32_t>(columns),
+            whole, whole && lane_col < tensor.cols};
 }
 
 // The number of the column's unit of 2^kShift columns, counted row by row.
@@ -479,47 +141,123 @@ __device__ __forceinline__ bool next_rows(Place& at) {
     return at.row % kBlock >= kRowsAtOnce;
 }
 
-// All of a lane's rows.
+// As `uniform`, of all members.
+__device__ __forceinline__ AdamWStep uniform_step(const AdamWStep& from) {
+    AdamWStep step = from;
+    step.gradient = uniform(static_cast<const uint8_t*>(from.gradient));
+    step.lerp_from_start = uniform(from.lerp_from_start);
+    for (float AdamWStep::* member : {&AdamWStep::lerp_factor, &AdamWStep::decay, &AdamWStep::beta2,
+                                      &AdamWStep::weight2, &AdamWStep::step_size, &AdamWStep::inv_sqrt,
+                                      &AdamWStep::eps, &AdamWStep::factor, &AdamWStep::least_scale})
+        step.*member = uniform(from.*member);
+    step.maximize = uniform(from.maximize);
+    step.count = uniform(from.count);
+    return step;
+}
+
+__device__ __forceinline__ const AdamWStep& step_of(const AdamWTable& table, const AdamWDescriptor& tensor) {
+    return *in_global(table.steps + (&tensor - table.tensors));
+}
+
+// Updates a whole strip; gives the largest master of the lane's columns if amaxes are wanted.
 template <typename Masters, typename Gradient>
-__device__ __forceinline__ float update_rows(const AdamWTable& table, const AdamWDescriptor& tensor,
-                                             const AdamWStep& step, Place at, const CodeValues& values,
-                                             StagedRows& staged) {
-    float most = 0.0f;
+__device__ __forceinline__ float update_pairs(const AdamWTable& table, const AdamWDescriptor& tensor,
+                                              const AdamWStep& from, const Place& at,
+                                              const CodeValues& values, Ring& ring) {
+    using PairStage = Stage<Masters, Gradient>;
+    constexpr int kDepth = kStages<PairStage>, kPairs = kBlock / kRowsAtOnce;
+    const AdamWStep step = uniform_step(from);
     const Gradient gradient(table, tensor, step, 0);
-    const bool whole = at.whole && gradient.has_vectors(), vector = whole && at.vector;
-    const auto stage = [&](const Place& of) {
-        LaneRow<Masters>::stage(staged, tensor, gradient, index_of(tensor, of), group_of(tensor, of));
-    };
-    if (vector) stage(at);
-    do {
-        const int64_t index = index_of(tensor, at);
-        const int64_t group = group_of(tensor, at);
+    const Place first{at.row - lane_index() / kRowLanes, at.col - lane_index() % kRowLanes * kColumns};
+    const auto pitch = uniform(static_cast<int32_t>(tensor.cols));
+    const StripShape shape{pitch, (pitch + kStateGroup - 1) / kStateGroup, uniform(at.columns)};
+    PairArrays<Masters, Gradient> here(tensor, gradient, index_of(tensor, first), group_of(tensor, first));
+    PairArrays<Masters, Gradient> ahead = here;
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+        ahead.request(ring.stage<PairStage>(i), shape);
+        commit_copies();
+        ahead.advance(shape);
+    }
+    const uint32_t number = uniform(tensor.compact.number);
+    const bool amaxes = uniform(wants_amaxes(tensor));
+    uint64_t block = block_of(tensor, at);
+    int64_t index = index_of(tensor, at);  // of gradients that are not one array
+    float most = 0.0f;
+    int i = 0;
+#pragma unroll 1
+    for (int pair = 0; pair < kPairs; ++pair) {
+        PairStage& stage = ring.stage<PairStage>(i);
+        const RandomBytes random = master_bytes(number, step.count, block);
+        block += kRowsAtOnce * (pitch / kRandomColumns);
         LaneRow<Masters> row{};
-        int count = vector ? kColumns : 0;
-        if (vector) {
-            row.take(staged, gradient, index);
-            Place next = at;
-            if (next_rows(next)) stage(next);
-        } else if (!whole) {
-            count = owned_of_lane(tensor, at, index);
-            row.load_elements(tensor, gradient, index, group, count);
+        typename Gradient::Words words{};
+        if constexpr (!Gradient::kIsOneArray) {
+            if (at.vector) gradient.load(index, words);
         }
-        const RandomBytes random = master_bytes(tensor.compact.number, step.count, block_of(tensor, at));
+        wait_for_copies<kDepth - 1>();
+        __syncwarp();
+        stage.exp_avg.take(row.exp_avg);
+        stage.exp_avg_sq.take(row.exp_avg_sq);
+        row.masters.take(stage.masters);
+        if constexpr (Gradient::kIsOneArray) stage.gradients.take(words);
+        row.scales = stage.scales.take(shape);
+        const auto request_next = [&] {
+            __syncwarp();
+            if (pair + kDepth < kPairs) ahead.request(stage, shape);
+            commit_copies();
+            ahead.advance(shape);
+        };
+        if constexpr (kDepth == 1) request_next();
+        if (Gradient::kIsOneArray || at.vector) gradient.take(index, words, row.gradients);
+        index += kRowsAtOnce * int64_t{pitch};
         update_row(step, random, values, row);
-        if (wants_amaxes(tensor)) most = larger_magnitude(most, row.masters.most(tensor.weight_dtype));
-        if (vector) {
-            row.template store<Vectors>(tensor, index, kColumns);
-        } else {
-            row.template store<Elements>(tensor, index, count);
+        if (amaxes) most = larger_magnitude(most, row.masters.most(tensor.weight_dtype));
+        row.masters.store(ring.masters_of<PairStage>(i), here.masters, shape);
+        stage.exp_avg.store(here.exp_avg, shape, row.exp_avg);
+        stage.exp_avg_sq.store(here.exp_avg_sq, shape, row.exp_avg_sq);
+        stage.scales.store(here.scales, shape, row.scales);
+        here.advance(shape);
+        if constexpr (kDepth > 1) request_next();
+        i = (i + 1) % kDepth;
+    }
+    return most;
+}
+
+// Updates what is owned of a strip, element by element.
+template <typename Masters, typename Gradient>
+__device__ __noinline__ float update_elements(const AdamWDescriptor& tensor, const AdamWStep& step,
+                                              const Gradient& gradient, Place at,
+                                              const CodeValues& values_of_codes) {
+    const CodeValues& values = *in_shared(&values_of_codes);
+    const CompactState& state = tensor.compact;
+    float most = 0.0f;
+    do {
+        const int64_t index = index_of(tensor, at), group = group_of(tensor, at);
+        const int count = owned_of_lane(tensor, at, index);
+        LaneRow<Masters> row{};
+        Elements::load(in_global(state.exp_avg) + index, count, row.exp_avg);
+        Elements::load(in_global(state.exp_avg_sq) + index, count, row.exp_avg_sq);
+        row.masters.template load<Elements>(tensor, index, count);
+        if (count > 0) row.scales = in_global(state.scales)[group];
+#pragma unroll 1
+        for (int k = kColumns - 1; k >= 0; --k) {
+#pragma unroll
+            for (int i = kColumns - 1; i > 0; --i) row.gradients[i] = row.gradients[i - 1];
+            row.gradients[0] = k < count ? gradient.at(index + k) : 0.0f;
         }
-        if (lane_index() % kGroupLanes == 0 && count > 0)
-            in_global(tensor.compact.scales)[group] = row.scales;
+        update_row(step, master_bytes(state.number, step.count, block_of(tensor, at)), values, row);
+        if (wants_amaxes(tensor)) most = larger_magnitude(most, row.masters.most(tensor.weight_dtype));
+        row.masters.store_elements(tensor, index, count);
+        Elements::store(in_global(state.exp_avg) + index, count, row.exp_avg);
+        Elements::store(in_global(state.exp_avg_sq) + index, count, row.exp_avg_sq);
+        if (lane_index() % kGroupLanes == 0 && count > 0) in_global(state.scales)[group] = row.scales;
     } while (next_rows(at));
     return most;
 }
 
 template <typename Masters>
-__device__ __forceinline__ float read_rows(const AdamWDescriptor& tensor, Place at) {
+__device__ __noinline__ float read_rows(const AdamWDescriptor& tensor, Place at) {
     float most = 0.0f;
     do {
         const int64_t index = index_of(tensor, at);
@@ -534,28 +272,53 @@ __device__ __forceinline__ float read_rows(const AdamWDescriptor& tensor, Place 
     return most;
 }
 
-template <typename Masters, template <typename, int> class Gradient>
-__device__ __forceinline__ float most_of_strip(const AdamWTable& table, const AdamWDescriptor& tensor,
-                                               const Place& at, const CodeValues& values,
-                                               StagedRows& staged) {
-    const AdamWStep& step = *in_global(table.steps + (&tensor - table.tensors));
-    if (step.gradient == nullptr) return wants_amaxes(tensor) ? read_rows<Masters>(tensor, at) : 0.0f;
-    return tensor.gradient_dtype == DType::kBFloat16
-               ? update_rows<Masters, Gradient<BFloat16, kColumns>>(table, tensor, step, at, values, staged)
-               : update_rows<Masters, Gradient<float, kColumns>>(table, tensor, step, at, values, staged);
+template <typename Masters, typename Gradient>
+__device__ __forceinline__ float update_strip(const AdamWTable& table, const AdamWDescriptor& tensor,
+                                              const AdamWStep& step, const Place& at,
+                                              const CodeValues& values, Ring& ring) {
+    const Gradient gradient(table, tensor, step, 0);
+    if (uniform(at.whole && gradient.has_vectors()))
+        return update_pairs<Masters, Gradient>(table, tensor, step, at, values, ring);
+    return update_elements<Masters>(tensor, step, gradient, at, values);
+}
+
+// Updates or reads a strip that is not of the frequent kind. Out of line: beside the loop of that kind it
+// would take registers from it.
+template <template <typename, int> class Gradient>
+__device__ __noinline__ float update_rare_strip(const AdamWTable& table, const AdamWDescriptor& tensor,
+                                                uint32_t unit, const CodeValues& values_of_codes,
+                                                Ring& ring_of_warp) {
+    const CodeValues& values = *in_shared(&values_of_codes);
+    Ring& ring = *in_shared(&ring_of_warp);
+    const Place at = place_of(tensor, unit);
+    const AdamWStep& step = step_of(table, tensor);
+    const bool split = uniform(tensor.compact.high != nullptr);
+    if (uniform(step.gradient == nullptr)) {
+        if (!wants_amaxes(tensor)) return 0.0f;
+        return split ? read_rows<SplitMasters>(tensor, at) : read_rows<FloatMasters>(tensor, at);
+    }
+    using Short = Gradient<BFloat16, kColumns>;
+    using Long = Gradient<float, kColumns>;
+    if (uniform(tensor.gradient_dtype == DType::kBFloat16))
+        return split ? update_elements<SplitMasters>(tensor, step, Short(table, tensor, step, 0), at, values)
+                     : update_strip<FloatMasters, Short>(table, tensor, step, at, values, ring);
+    return split ? update_strip<SplitMasters, Long>(table, tensor, step, at, values, ring)
+                 : update_strip<FloatMasters, Long>(table, tensor, step, at, values, ring);
 }
 
 // Gradient: GivenGradient, BroughtGradient or PeerGradient.
 template <template <typename, int> class Gradient>
-__global__ void __launch_bounds__(kThreads, kCompactBlocksPerSm)
+__global__ void __launch_bounds__(kCompactThreads, kCompactBlocksPerSm)
     compact_update_kernel(const __grid_constant__ AdamWTable table) {
     __shared__ CodeValues values;
-    __shared__ StagedRows staged;
-    values.moments[threadIdx.x] = kCodeValues.moments[threadIdx.x];
-    values.roots[threadIdx.x] = kCodeValues.roots[threadIdx.x];
+    __shared__ Ring rings[kCompactWarps];
+    for (int i = threadIdx.x; i < 256; i += kCompactThreads) {
+        values.moments[i] = kCodeValues.moments[i];
+        values.roots[i] = kCodeValues.roots[i];
+    }
     wait_for_previous_kernel();
     __syncthreads();
-    const int64_t unit = grid_warp();
+    const uint32_t unit = uniform(static_cast<uint32_t>(grid_warp<kCompactWarps>()));
     if (unit >= table.strip_units) return;
     ItemCursor<AdamWDescriptor, &AdamWDescriptor::strip_begin, false> cursor(
         table.tensors, table.count, table.strip_units, table.strip_items + unit / kBlockStrips,
@@ -563,9 +326,17 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocksPerSm)
     cursor.seek(unit);
     const AdamWDescriptor& tensor = cursor.item();
     const Place at = place_of(tensor, unit);
-    float most = tensor.compact.high != nullptr
-                     ? most_of_strip<SplitMasters, Gradient>(table, tensor, at, values, staged)
-                     : most_of_strip<FloatMasters, Gradient>(table, tensor, at, values, staged);
+    Ring& ring = rings[warp_index()];
+    const AdamWStep& step = step_of(table, tensor);
+    // All is read at once: one question after another would wait for memory each time. And a branch must be
+    // seen to be the same for all lanes, or the loop behind it has no registers of the warp.
+    using Frequent = Gradient<BFloat16, kColumns>;
+    const bool frequent = (tensor.compact.high != nullptr) & (step.gradient != nullptr) &
+                          (tensor.gradient_dtype == DType::kBFloat16) & at.whole &
+                          Frequent(table, tensor, step, 0).has_vectors();
+    float most = uniform(frequent)
+                     ? update_pairs<SplitMasters, Frequent>(table, tensor, step, at, values, ring)
+                     : update_rare_strip<Gradient>(table, tensor, unit, values, ring);
     if (!wants_amaxes(tensor)) return;
 #pragma unroll
     for (int lanes = kRowLanes; lanes < kLanes; lanes *= 2)
@@ -581,13 +352,16 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocksPerSm)
 }  // namespace
 
 void compact_update(const AdamWTable& table, cudaStream_t stream) {
-    const int64_t blocks = ceil_div(table.strip_units, kWarps);
+    const int64_t blocks = ceil_div(table.strip_units, kCompactWarps);
     if (table.pieces.count == 0) {
-        launch("compact_update", compact_update_kernel<GivenGradient>, blocks, stream, table);
+        launch<kCompactThreads>("compact_update", compact_update_kernel<GivenGradient>, blocks, stream,
+                                table);
     } else if (table.pieces.received != nullptr) {
-        launch("compact_update of pieces", compact_update_kernel<BroughtGradient>, blocks, stream, table);
+        launch<kCompactThreads>("compact_update of pieces", compact_update_kernel<BroughtGradient>, blocks,
+                                stream, table);
     } else {
-        launch("compact_update of peers", compact_update_kernel<PeerGradient>, blocks, stream, table);
+        launch<kCompactThreads>("compact_update of peers", compact_update_kernel<PeerGradient>, blocks,
+                                stream, table);
     }
 }
 

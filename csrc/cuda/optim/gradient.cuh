@@ -17,6 +17,7 @@ __device__ __forceinline__ int alignment_of(int elements) {
 template <typename G, int kCount>
 struct GivenGradient {
     using Words = uint32_t[kCount / kPerWord<G>];
+    using Element = G;
     static constexpr bool kIsOneArray = true;
     const G* own;
     float factor;
@@ -91,6 +92,7 @@ class MeanGradient {
     // Ranks whose vectors are loaded before the first is used: more would not fit into registers.
     static constexpr int kAhead = kWords > 8 ? 1 : 2;
     using Words = uint32_t[kAhead][kWords];
+    using Element = G;
     static constexpr bool kIsOneArray = false;
 
     __device__ __forceinline__ MeanGradient(const AdamWTable& table, const AdamWDescriptor& tensor,
