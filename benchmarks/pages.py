@@ -66,9 +66,9 @@ def shapes(config: str, layers: int | None) -> nn.Module:
 
 
 def kept(run: Run, way: str) -> dict[str, float]:
-    """Bytes a parameter that one of the WAYS keeps of a run's model."""
+    """Bytes a parameter that one of the WAYS keeps of a run's model on the GPU."""
     sizes = memory_kept(shapes(run.config, run.layers), **WAYS[way])
-    return {part: size / run.parameters for part, size in sizes.items()}
+    return {part: size / run.parameters for part, size in sizes.items() if part != "host"}
 
 
 def beyond(run: Run) -> float:
