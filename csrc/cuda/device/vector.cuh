@@ -87,6 +87,11 @@ __device__ __forceinline__ void load_words(const void* p, uint32_t (&words)[kWor
     }
 }
 
+// Begins to fetch a line to the L2 cache.
+__device__ __forceinline__ void prefetch_line(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // Half of the words, those from byte `shift` of them on, which is in their first half and a multiple of
 // kElement.
 template <int kElement, int kWords>

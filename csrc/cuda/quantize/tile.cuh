@@ -18,6 +18,11 @@ constexpr int kQuantizeBlocksPerSm = std::is_same_v<T, float> ? 2 : 3;
 template <typename T, bool kTiles, Columns kColumns>
 constexpr bool kReadsEvictFirst = kPerWord<T> == 1 || !kTiles || kColumns == Columns::kNone;
 
+// Whether a warp's second strip is fetched to the L2 cache once its first is on its way. On an H200 tiles go
+// from 90% to 94% of a copy so, with both copies from 91% to 92%; the other kernels lose up to 2 points.
+template <typename T, bool kTiles, class Rounding>
+constexpr bool kPrefetches = kPerWord<T> == 2 && kTiles && std::is_same_v<Rounding, Nearest>;
+
 // What a thread block needs of its tensor's amaxes: factors by scale byte, for the rowwise copy and the
 // columnwise one.
 struct Tables {
@@ -69,6 +74,8 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, int64_t 
         StripWords<T> words;
         const bool whole = load_strip<T, kReadsEvictFirst<T, kTiles, kColumns>>(input, at, words);
         if (strip < kWarps) {  // the warp's first strip is on its way
+            if constexpr (kPrefetches<T, kTiles, Rounding>)
+                prefetch_strip<T>(input, at.row + kWarps * kBlock, col);
             if constexpr (kTiles) {
                 rowwise = {tensor_scale(pin(amax))};
             } else {

@@ -25,22 +25,25 @@ struct StripPlace {
 template <typename T>
 using StripWords = uint32_t[kBlock][kLaneColumns / kPerWord<T>];
 
-// A strip that is cut off or not aligned.
+// A strip that is cut off or not aligned, element by element. Matrix and place are taken apart: given as they
+// are, all kernels that call this are scheduled differently.
 template <typename T>
-__device__ __noinline__ void load_cut_strip(Matrix<T> x, StripPlace at, StripWords<T>& words) {
-    const T* input = x.data + at.row * x.cols + at.col;
-    const int rows = clamp_count(x.rows - at.row, kBlock);
-    const int cols = clamp_count(x.cols - at.col, kLaneColumns);
+__device__ __noinline__ void load_cut_strip(const T* data, int64_t rows, int64_t cols, int64_t row,
+                                            int64_t col, uint32_t* words) {
+    const T* input = data + row * cols + col;
+    const int existing = clamp_count(rows - row, kBlock), count = clamp_count(cols - col, kLaneColumns);
 #pragma unroll 1
-    for (int r = 0; r < kBlock; ++r, input += x.cols) {
+    for (int r = 0; r < kBlock; ++r, input += cols) {
         float values[kLaneColumns];
-        load_elements(input, r < rows ? cols : 0, values);
 #pragma unroll
-        for (int i = 0; i < kLaneColumns / kPerWord<T>; ++i) {
+        for (int i = 0; i < kLaneColumns; ++i)
+            values[i] = r < existing && i < count ? load_float(input[i]) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kLaneColumns / kPerWord<T>; ++i, ++words) {
             if constexpr (kPerWord<T> == 1) {
-                words[r][i] = to_bits(values[i]);
+                *words = to_bits(values[i]);
             } else {
-                words[r][i] = pack_word<T>({values[2 * i], values[2 * i + 1]});
+                *words = pack_word<T>({values[2 * i], values[2 * i + 1]});
             }
         }
     }
@@ -59,13 +62,22 @@ __device__ __forceinline__ bool load_strip(const Matrix<T>& x, const StripPlace&
         return true;
     }
     StripWords<T> cut;  // in memory: `words` stays in registers
-    load_cut_strip(x, at, cut);
+    load_cut_strip(x.data, x.rows, x.cols, at.row, at.col, cut[0]);
 #pragma unroll
     for (int r = 0; r < kBlock; ++r) {
 #pragma unroll
         for (int i = 0; i < kLaneColumns / kPerWord<T>; ++i) words[r][i] = cut[r][i];
     }
     return false;
+}
+
+// Begins to fetch the strip of 16-bit elements at these indices to the L2 cache, a line a lane.
+template <typename T>
+__device__ __forceinline__ void prefetch_strip(const Matrix<T>& x, int64_t row, int64_t col) {
+    constexpr int kLine = 128 / static_cast<int>(sizeof(T));
+    static_assert(kBlock * kStripColumns == kLanes * kLine);
+    row += lane_index() / 2, col += lane_index() % 2 * kLine;
+    if (row < x.rows && col < x.cols) prefetch_line(x.data + row * x.cols + col);
 }
 
 // The largest magnitude of all of a lane's elements, as the bits of a float.
