@@ -55,9 +55,14 @@ def read_options():
     options = parser.parse_args()
     defaults = PRESETS[options.preset if options.model is None else "500m"][1]
     vars(options).update({k: v for k, v in defaults.items() if getattr(options, k) is None})
+    for name in ("batch_size", "steps", *defaults):
+        if not getattr(options, name) > 0:
+            parser.error(f"argument --{name.replace('_', '-')}: must be above 0")
     for path in [*(options.text or ()), *([options.model / "config.json"] if options.model else ())]:
         if not path.is_file():
             parser.error(f"there is no file {path}")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"argument --json: there is no folder {options.json.absolute().parent}")
     if options.fsdp and options.four_over_six and options.block != "1x16":
         parser.error("argument --four-over-six: with --fsdp it needs --block 1x16")
     return parser, options

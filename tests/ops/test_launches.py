@@ -11,7 +11,8 @@ from pathlib import Path
 
 CUDA = Path(__file__).parents[2] / "csrc" / "cuda"
 KERNEL = re.compile(
-    r"__global__ [^{;]*?(?P<name>\w+)\((?P<parameters>[^{;]*)\)\s*\{(?P<body>.*?)^\}", re.S | re.M
+    r"__global__ [^{;]*?\b(?P<name>(?!__launch_bounds__)\w+)\((?P<parameters>[^{;]*)\)\s*\{(?P<body>.*?)^\}",
+    re.S | re.M,
 )
 WAIT = re.compile(r"^ {4}wait_for_previous_kernel(_and_hold_next)?\(\);", re.M)  # in no branch
 
