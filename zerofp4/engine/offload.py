@@ -115,7 +115,7 @@ def wait(event: torch.cuda.Event | None) -> None:
 
 
 class Offload:
-    """What the offloaded buckets of an optimizer share: slots, a stream, threads, the decision of a step.
+    """The state that offloaded buckets share: slots, a stream, threads, and the decision of a step.
 
     buckets: of the optimizer, in the order of a step. Those that choose() returns get `slots`.
     share: as of choose(). threads: how many update and cast; None for find_threads().
@@ -137,7 +137,7 @@ class Offload:
             slots.up = self._pinned((most,), torch.uint8)
         for n, bucket in enumerate(chosen):
             bucket.slots = self._slots[n % 2]
-        # What the host's kernels read of the decision of a step, made by follow():
+        # The decision of a step, as the host's kernels read it; made by follow():
         self.skip = self.present = self._own_factor = None
         self._decision: Copies = []
         self._factor: Copies = []
@@ -241,7 +241,7 @@ class OffloadedPlan:
             request.shards = self._shards  # for the other ranks; no stage that reads masters is run
         self.on_device = CastPlan.of(request, error, bucket.group())
         self._header = self.on_device.reduced[:HEADER_WORDS].to("cpu", copy=True)
-        """What a reduced vector begins with, unless a rank has joined with a flag."""
+        """The header of a reduced vector, unless a rank has joined with a flag."""
         records, used = [], bucket.slice_numel // 2
         self._codes, self._own = up[:used], bucket.weights[bucket.begin // 2 :][:used]
         """This rank's slice of codes on the host and on the device."""
@@ -264,7 +264,7 @@ class OffloadedPlan:
         # The update, on the host
         self.reduced, self.master_pieces = self.on_host.reduced, self.on_host.master_pieces
         self.begin_update, self.end_update = self.on_host.begin_update, self.on_host.end_update
-        # What travels between ranks, and the weights, on the device
+        # The exchange between ranks, and the weights, on the device
         plan = self.on_device
         self.wire, self.check, self.stage_scales = plan.wire, plan.check, plan.stage_scales
         self.complete, self.derive_columns = plan.complete, plan.derive_columns
@@ -311,7 +311,7 @@ class OffloadedPlan:
         self._slots.fill_up(self._cast)
 
     def _cast(self) -> Copies:
-        if self.reduced.isinf().any():  # amax groups with a NaN or Inf keep what they have
+        if self.reduced.isinf().any():  # amax groups with a NaN or Inf keep their codes
             wait(copy([(host, device) for device, host in self._places], self._device))
         self.on_host.finish_step()
         return self._places

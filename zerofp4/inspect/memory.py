@@ -74,7 +74,7 @@ def memory_kept(
 
 
 def on_gpu(kept: dict[str, int]) -> int:
-    """The sum of memory_kept(), without what is in host memory."""
+    """The sum of memory_kept(), without host memory."""
     return sum(size for name, size in kept.items() if name != "host")
 
 

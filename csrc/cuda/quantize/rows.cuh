@@ -184,21 +184,28 @@ __device__ __forceinline__ void keep_columns(const uint32_t (&fours)[kBlock], in
         tile.set_column(lane_index() * kLaneColumns + k, strip, columns[k]);
 }
 
-// A strip that is cut off, not aligned or irregular, once its scales are known: few are, and a rolled loop is
-// short. What it looks up by row is copied to memory, so that those of other strips stay in registers.
-template <typename T, bool kTiles, Columns kColumns, class Rounding>
-__device__ __forceinline__ void quantize_any_strip(const QuantizeArgs& args, const StripWords<T>& words,
-                                                   const StripPlace& at, const float (&factors)[4],
-                                                   const Rounding& rounding, int strip, TileBuffers& tile) {
-    StripWords<T> own_words;
-    float own_factors[4];
+// Copies to memory, which a loop can index by row: so those of other strips stay in registers.
+template <typename T, int kFactors>
+__device__ __forceinline__ void copy_strip(const StripWords<T>& words, const float (&factors)[4],
+                                           StripWords<T>& own_words, float (&own_factors)[4]) {
 #pragma unroll
     for (int r = 0; r < kBlock; ++r) {
 #pragma unroll
         for (int i = 0; i < kLaneColumns / kPerWord<T>; ++i) own_words[r][i] = words[r][i];
     }
 #pragma unroll
-    for (int i = 0; i < (kTiles ? 1 : 4); ++i) own_factors[i] = factors[i];
+    for (int i = 0; i < kFactors; ++i) own_factors[i] = factors[i];
+}
+
+// A strip that is cut off, not aligned or irregular, once its scales are known: few are, and a rolled loop is
+// short.
+template <typename T, bool kTiles, Columns kColumns, class Rounding>
+__device__ __forceinline__ void quantize_any_strip(const QuantizeArgs& args, const StripWords<T>& words,
+                                                   const StripPlace& at, const float (&factors)[4],
+                                                   const Rounding& rounding, int strip, TileBuffers& tile) {
+    StripWords<T> own_words;
+    float own_factors[4];
+    copy_strip<T, kTiles ? 1 : 4>(words, factors, own_words, own_factors);
     const int tile_column = lane_index() / kBlockLanes;
     const int rows = clamp_count(args.rows - at.row, kBlock);
     const int cols = clamp_count(args.cols - at.col, kLaneColumns);
@@ -271,13 +278,7 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const St
         if constexpr (!kTiles && kColumns != Columns::kNone) {
             StripWords<T> own_words;
             float own_factors[4];
-#pragma unroll
-            for (int r = 0; r < kBlock; ++r) {
-#pragma unroll
-                for (int i = 0; i < kLaneColumns / kPerWord<T>; ++i) own_words[r][i] = words[r][i];
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) own_factors[i] = factors[i];
+            copy_strip<T, 4>(words, factors, own_words, own_factors);
             const Rounding own_rounding = rounding;
             quantize_any_rows<T, kColumns>(args, own_words, at, own_factors, own_rounding);
         } else {
@@ -300,24 +301,26 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const St
             *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(encoded(r));
         return;
     }
-    uint32_t fours[kBlock];
+    if constexpr (kKeeps || kColumns == Columns::kNone) {
+        uint32_t fours[kBlock];
 #pragma unroll
-    for (int r = 0; r < kBlock; ++r) fours[r] = encoded(r);
-    if (args.rowwise_data) {
+        for (int r = 0; r < kBlock; ++r) fours[r] = encoded(r);
+        if (args.rowwise_data) {
 #pragma unroll
-        for (int r = 0; r < kBlock; ++r, p += pitch)
-            *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(fours[r]);
-    }
-    if (values) {
-        const float amax = *args.amax;
-        __syncwarp();
-#pragma unroll
-        for (int r = 0; r < kBlock; ++r) {
-            const uint32_t byte = tile.rowwise_scale[kTiles ? strip : strip * kBlock + r][tile_column];
-            write_values<T>(args, at, r, fours[r], block_decode(byte, amax));
+            for (int r = 0; r < kBlock; ++r, p += pitch)
+                *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(fours[r]);
         }
+        if (values) {
+            const float amax = *args.amax;
+            __syncwarp();
+#pragma unroll
+            for (int r = 0; r < kBlock; ++r) {
+                const uint32_t byte = tile.rowwise_scale[kTiles ? strip : strip * kBlock + r][tile_column];
+                write_values<T>(args, at, r, fours[r], block_decode(byte, amax));
+            }
+        }
+        if constexpr (kKeeps) keep_columns(fours, strip, tile);
     }
-    if constexpr (kKeeps) keep_columns(fours, strip, tile);
 }
 
 }  // namespace zerofp4::cuda

@@ -29,7 +29,7 @@ struct WidePlace {
           pitch(args.cols),
           rows(col < args.cols ? clamp_count(args.rows - row, kWideRows) : 0) {}
 
-    // Not evict-first, unlike other kernels': 97% of a copy on an H200, in place of 86%.
+    // Not evict-first, unlike other kernels': 97% of a copy on an H200, instead of 86%.
     __device__ __forceinline__ void load(const void* input, WideWords& words) const {
         const T* p = static_cast<const T*>(input) + first;
 #pragma unroll
@@ -98,7 +98,7 @@ __device__ __forceinline__ void quantize_wide_strip(const WideWords& words, cons
     }
 }
 
-// What a thread block keeps in shared memory.
+// Shared memory of a thread block.
 struct WideBuffers {
     float encode[kScaleBytes];
     alignas(16) uint8_t scales[kWideTileRows][kWideScaleColumns];
