@@ -38,7 +38,7 @@ from benchmarks import output, pages, pictures
 from benchmarks.checkpoints import checkpoint, export
 from benchmarks.fidelity import SEEDS, fidelity
 from benchmarks.fsdp2 import CASES, fsdp2
-from benchmarks.large import RULES, large
+from benchmarks.large import EVERY_WAY, large
 from benchmarks.megatron import megatron
 from benchmarks.operations import OPERATIONS, SHOWN
 from benchmarks.ranks import only_rank_0_speaks
@@ -91,8 +91,9 @@ SMALL = {"modes": some_of(MODES), "layers": count(1, None, "of the model (defaul
 LARGE = {
     "config": {"required": True, "help": "config.json of transformers, or its folder"},
     "layers": count(1, None, "instead of the number that it has"),
-    "ways": {"nargs": "+", "choices": RULES, "help": "some (default: all of one rank, or of several)"},
-    "sequences": count(1, 2, "of a step (default: 2)"),
+    "ways": {"nargs": "+", "choices": EVERY_WAY, "help": "some (default: all of one rank, or of several)"},
+    "micro_batches": count(1, 1, "of a step (default: 1)"),
+    "sequences": count(1, 2, "of a micro-batch (default: 2)"),
     "tokens": count(2, 2048, "of a sequence (default: 2048)"),
     "repeats": count(1, 4, "steps per median (default: 4)"),
 }

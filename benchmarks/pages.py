@@ -108,7 +108,7 @@ def side_by_side() -> Table:
         settings, found = result["settings"], {row["name"]: row[row["kind"]] for row in result["rows"]}
         model = named(Path(settings["config"]).stem, settings["layers"])
         bf16 = found.get("bf16/tokens/1xcuda")
-        for way, description in large.WAYS.items():
+        for way, (description, *_) in large.EVERY_WAY.items():
             if f"{way}/tokens/1xcuda" not in found:
                 continue
             tokens, peak, size = (found[f"{way}/{name}/1xcuda"] for name in ("tokens", "memory", "peak"))

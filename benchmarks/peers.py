@@ -195,6 +195,15 @@ def flash_adamw(parameters: Iterable, **options: object) -> torch.optim.Optimize
     return FlashAdamW(parameters, **options)
 
 
+def torchao_offload(parameters: Iterable, **options: object) -> torch.optim.Optimizer:
+    """torchao's, with a copy of parameters, their gradients and torch's fused AdamW in host memory. Raises
+    ImportError without torchao.
+    """
+    from torchao.optim import CPUOffloadOptimizer
+
+    return CPUOffloadOptimizer(parameters, torch.optim.AdamW, fused=True, **options)
+
+
 def zero_redundancy(parameters: Iterable, **options: object) -> torch.optim.Optimizer:
     """torch's fused AdamW of bfloat16 parameters without masters, its state sharded by whole parameters."""
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -30,8 +30,11 @@ class Timer:
     backward pass. from_idle=True: it has none.
     """
 
-    def __init__(self, session: Session, world: World, repeats: int, prefix: str = ""):
-        """prefix: of the names of rows."""
+    def __init__(
+        self, session: Session, world: World, repeats: int, prefix: str = "", warm_up: int = WARM_UP
+    ):
+        """prefix: of the names of rows. warm_up: calls that are not timed."""
+        self._warm_up = warm_up
         self.session, self.world, self.repeats, self.prefix = session, world, repeats, prefix
         self.device = session.device
         self.places = f"{world.world_size}x{self.device.type}"
@@ -59,11 +62,11 @@ class Timer:
         before: what is done before each turn, not timed. of_host: until a call returns, from an idle device.
         """
         times = []
-        for _ in range(WARM_UP + self.repeats):
+        for _ in range(self._warm_up + self.repeats):
             if before is not None:
                 before()
             times.append([self._once(run, from_idle, of_host) for run in runs])
-        return [self._longest(list(own)) for own in zip(*times[WARM_UP:], strict=True)]
+        return [self._longest(list(own)) for own in zip(*times[self._warm_up :], strict=True)]
 
     def spans(self, run: Run, **parts: Iterable[str]) -> dict[str, float]:
         """Milliseconds of parts of a call, each of some of zerofp4.distributed.PHASES, as of span()."""

@@ -207,15 +207,17 @@ def causal_step(
     tokens: torch.Tensor,
     context: Callable[[], AbstractContextManager] = contextlib.nullcontext,
 ) -> Callable[[], None]:
-    """A call that trains such a model by one step. tokens: int64 [batch, length], each predicted at its own
-    place. context: of the forward pass.
+    """A call that trains such a model by one step. tokens: int64 [batch, length], or [micro-batches, batch,
+    length], each predicted at its own place. context: of the forward pass.
     """
+    batches = tokens.view(-1, *tokens.shape[-2:])
 
     def step() -> None:
-        with context():
-            logits = model(input_ids=tokens, use_cache=False).logits
-            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
-        loss.backward()
+        for batch in batches:
+            with context():
+                logits = model(input_ids=batch, use_cache=False).logits
+                loss = F.cross_entropy(logits.float().flatten(0, 1), batch.flatten())
+            (loss / len(batches)).backward()
         optimizer.step()
         optimizer.zero_grad()
 

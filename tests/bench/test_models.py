@@ -37,6 +37,14 @@ def test_rows_of_a_large_model(tmp_path: Path, monkeypatch, capsys):
     assert result["settings"]["layers"] == 2
 
 
+def test_rows_of_several_micro_batches(tmp_path: Path, monkeypatch, capsys):
+    ways = ["compact", "offload", "offload_half", "offload_full", "updates"]
+    result = run(tmp_path, monkeypatch, "--micro-batches", "2", "--ways", *ways)
+    rows = without_places(result["rows"])
+    assert all(rows[f"{way}/tokens"]["tokens_per_second"] > 0 for way in ways[:-1])
+    assert "updates/tokens" not in rows and "updates is left out" in capsys.readouterr().out
+
+
 def test_rows_of_several_ranks(tmp_path: Path, monkeypatch):
     """In a world of one, where they measure something else."""
     rows = without_places(run(tmp_path, monkeypatch, "--ways", *large.WAYS_OF_RANKS)["rows"])
