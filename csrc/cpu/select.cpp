@@ -33,7 +33,8 @@ const Kernels& choose() {
 #if defined(__x86_64__)
         {&avx512::kTable, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                              __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma")},
+                              __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("bmi2") &&
+                              __builtin_cpu_supports("fma")},
         {&avx2::kTable,
          __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma")},
 #endif

@@ -11,7 +11,7 @@
 namespace zerofp4::cpu::ZEROFP4_ISA {
 namespace {
 
-constexpr CodeValues kCodeValues = make_code_values();
+constexpr FloatTable kMoments(make_code_values().moments), kRoots(make_code_values().roots);
 constexpr int kRowGroups = kStripColumns / kStateGroup;
 
 // A row of a patch, from its first owned group on. Where it is cut off, the rest is computed like any other
@@ -88,18 +88,17 @@ void store_masters(const AdamWDescriptor& tensor, int64_t index, int64_t count, 
     store_row(tensor.compact.low + index, count, [&](uint8_t* low) { take_low(master.of, low); });
 }
 
-// A few elements at a time: some are looked up while others are divided.
 __attribute__((noinline)) void update_values(const AdamWStep step, const uint8_t* exp_avg_codes,
                                              const uint8_t* root_codes, RowValues& x) {
-    constexpr int kCount = 16;
-    for (int begin = 0; begin < kStripColumns; begin += kCount) {
-        const StateScales scales = x.scales[begin / kStateGroup];
-        float moment[kCount], moment_root[kCount];
-        look_up(kCodeValues.moments, exp_avg_codes + begin, moment);
-        look_up(kCodeValues.roots, root_codes + begin, moment_root);
+    for (int g = 0; g < kRowGroups; ++g) {
+        const int begin = g * kStateGroup;
+        float moment[kStateGroup], moment_root[kStateGroup];
+        kMoments.look_up(exp_avg_codes + begin, moment);
+        kRoots.look_up(root_codes + begin, moment_root);
         float *master = x.master.of + begin, *exp_avg = x.exp_avg.of + begin, *root = x.root.of + begin;
         const float* gradient = x.gradient.of + begin;
-        for (int i = 0; i < kCount; ++i) {
+        const StateScales scales = x.scales[g];
+        for (int i = 0; i < kStateGroup; ++i) {
             float m = scales.exp_avg * moment[i], w = scales.exp_avg_sq * moment_root[i], v = w * w;
             adamw_moments(step, gradient[i], m, v);
             w = square_root(v);
