@@ -46,6 +46,7 @@ void cast_tiles(const CastTable& table, const WeightDescriptor& weight, int64_t 
         for (int64_t r = 0; r < patch.rows; ++r) {
             const ColumnRange owned = owned_in_patch(weight, patch, patch.row + r);
             if (owned.begin >= owned.end) continue;
+            prefetch_next(view.data + r * view.stride);
             write_codes<W>(weight, patch, r, owned, view.data + r * view.stride, encode);
         }
     }

@@ -40,8 +40,14 @@ struct FloatTable {
         }
     }
 
-    // value[i] = table[byte[i]].
-    void look_up(const uint8_t* byte, float (&value)[64]) const {
+#if defined(__AVX512VBMI__)
+    static constexpr int kAtOnce = 64;
+#else
+    static constexpr int kAtOnce = 16;
+#endif
+
+    // value[i] = table[byte[i]]. `value` is aligned to kVectorBytes.
+    void look_up(const uint8_t* byte, float (&value)[kAtOnce]) const {
 #if defined(__AVX512VBMI__)
         // The unpacks below work within quarters of a vector, so words are put into their quarters first.
         const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -56,19 +62,19 @@ struct FloatTable {
             plane[k] = _mm512_mask_mov_epi8(find(planes[k]), upper, find(planes[k] + 128));
         }
         const auto interleave = [&](__m512i low, __m512i high, float* to) {
-            _mm512_storeu_si512(to, _mm512_unpacklo_epi16(low, high));
-            _mm512_storeu_si512(to + 16, _mm512_unpackhi_epi16(low, high));
+            _mm512_store_si512(to, _mm512_unpacklo_epi16(low, high));
+            _mm512_store_si512(to + 16, _mm512_unpackhi_epi16(low, high));
         };
         interleave(_mm512_unpacklo_epi8(plane[0], plane[1]), _mm512_unpacklo_epi8(plane[2], plane[3]), value);
         interleave(_mm512_unpackhi_epi8(plane[0], plane[1]), _mm512_unpackhi_epi8(plane[2], plane[3]),
                    value + 32);
 #elif defined(__AVX2__)
-        for (int i = 0; i < 64; i += 8) {
+        for (int i = 0; i < kAtOnce; i += 8) {
             const __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(byte + i)));
-            _mm256_storeu_ps(value + i, _mm256_i32gather_ps(values, index, sizeof(float)));
+            _mm256_store_ps(value + i, _mm256_i32gather_ps(values, index, sizeof(float)));
         }
 #else
-        for (int i = 0; i < 64; ++i) value[i] = values[byte[i]];
+        for (int i = 0; i < kAtOnce; ++i) value[i] = values[byte[i]];
 #endif
     }
 };

@@ -43,6 +43,11 @@ void update_units(const AdamWTable& table, const AdamWDescriptor& tensor, int64_
             const int64_t count = owned.end - owned.begin;
             if (count <= 0) continue;
             const int64_t index = row * tensor.cols + patch.col + owned.begin - tensor.start;
+            prefetch_next(tensor.master + index);
+            if constexpr (!kRead) {
+                prefetch_next(gradient + index);
+                prefetch_next(tensor.exp_avg + index), prefetch_next(tensor.exp_avg_sq + index);
+            }
             if constexpr (kRead) {
                 read_elements(tensor.master + index, count, most + owned.begin);
             } else if (table.pieces.count > 0) {

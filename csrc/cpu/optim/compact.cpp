@@ -88,17 +88,18 @@ void store_masters(const AdamWDescriptor& tensor, int64_t index, int64_t count, 
     store_row(tensor.compact.low + index, count, [&](uint8_t* low) { take_low(master.of, low); });
 }
 
+// A few elements at a time: some are looked up while others are divided.
 __attribute__((noinline)) void update_values(const AdamWStep step, const uint8_t* exp_avg_codes,
                                              const uint8_t* root_codes, RowValues& x) {
-    for (int g = 0; g < kRowGroups; ++g) {
-        const int begin = g * kStateGroup;
-        float moment[kStateGroup], moment_root[kStateGroup];
+    constexpr int kCount = FloatTable::kAtOnce;
+    for (int begin = 0; begin < kStripColumns; begin += kCount) {
+        const StateScales scales = x.scales[begin / kStateGroup];
+        alignas(kVectorBytes) float moment[kCount], moment_root[kCount];
         kMoments.look_up(exp_avg_codes + begin, moment);
         kRoots.look_up(root_codes + begin, moment_root);
         float *master = x.master.of + begin, *exp_avg = x.exp_avg.of + begin, *root = x.root.of + begin;
         const float* gradient = x.gradient.of + begin;
-        const StateScales scales = x.scales[g];
-        for (int i = 0; i < kStateGroup; ++i) {
+        for (int i = 0; i < kCount; ++i) {
             float m = scales.exp_avg * moment[i], w = scales.exp_avg_sq * moment_root[i], v = w * w;
             adamw_moments(step, gradient[i], m, v);
             w = square_root(v);
@@ -178,25 +179,6 @@ void draw_rows(const AdamWDescriptor& tensor, const Patch& patch, uint32_t step,
     }
 }
 
-// Of an array from `index` on, as many elements as a patch has columns.
-template <class T>
-ZEROFP4_HD void prefetch_row(const T* stored, int64_t index) {
-    if (stored == nullptr) return;
-    for (int i = 0; i < kStripColumns; i += 64 / static_cast<int>(sizeof(T)))
-        __builtin_prefetch(stored + index + i);
-}
-
-// Rows far apart are too many streams for the processor to see.
-template <class G>
-ZEROFP4_HD void prefetch_rows(const AdamWDescriptor& tensor, const AdamWStep& step, int64_t index) {
-    prefetch_row(static_cast<const G*>(step.gradient), index);
-    prefetch_row(tensor.master, index);
-    prefetch_row(tensor.compact.high, index);
-    prefetch_row(tensor.compact.low, index);
-    prefetch_row(tensor.compact.exp_avg, index);
-    prefetch_row(tensor.compact.exp_avg_sq, index);
-}
-
 // G is the type of a gradient's elements; without kUpdate masters are only read.
 template <class G, bool kUpdate>
 void update_units(const AdamWTable& table, const AdamWDescriptor& tensor, int64_t begin, int64_t end) {
@@ -215,7 +197,12 @@ void update_units(const AdamWTable& table, const AdamWDescriptor& tensor, int64_
             if (count <= 0) continue;
             const int64_t index = row * tensor.cols + col - tensor.start;
             if constexpr (kUpdate) {
-                prefetch_rows<G>(tensor, step, index + kStripColumns);
+                const CompactState& state = tensor.compact;
+                prefetch_next(static_cast<const G*>(step.gradient) + index);
+                if (tensor.master != nullptr) prefetch_next(tensor.master + index);
+                if (state.high != nullptr)
+                    prefetch_next(state.high + index), prefetch_next(state.low + index);
+                prefetch_next(state.exp_avg + index), prefetch_next(state.exp_avg_sq + index);
                 update_row<G>(table, tensor, step, row, col, count, random[r] + owned.begin, x);
             } else {
                 load_masters(tensor, index, count, x.master);

@@ -40,6 +40,14 @@ ZEROFP4_HD bool wholly_owned(const ShardGeometry& weight, const Patch& patch) {
            last < weight.start + weight.numel;
 }
 
+// Prefetches what the next patch has of a row, given the row of this one: rows of patches are short, and too
+// many streams for the processor to see.
+template <class T>
+ZEROFP4_HD void prefetch_next(const T* row) {
+    for (int i = 0; i < kStripColumns; i += 64 / static_cast<int>(sizeof(T)))
+        __builtin_prefetch(row + kStripColumns + i);
+}
+
 // The elements of a patch as 16 rows of 128, `stride` apart.
 template <class T>
 struct PatchView {
