@@ -36,7 +36,7 @@ import torch
 
 from benchmarks import output, pages, pictures
 from benchmarks.checkpoints import checkpoint, export
-from benchmarks.fidelity import SEEDS, fidelity
+from benchmarks.fidelity import FOLDER, OPTIONS, fidelity
 from benchmarks.fsdp2 import CASES, fsdp2
 from benchmarks.large import EVERY_WAY, large
 from benchmarks.megatron import megatron
@@ -47,7 +47,6 @@ from benchmarks.small_batches import MODES, small_batches
 from benchmarks.states import states
 from benchmarks.step import step
 from benchmarks.workloads import NAMES
-from examples.training.model import PRESETS
 from examples.training.options import at_least
 from zerofp4.launch import destroy_process_group, init_process_group
 
@@ -97,13 +96,6 @@ LARGE = {
     "tokens": count(2, 2048, "of a sequence (default: 2048)"),
     "repeats": count(1, 4, "steps per median (default: 4)"),
 }
-FIDELITY = {
-    "seeds": {"type": int, "choices": SEEDS, "default": 5, "help": "pairs of runs (default: 5)"},
-    "preset": {"choices": PRESETS, "default": "1m", "help": "of examples.training, in pairs (default: 1m)"},
-    "steps": count(1, 400, "of each run of a pair (default: 400)"),
-    "error_preset": {"choices": PRESETS, "default": "124m", "help": "of errors (default: 124m)"},
-    "error_steps": count(1, 200, "of the run for errors (default: 200)"),
-}
 OF_RANKS = {
     "step": OfRanks(step, 1, 20, "steps", STEP),
     "states": OfRanks(states, 1, 20, "steps", {}),
@@ -113,7 +105,6 @@ OF_RANKS = {
     "megatron": OfRanks(megatron, 2, 20, "updates", {}),
     "small_batches": OfRanks(small_batches, 1, 10, "groups of 5 steps", SMALL),
     "large": OfRanks(large, None, None, "", LARGE),
-    "fidelity": OfRanks(fidelity, None, None, "", FIDELITY),
 }
 
 
@@ -134,6 +125,13 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     command("all", every, options_of(NAMES))
     for name, benchmark in OF_RANKS.items():
         command(name, benchmark.run.__doc__, options_of_ranks(benchmark))
+    output = {
+        "type": Path,
+        "default": FOLDER,
+        "metavar": "DIR",
+        "help": "default: benchmarks/results/fidelity",
+    }
+    command("fidelity", fidelity.__doc__, OPTIONS | {"output": output})
     command("docs", "write the tables and charts of docs/ from the results", {})
     options = parser.parse_args(arguments)
     if options.command in (*OPERATIONS, "all"):
@@ -235,6 +233,8 @@ def main(arguments: list[str] | None = None) -> int:
             paths += [pictures.draw_summary(), pictures.draw_memory(), pictures.draw_links()]
         for path in paths:
             print(f"wrote {path}")
+    elif options.command == "fidelity":
+        fidelity(options)
     elif options.command in OF_RANKS:
         measure_on_ranks(options)
     else:

@@ -1,192 +1,413 @@
-"""What compact optimizer state changes: final losses of paired runs, and errors on the same gradients."""
+"""Trains one model in many ways from the same start over the same batches, and writes their losses."""
 
 import argparse
-import statistics
-import tempfile
-from types import SimpleNamespace
+import contextlib
+import copy
+import fcntl
+import hashlib
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks import peers
-from benchmarks.ranks import Timer
-from benchmarks.session import Session
-from examples.training import train
-from examples.training.data import Batches, Text
-from zerofp4.launch import World
-from zerofp4.optim import ZeroFP4Optimizer
-from zerofp4.reference import CompactMoments, decode_moments
+import zerofp4
+from benchmarks.arms import ARMS, Values, doubled_codes
+from benchmarks.llama import PRESETS, Order, Tokens, make_model, parameter_groups
+from benchmarks.session import RESULTS
+from benchmarks.text import PARTS
+from benchmarks.workloads import ROOT
+from examples.training.options import at_least
+from zerofp4.nn import autocast
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
+from zerofp4.tensors import NVFP4Tensor
 
-OPTIMIZERS = {"full": "fused_adamw", "compact": "compact_adamw"}
-"""Of examples/training, by the state that they keep."""
-T_OF_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Of Student's distribution with 1, 2, ... degrees of freedom: half of a 95% interval in standard errors."""
-SEEDS = range(2, len(T_OF_95) + 2)
-LOOKS = 10
-"""How often in a run errors are measured."""
+FOLDER = RESULTS / "fidelity"
+SEGMENTS = 20
+"""Of a run: after each it is evaluated, and may stop."""
+WATCHED = 16
+"""Steps at the end of a segment in which changes of codes are counted."""
+HOSTS = 8
+FP32_SUMS = Communication(gradient_dtype=torch.float32)
+OPTIONS = {
+    "arms": {"nargs": "+", "choices": ARMS, "default": list(ARMS), "metavar": "ARM", "help": "default: all"},
+    "seeds": {"nargs": "+", "type": int, "default": [0], "help": "each seed runs all arms (default: 0)"},
+    "preset": {"choices": PRESETS, "default": "30m", "help": "of the model (default: 30m)"},
+    "tokens": {"type": float, "default": 200.0, "help": "millions to train on (default: 200)"},
+    "steps": {"type": at_least(SEGMENTS), "help": "instead of --tokens"},
+    "seconds": {"type": float, "default": math.inf, "help": "the time in which the call should end"},
+    "text": {"type": Path, "default": ROOT / ".dev" / "tokens", "help": "tokens (default: .dev/tokens)"},
+    "checkpoints": {
+        "type": Path,
+        "default": ROOT / "runs" / "fidelity",
+        "help": "of stopped runs (default: runs/fidelity)",
+    },
+    "any_order": {"action": "store_true", "help": "let sums take any order: to see what a fixed one costs"},
+}
 
-Compared = dict[str, dict[str, torch.Tensor]]
-"""Values by parameter and by what they are."""
-Errors = dict[str, dict[str, float]]
-"""Percent, by what is compared and by parameter."""
 
+def fidelity(options: argparse.Namespace) -> None:
+    """Losses of arms: models of one initialization, order of batches and schedule, with other weights.
 
-def fidelity(session: Session, options: argparse.Namespace, world: World) -> None:
-    """Losses of examples/training with full and with compact state, and errors of compact state.
+    benchmarks/arms.py lists the arms. A run of an arm and a seed writes
+    OUTPUT/<preset>-<millions of tokens>/<arm>-<seed>.json when it has ended. One that is there, or in
+    benchmarks/results/fidelity, is not run again. --seconds stops a run after the evaluation behind which the
+    next segment might not end in time, and the next call goes on from its checkpoint, to the bit. Several
+    processes may share a folder: each takes runs that no other one has.
 
-    The runs of a pair have one seed, so the same initial weights and batches. Their difference is the mean
-    over the seeds, in percent of the loss, with a 95% interval of Student's distribution; it is held against
-    the standard deviation over the seeds of the runs with full state.
-
-    For errors several optimizers get the gradients of one model, which the one with full state trains: one
-    with compact state, and FlashAdamW on a GPU where flashoptim can be imported. An error is the norm of the
-    difference over the norm of the values of full state, of a parameter; rows have the median over
-    parameters of at least two dimensions in the last step, and in the file all of them.
+    The preset `tiny` trains on Python's standard library; others need the tokens of benchmarks/text.py.
     """
-    train.compute_deterministically()
-    text, timer = Text.of_standard_library(), Timer(session, world, 0)
-    compare_losses(timer, options, text)
-    count_errors(timer, options, text)
+    deadline = time.monotonic() + options.seconds
+    be_deterministic(not options.any_order)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tiny = options.preset == "tiny"
+    tokens = Tokens.of_standard_library(device) if tiny else Tokens.read(options.text, device)
+    preset = PRESETS[options.preset]
+    steps = options.steps or round(options.tokens * 1e6 / (preset.batch * preset.sequence))
+    folder = f"{options.preset}-{steps * preset.batch * preset.sequence / 1e6:.0f}M"
+    lasted = 0.0
+    for seed in options.seeds:
+        for name in options.arms:
+            file = f"{name}-{seed}.json"
+            with claimed(options.checkpoints / folder / name / str(seed)) as own:
+                if own is None or any((place / folder / file).exists() for place in (FOLDER, options.output)):
+                    continue
+                begun = time.monotonic()
+                is_new = not (own / "checkpoint.pt").exists()
+                if is_new and lasted < options.seconds and begun + lasted > deadline:
+                    print(f"{name} {seed}: not begun, the last run took {lasted:.0f} s", flush=True)
+                    return
+                run = Run(name, seed, options.preset, steps, tokens, device)
+                if not run.train(own / "checkpoint.pt", deadline):
+                    return
+                path = options.output / folder / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(run.record, indent=1) + "\n")
+                (own / "checkpoint.pt").unlink(missing_ok=True)
+                lasted = time.monotonic() - begun
 
 
-def run_options(state: str, preset: str, steps: int, *more: object) -> argparse.Namespace:
-    """Of examples/training."""
-    given = ["--optimizer", OPTIMIZERS[state], "--preset", preset, "--steps", steps, *more]
-    return train.parse_options(list(map(str, given)))
+def be_deterministic(asked: bool) -> None:
+    """The same sums in every process from now on, if asked; and attention by one algorithm."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    if asked:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads such memory
+        torch._inductor.config.deterministic = True  # chooses no kernel by its time
+    torch._dynamo.config.recompile_limit = 64  # one for each kind of weight, with gradients and without
+    warnings.filterwarnings("ignore", r"none of the \d+ parameters is NVFP4")
+    warnings.filterwarnings("ignore", r".*torch\.save.*")
 
 
-def compare_losses(timer: Timer, options: argparse.Namespace, text: Text) -> None:
-    found: dict[str, list[float]] = {state: [] for state in OPTIMIZERS}
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in range(options.seeds):
-            for state, losses in found.items():
-                more = "--seed", seed, "--profile-steps", 0, "--out", folder
-                own = run_options(state, options.preset, options.steps, *more)
-                run = train.train("nvfp4", own, text, timer.world, SimpleNamespace(asked=False))
-                losses.append(run["validation_loss"])
-                timer.session.say(f"    seed {seed}, {state} state: validation loss {losses[-1]:.4f}")
-    full, compact = found.values()
-    percent = [100 * (c / f - 1) for f, c in zip(full, compact, strict=True)]
-    mean = statistics.mean(percent)
-    half = T_OF_95[len(percent) - 2] * statistics.stdev(percent) / len(percent) ** 0.5
-    spread = 100 * statistics.stdev(full) / statistics.mean(full)
-    rule = f"|mean| of compact over full state less 1; 95% interval {mean - half:+.3f} to {mean + half:+.3f}%"
-    extra = {"mean": mean, "interval": [mean - half, mean + half], **found}
-    timer.count("loss_difference", "percent", abs(mean), rule, **extra)
-    rule = f"standard deviation over {options.seeds} seeds with full state, of their mean"
-    timer.count("loss_spread", "percent", spread, rule)
-    timer.count("loss_difference_over_spread", "ratio", abs(mean) / spread, "of these two")
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[Path | None]:
+    """The folder, made if there is none, for this process alone; None if another one has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield folder
 
 
-def count_errors(timer: Timer, options: argparse.Namespace, text: Text) -> None:
-    preset, steps = options.error_preset, options.error_steps
-    own = [run_options(state, preset, steps) for state in OPTIMIZERS]
-    (model, full), (_, compact) = (train.build("nvfp4", o, timer.world) for o in own)
-    batches = Batches(text.train, own[0], timer.world)
-    schedule = torch.optim.lr_scheduler.LambdaLR(full, train.warmup_cosine(steps))
-    others: dict[str, ZeroFP4Optimizer | Flash] = {"error": compact}
-    try:
-        others["flash_error"] = Flash(full)
-    except (ImportError, ValueError) as error:
-        timer.session.say(f"FlashAdamW is left out: {error}")
-    optimizers = (full, *others.values())
-    found: dict[str, dict[int, Errors]] = {name: {} for name in others}
-    for step in range(1, steps + 1):
-        model.loss(*batches.next()).backward()
-        for other in others.values():
-            for group, twin in zip(full.param_groups, other.param_groups, strict=True):
-                twin["lr"] = group["lr"]
-                for p, q in zip(group["params"], twin["params"], strict=True):
-                    q.grad = p.grad.clone()
-        looks = step % max(1, steps // LOOKS) == 0 or step == steps
-        before = [optimizer.gathered_masters() for optimizer in optimizers if looks]
-        for optimizer in optimizers:
-            optimizer.clip_grad_norm_(own[0].clip)
-            optimizer.step()
-            optimizer.zero_grad()
-        schedule.step()
-        if looks:
-            names = [name for group in full.param_groups for name in group["param_names"]]
-            exact, *rest = (values_of(o, names, old) for o, old in zip(optimizers, before, strict=True))
-            for name, values in zip(others, rest, strict=True):
-                found[name][step] = find_errors(exact, values)
-                medians = {what: statistics.median(e.values()) for what, e in found[name][step].items()}
-                words = ", ".join(f"{what} {error:.3g}%" for what, error in medians.items())
-                timer.session.say(f"    {preset}, step {step}, {name}: {words}")
-    for name, by_step in found.items():
-        for what, errors in by_step[steps].items():
-            over_steps = {s: statistics.median(then[what].values()) for s, then in by_step.items()}
-            rule = f"after {steps} steps of {preset}, the median of {len(errors)} parameters"
-            extra = {"by_layer": errors, "over_steps": over_steps}
-            timer.count(f"{name}_{what}", "percent", over_steps[steps], rule, **extra)
+def learning_rate(step: int, steps: int) -> float:
+    """Factor of the peak in step 0, 1, ...: up over a tenth of the steps, then a cosine down to zero."""
+    warm_up = max(1, steps // 10)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 + 0.5 * math.cos(math.pi * (step - warm_up) / (steps - warm_up))
 
 
-class Flash:
-    """FlashAdamW of bfloat16 parameters, with as much of ZeroFP4Optimizer's interface as errors need.
+class Run:
+    """One arm with one seed. Steps are counted from 0; `step` is the next one."""
 
-    It has no clipping of its own: gradients are clipped in bfloat16. Raises ImportError without flashoptim,
-    ValueError without a GPU, where it would keep state in FP32.
-    """
+    def __init__(self, arm: str, seed: int, preset: str, steps: int, tokens: Tokens, device: torch.device):
+        self.name, self.seed, self.steps, self.tokens, self.step = arm, seed, steps, tokens, 0
+        self.arm, self.preset = ARMS[arm], PRESETS[preset]
+        own = self.preset
+        self.order = Order(tokens.windows("train", own.sequence), own.batch, seed, device)
+        self.model = make_model(own, seed, device)
+        self.plain = copy.deepcopy(self.model).requires_grad_(False)
+        """Evaluated with the masters in bf16."""
+        modules = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
+        self.quantized = [f"{name}.weight" for name in modules if self.arm.takes(name, own.layers)]
+        """Names of the weights that are NVFP4 or rounded; all that could be in an arm without."""
+        self.is_quantized = self.arm.convert is not None or self.arm.rounding is not None
+        if self.arm.convert is not None:
+            taken = lambda module, name: f"{name}.weight" in self.quantized  # noqa: E731
+            zerofp4.convert_model(self.model, taken, **self.arm.convert)
+        self.rounding = self.arm.rounding and self.arm.rounding()
+        self.ends_at = round(self.arm.until * steps) if self.arm.until < 1 else steps + 1
+        """The step before which weights become ordinary ones again."""
+        self.context = autocast(self.arm.recipe, self.model) if self.arm.recipe else contextlib.nullcontext()
+        self.optimizer = self.make_optimizer()
+        self.round_weights()
+        torch.manual_seed(seed)  # of stochastic rounding
+        blocks = sum(p.numel() for name, p in self.model.named_parameters() if name.startswith("blocks."))
+        count = steps * own.batch * own.sequence
+        self.record = {
+            "arm": arm,
+            "seed": seed,
+            "preset": preset,
+            "steps": steps,
+            "tokens": count,
+            "parameters_of_blocks": blocks,
+            "tokens_per_parameter": count / blocks,
+            "epochs": steps * own.batch / self.order.windows,
+            "text": tokens.digests,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "seconds": 0.0,
+            "curve": [],
+        }
+        """The result file, as far as the run is; what identifies it comes before `seconds`."""
 
-    def __init__(self, other: ZeroFP4Optimizer):
-        masters = iter(other.gathered_masters())
-        groups = [
-            {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-            | {"params": [nn.Parameter(next(masters).bfloat16()) for _ in group["params"]]}
-            for group in other.param_groups
-        ]
-        self._optimizer = peers.flash_adamw(groups)
-        self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
-        self.step, self.zero_grad = self._optimizer.step, self._optimizer.zero_grad
-        self._parameters = [p for group in groups for p in group["params"]]
-        if not self._parameters[0].is_cuda:
-            raise ValueError("it keeps state in FP32 without a GPU")
+    def make_optimizer(self) -> ZeroFP4Optimizer:
+        own = {"lr": self.preset.lr * self.arm.lr, "betas": (0.9, 0.95)}
+        own |= {} if self.arm.one_micro_batch else {"communication": FP32_SUMS}
+        return ZeroFP4Optimizer(parameter_groups(self.model, 0.1), FusedAdamW, **own | self.arm.optimizer)
 
-    def gathered_masters(self) -> list[torch.Tensor]:
-        from flashoptim import reconstruct_fp32_param
+    # Training
 
-        states = [self.state.get(p, {}) for p in self._parameters]
-        return [
-            reconstruct_fp32_param(p.detach(), state["error_bits"]) if state else p.detach().float()
-            for p, state in zip(self._parameters, states, strict=True)
-        ]
+    def train(self, checkpoint: Path, deadline: float) -> bool:
+        """Go on from the checkpoint if there is one; False for a run that has stopped and left one."""
+        if checkpoint.exists():
+            self.load(checkpoint)
+        ends = [self.steps * (n + 1) // SEGMENTS for n in range(SEGMENTS)]
+        for end in ends[ends.index(self.step) + 1 if self.step else 0 :]:
+            begun = time.monotonic()
+            loss = self.train_segment(end)
+            lasted = time.monotonic() - begun
+            self.record["seconds"] += lasted
+            row = {
+                "step": end,
+                "train": loss,
+                **self.evaluate(self.model, self.preset.validated // 3),
+                **self.watcher.shares(),
+            }
+            row |= self.measure_weights()
+            self.record["curve"].append(row)
+            rate = (end - self.begun_at) * self.preset.batch * self.preset.sequence / lasted
+            print(f"{self.name} {self.seed}: step {end}, {rate:,.0f} tokens/s, {words(row)}", flush=True)
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"{self.name} {self.seed}: the loss is {loss} before step {end}")
+            if end < self.steps and time.monotonic() + 1.3 * (time.monotonic() - begun) > deadline:
+                self.save(checkpoint)
+                print(f"{self.name} {self.seed}: stopped after step {end}", flush=True)
+                return False
+        self.finish()
+        return True
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        return nn.utils.clip_grad_norm_(self._parameters, max_norm)
+    def train_segment(self, end: int) -> float:
+        """Steps up to `end`; returns the mean of their losses."""
+        device = self.tokens.parts["train"].device
+        total, begin = torch.zeros((), device=device), self.step
+        self.begun_at, self.watcher = begin, Watcher()
+        while self.step < end:
+            if self.step == self.ends_at:
+                self.end_quantization()
+            if self.is_quantized and self.step >= end - WATCHED - 1:
+                self.watcher.look(self.codes())
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.preset.lr * self.arm.lr * learning_rate(self.step, self.steps)
+            total += self.backward_passes()
+            if self.arm.clip:
+                self.optimizer.clip_grad_norm_(1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+            self.round_weights()
+        return (total / (end - begin)).item()
+
+    def backward_passes(self) -> torch.Tensor:
+        """Gradients of a step, in p.grad; returns the loss."""
+        own, arm = self.preset, self.arm
+        count = 1 if arm.one_micro_batch else own.micro_batches * (2 if arm.hosts else 1)
+        windows, loss = self.order.of_step(self.step).chunk(count), 0.0
+        sums: Values = {}
+        for i, micro in enumerate(windows, 1):
+            with self.context:
+                part = self.model(*self.tokens.batch("train", micro, own.sequence)) / count
+            part.backward()
+            loss = loss + part.detach()
+            if arm.hosts and i % (count // HOSTS) == 0:
+                self.send_gradients(sums)
+        for name, p in self.model.named_parameters() if arm.hosts else ():
+            p.grad = sums[name]
+        return loss
+
+    def send_gradients(self, sums: Values) -> None:
+        """Add what one host sends of its gradients, which are in p.grad."""
+        for name, p in self.model.named_parameters():
+            sent = self.arm.hosts(p.grad) if p.dim() == 2 else p.grad
+            sums[name] = sums[name] + sent if name in sums else sent.clone()
+            p.grad = None
+
+    # Weights
+
+    @torch.no_grad()
+    def masters(self) -> Values:
+        """Of all parameters, whole."""
+        names = [name for group in self.optimizer.param_groups for name in group["param_names"]]
+        return dict(zip(names, self.optimizer.gathered_masters(), strict=True))
+
+    @torch.no_grad()
+    def round_weights(self) -> None:
+        """Give parameters the values of the arm's rounding. Writes through .data leave no mark, and the next
+        step overwrites them.
+        """
+        if self.rounding is None:
+            return
+        parameters = dict(self.model.named_parameters())
+        for name in self.quantized:
+            master = self.optimizer.state[parameters[name]]["master"].whole()
+            parameters[name].data.copy_(self.rounding(name, master, self.step))
+
+    def end_quantization(self) -> None:
+        """Ordinary weights with the values of their masters, whose moments stay."""
+        state = self.optimizer.state_dict()
+        zerofp4.unconvert_model(self.model, self.optimizer)
+        self.optimizer = self.make_optimizer()
+        self.optimizer.load_state_dict(state)
+        self.is_quantized = False
+
+    @torch.no_grad()
+    def codes(self) -> Values:
+        """int8, twice the E2M1 value of each element of quantized weights."""
+        found = {name: p for name, p in self.model.named_parameters() if name in self.quantized}
+        if self.rounding is not None:
+            return {name: self.rounding.codes(name, p.detach()) for name, p in found.items()}
+        return {name: doubled_codes(p) for name, p in found.items()}
+
+    # Measurements
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, sequences: int) -> dict[str, float]:
+        """Mean losses of held-out documents and packages, over so many sequences of each, or all it has."""
+        own, found = self.preset, {}
+        micro = own.batch // own.micro_batches
+        for part in PARTS[1:]:
+            there = self.tokens.windows(part, own.sequence)
+            count = min(sequences, there) // micro * micro
+            windows = torch.arange(count, device=self.tokens.parts[part].device) * (there // count)
+            with self.context:
+                batches = (self.tokens.batch(part, some, own.sequence) for some in windows.split(micro))
+                losses = [model(*batch).double() for batch in batches]
+            found[part] = (sum(losses) / len(losses)).item()
+        return found
+
+    @torch.no_grad()
+    def errors(self) -> dict[str, float]:
+        """By quantized weight, the norm of its distance from its master over the master's."""
+        masters, parameters = self.masters(), dict(self.model.named_parameters())
+        found = {}
+        for name in self.quantized if self.is_quantized else ():
+            p, master = parameters[name].detach(), masters[name]
+            value = p.dequantize(torch.float32) if isinstance(p, NVFP4Tensor) else p.float()
+            found[name] = (value - master).norm() / master.norm()
+        return {name: error.item() for name, error in found.items()}
+
+    def measure_weights(self) -> dict[str, float]:
+        """The mean error, and the share of blocks whose scales underflow, if weights are NVFP4 tensors."""
+        errors, found = self.errors(), {}
+        if errors:
+            found["error"] = sum(errors.values()) / len(errors)
+        if self.is_quantized and self.arm.convert is not None:
+            records = zerofp4.quantization_error(self.model).records
+            block_rows, columns = self.arm.convert["block"]
+            blocks = sum(math.prod(record["shape"]) for record in records) / (block_rows * columns)
+            found["underflowing"] = sum(record["underflows"] for record in records) / blocks
+        return found
+
+    def finish(self) -> None:
+        record, masters = self.record, self.masters()
+        record["final"] = self.evaluate(self.model, self.preset.validated)
+        if self.is_quantized:
+            with torch.no_grad():
+                for name, p in self.plain.named_parameters():
+                    p.copy_(masters[name])
+            record["masters"] = self.evaluate(self.plain, self.preset.validated)
+            record["errors"] = self.errors()
+        digest = hashlib.sha256()
+        for master in masters.values():
+            digest.update(master.cpu().numpy().tobytes())
+        record["digest"] = digest.hexdigest()
+        print(f"{self.name} {self.seed}: ended, {words(record['final'])}", flush=True)
+
+    # Checkpoints
+
+    def identity(self) -> dict[str, Any]:
+        return {key: value for key, value in self.record.items() if key not in ("seconds", "curve")}
+
+    def save(self, path: Path) -> None:
+        parameters = dict(self.model.named_parameters())
+        written = self.quantized if self.rounding is not None else ()
+        content = {
+            "step": self.step,
+            "record": self.record,
+            "optimizer": self.optimizer.state_dict(),
+            "weights": {name: parameters[name].detach() for name in written},
+            "kept": self.rounding.kept if self.rounding is not None else {},
+            "generators": [torch.get_rng_state(), *torch.cuda.get_rng_state_all()],
+        }
+        torch.save(content, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)
+
+    def load(self, path: Path) -> None:
+        """Raises ValueError for the checkpoint of another run."""
+        content = torch.load(path, weights_only=True)
+        record, own = content["record"], self.identity()
+        other = {key: record.get(key) for key, value in own.items() if record.get(key) != value}
+        if other:
+            raise ValueError(f"{path} is of another run: {other}")
+        self.record, self.step = record, content["step"]
+        if self.step > self.ends_at:
+            self.end_quantization()
+        self.optimizer.load_state_dict(content["optimizer"])
+        parameters = dict(self.model.named_parameters())
+        for name, values in content["weights"].items():
+            parameters[name].data.copy_(values)
+        if self.rounding is not None:
+            self.rounding.kept = content["kept"]
+        cpu, *others = content["generators"]
+        torch.set_rng_state(cpu)
+        torch.cuda.set_rng_state_all(others)
 
 
-def values_of(optimizer: ZeroFP4Optimizer | Flash, names: list[str], before: list[torch.Tensor]) -> Compared:
-    """By the name of a parameter of at least two dimensions, what is compared, whole and in FP32. Collective.
-    names: of all parameters. before: the masters in front of the last step.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    found, masters = {}, optimizer.gathered_masters()
-    for name, p, master, old in zip(names, parameters, masters, before, strict=True):
-        if p.dim() < 2:  # its state is full
-            continue
-        m, v = moments_of(optimizer, p)
-        found[name] = {"m": m, "v": v, "masters": master, "update": master - old}
-    return found
+class Watcher:
+    """How often the codes of weights change from step to step."""
+
+    def __init__(self):
+        self._last: Values = {}
+        self._changes: dict[str, torch.Tensor] = {}
+        self._looks = 0
+
+    def look(self, codes: Values) -> None:
+        for name, last in self._last.items():
+            changed = (codes[name] != last).to(torch.uint8)
+            self._changes[name] = self._changes[name] + changed if name in self._changes else changed
+        self._last, self._looks = codes, self._looks + 1
+
+    def shares(self) -> dict[str, float]:
+        """flipped: of the codes in a step. oscillating: of those that changed at least twice."""
+        if not self._changes:
+            return {}
+        count = sum(changes.numel() for changes in self._changes.values())
+        flips = sum(changes.sum() for changes in self._changes.values()).item()
+        twice = sum((changes >= 2).sum() for changes in self._changes.values()).item()
+        return {"flipped": flips / count / (self._looks - 1), "oscillating": twice / count}
 
 
-def moments_of(optimizer: ZeroFP4Optimizer | Flash, p: nn.Parameter) -> list[torch.Tensor]:
-    state = optimizer.state[p]
-    if isinstance(optimizer, Flash):
-        return [state[key].materialize() for key in ("exp_avg", "exp_avg_sq")]
-    if "scales" not in state:
-        return [state[key].full_tensor() for key in ("exp_avg", "exp_avg_sq")]
-    names, rows = ("exp_avg_codes", "exp_avg_sq_codes", "scales"), p.shape[:-1].numel()
-    codes, square_codes, scales = (state[key].full_tensor() for key in names)
-    kept = codes.view(rows, -1), square_codes.view(rows, -1), scales.view(rows, -1, 2)
-    return [moment.view(p.shape) for moment in decode_moments(CompactMoments(*kept))]
-
-
-def find_errors(full: Compared, others: Compared) -> Errors:
-
-    def percent(values: torch.Tensor, others: torch.Tensor) -> float:
-        return 100 * ((others - values).double().norm() / values.double().norm()).item()
-
-    return {
-        what: {name: percent(values[what], others[name][what]) for name, values in full.items()}
-        for what in ("m", "v", "masters", "update")
-    }
+def words(losses: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.5g}" for name, value in losses.items() if name != "step")

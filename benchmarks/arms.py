@@ -1,0 +1,254 @@
+"""The arms of the fidelity benchmark: what each changes in the training of one model."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import zerofp4
+from zerofp4.nn import MXFP8Recipe, NVFP4Recipe
+from zerofp4.optim import Communication
+from zerofp4.reference import RANDOM_SIGNS
+
+Values = dict[str, torch.Tensor]
+"""By the name of a parameter."""
+FIRST_AND_LAST = ("first", "last")
+GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+def doubled_codes(weight: zerofp4.NVFP4Tensor) -> torch.Tensor:
+    """int8, twice the E2M1 value of each element."""
+    packed = weight.rowwise_data
+    table = torch.tensor([*GRID, *(-each for each in GRID)], device=packed.device).mul(2).to(torch.int8)
+    return table[torch.stack([packed & 15, packed >> 4], -1).flatten(-2).int()]
+
+
+# Weights that the library cannot make: bfloat16 parameters that get other values after each step
+
+
+class Rounding:
+    """What plain bfloat16 parameters hold instead of their masters.
+
+    kept: what the next step needs, which a checkpoint has, too.
+    """
+
+    def __init__(self, block: tuple[int, int] = (16, 16), **options: Any):
+        self.block, self.options = block, options
+        self.kept: Values = {}
+
+    def __call__(self, name: str, master: torch.Tensor, step: int) -> torch.Tensor:
+        """The values for a parameter. master: its FP32 master, which may be written to. step: 1, 2, ..."""
+        return zerofp4.quantize_dequantize(master, block=self.block, **self.options)
+
+    def codes(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """int8, twice the E2M1 value of each element. values: what the last call returned, in bfloat16."""
+        return doubled_codes(zerofp4.quantize(values, block=self.block))
+
+    def scales(self, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(values that quantize gives, the scale of each element), both FP32."""
+        quantized = zerofp4.quantize(master, block=self.block, **self.options)
+        ratio = quantized.amax / (6.0 * 448.0)
+        expanded = quantized.expanded_scale().float()[: len(master)].repeat_interleave(16, 1)
+        return quantized.dequantize(torch.float32), expanded[:, : master.shape[1]] * ratio
+
+
+class Control(Rounding):
+    """Masters are rounded, too: an update that moves no code is lost."""
+
+    def __call__(self, name: str, master: torch.Tensor, step: int) -> torch.Tensor:
+        return master.copy_(super().__call__(name, master, step))
+
+
+class Hysteresis(Rounding):
+    """A code changes only if its master has passed the middle between two values by a share of half of their
+    distance.
+    """
+
+    def __init__(self, margin: float, **own: Any):
+        super().__init__(**own)
+        self.margin = margin
+
+    def __call__(self, name: str, master: torch.Tensor, step: int) -> torch.Tensor:
+        values, scale = self.scales(master)
+        scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
+        x, code = master / scale, (values / scale).mul_(2).round_().div_(2)  # as E2M1
+        if name in self.kept:
+            old = self.kept[name].float() / 2
+            stays = (x - old).abs() - (x - code).abs() < self.margin * (code - old).abs()
+            code = torch.where(stays, old, code)
+        self.kept[name] = (2 * code).to(torch.int8)
+        return code * scale
+
+    def codes(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        return self.kept[name]
+
+
+class Averaged(Rounding):
+    """Rounds an exponential average of the master."""
+
+    def __init__(self, decay: float, **own: Any):
+        super().__init__(**own)
+        self.decay = decay
+
+    def __call__(self, name: str, master: torch.Tensor, step: int) -> torch.Tensor:
+        average = self.kept.setdefault(name, master.clone())
+        average.lerp_(master, 1 - self.decay)
+        return super().__call__(name, average, step)
+
+
+class HeldScales(Rounding):
+    """Scales are those of the last of every so many steps; larger values saturate."""
+
+    def __init__(self, steps: int, **own: Any):
+        super().__init__(**own)
+        self.steps = steps
+
+    def __call__(self, name: str, master: torch.Tensor, step: int) -> torch.Tensor:
+        if name not in self.kept or step % self.steps == 0:
+            self.kept[name] = self.scales(master)[1].clamp_(min=torch.finfo(torch.float32).tiny)
+        scale = self.kept[name]
+        grid, middles = (torch.tensor(each, device=master.device) for each in (GRID, MIDDLES))
+        x = master / scale
+        return grid[torch.bucketize(x.abs(), middles)].copysign(x) * scale
+
+    def codes(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        return (2 * values / self.kept[name]).round().to(torch.int8)
+
+
+class Damped(Rounding):
+    """Each step moves a master a little towards its rounded value."""
+
+    def __init__(self, share: float, **own: Any):
+        super().__init__(**own)
+        self.share = share
+
+    def __call__(self, name: str, master: torch.Tensor, step: int) -> torch.Tensor:
+        values = super().__call__(name, master, step)
+        master.lerp_(values, self.share)
+        return values
+
+
+# Gradients in few bits
+
+
+def stochastic_bf16(gradient: torch.Tensor) -> torch.Tensor:
+    bits = gradient.view(torch.int32)
+    noise = torch.randint(1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
+    return ((bits + noise) & -(1 << 16)).view(torch.float32)
+
+
+def mxfp8(gradient: torch.Tensor) -> torch.Tensor:
+    return zerofp4.quantize_mxfp8(gradient).dequantize(torch.float32)
+
+
+def nvfp4(gradient: torch.Tensor) -> torch.Tensor:
+    quantized = zerofp4.quantize(gradient, block=(1, 16), stochastic_rounding=True)
+    return quantized.dequantize(torch.float32)
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """The transform of groups of 16 along the rows, without signs, in FP32. It is its own inverse."""
+    groups = x.unflatten(1, (-1, 16))
+    for stride in (1, 2, 4, 8):
+        a, b = groups.unflatten(2, (-1, 2, stride)).unbind(3)
+        groups = torch.stack([a + b, a - b], 3).flatten(2, 4)
+    return (groups * 0.25).flatten(1)
+
+
+def nvfp4_hadamard(gradient: torch.Tensor) -> torch.Tensor:
+    signs = torch.tensor(RANDOM_SIGNS, dtype=torch.float32, device=gradient.device)
+    signs = signs.repeat(gradient.shape[1] // 16)
+    return hadamard(nvfp4(hadamard(gradient * signs))) * signs
+
+
+# Arms
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """What an arm changes. Without any change it is bf16 with FP32 masters."""
+
+    words: str
+    convert: dict[str, Any] | None = None  # arguments of convert_model; None converts nothing
+    leaves_out: tuple[str, ...] = ()  # of the converted weights: FIRST_AND_LAST blocks, or names of layers
+    recipe: NVFP4Recipe | MXFP8Recipe | None = None  # of the layers
+    optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of ZeroFP4Optimizer
+    rounding: Callable[[], Rounding] | None = None  # of plain parameters; the filter is the same
+    until: float = 1.0  # the share of the steps in which weights are NVFP4
+    hosts: Callable[[torch.Tensor], torch.Tensor] | None = None  # rounds the FP32 gradient of each of 8 hosts
+    clip: bool = True
+    one_micro_batch: bool = False
+    lr: float = 1.0  # times the protocol's
+
+    def takes(self, name: str, layers: int) -> bool:
+        """Whether a weight is NVFP4. name: of its module, blocks.<number>.<layer>."""
+        if not name.startswith("blocks."):
+            return False
+        _, number, layer = name.split(".")
+        ends = {"first": 0, "last": layers - 1}
+        return layer not in self.leaves_out and int(number) not in [
+            ends.get(each) for each in self.leaves_out
+        ]
+
+
+SQUARES = {"block": (16, 16)}
+ROWS = {"block": (1, 16)}
+ROWS_46 = {"block": (1, 16), "four_over_six": zerofp4.FourOverSix()}
+FORWARD = {"stochastic_rounding": False, "hadamard": False, "backward": "dequantized"}
+COMPACT = {"state": "compact"}
+UPDATE = {"communication": Communication(overlap="update")}
+
+ARMS = {
+    "bf16": Arm("bf16, FP32 masters"),
+    "forward-16x16": Arm(
+        "weights and activations in the forward pass, 16x16",
+        SQUARES | {"layers": True},
+        recipe=NVFP4Recipe(**FORWARD),
+    ),
+    "w16x16": Arm("weights 16x16", SQUARES),
+    "w1x16-46": Arm("weights 1x16, four over six", ROWS_46),
+    "w1x16": Arm("weights 1x16", ROWS),
+    "full": Arm("full recipe: all three products", SQUARES | {"layers": True}, recipe=NVFP4Recipe()),
+    "compact": Arm("compact state, bf16 weights", optimizer=COMPACT),
+    "compact-w1x16-46": Arm("compact state, weights 1x16, four over six", ROWS_46, optimizer=COMPACT),
+    "ends-w16x16": Arm("weights 16x16, first and last block in bf16", SQUARES, FIRST_AND_LAST),
+    "ends-w1x16-46": Arm(
+        "weights 1x16, four over six, first and last block in bf16", ROWS_46, FIRST_AND_LAST
+    ),
+    "unclipped": Arm("bf16, no clipping", clip=False, one_micro_batch=True),
+    "update": Arm('bf16, no clipping, overlap="update"', optimizer=UPDATE, clip=False, one_micro_batch=True),
+    "control": Arm("masters rounded to 16x16 after each step", rounding=Control),
+    "hosts-fp32": Arm("FP32 gradients between 8 hosts", hosts=lambda gradient: gradient),
+    "hosts-bf16": Arm("bf16 gradients between 8 hosts, stochastic", hosts=stochastic_bf16),
+    "hosts-mxfp8": Arm("MXFP8 gradients between 8 hosts", hosts=mxfp8),
+    "hosts-nvfp4": Arm("NVFP4 gradients between 8 hosts, stochastic", hosts=nvfp4),
+    "hosts-nvfp4-hadamard": Arm("the same after a Hadamard transform", hosts=nvfp4_hadamard),
+    # What could bring the gap of weights to nothing
+    "first-w16x16": Arm("weights 16x16, first block in bf16", SQUARES, ("first",)),
+    "last-w16x16": Arm("weights 16x16, last block in bf16", SQUARES, ("last",)),
+    "down-o-w16x16": Arm("weights 16x16, down and o in bf16", SQUARES, ("down", "o")),
+    "qk-w16x16": Arm("weights 16x16, q and k in bf16", SQUARES, ("q", "k")),
+    "vo-w16x16": Arm("weights 16x16, v and o in bf16", SQUARES, ("v", "o")),
+    "mlp-bf16-w16x16": Arm("weights 16x16, MLP in bf16", SQUARES, ("gate", "up", "down")),
+    "until-90-w16x16": Arm("weights 16x16 until 90% of the steps", SQUARES, until=0.9),
+    "until-80-w16x16": Arm("weights 16x16 until 80% of the steps", SQUARES, until=0.8),
+    "until-90-w1x16-46": Arm("weights 1x16, four over six, until 90% of the steps", ROWS_46, until=0.9),
+    "until-80-w1x16-46": Arm("weights 1x16, four over six, until 80% of the steps", ROWS_46, until=0.8),
+    "ends-until-90-w1x16-46": Arm(
+        "the same until 90% of the steps, first and last block in bf16", ROWS_46, FIRST_AND_LAST, until=0.9
+    ),
+    "hysteresis-25": Arm("16x16, codes stay within 1/4 past the middle", rounding=lambda: Hysteresis(0.25)),
+    "hysteresis-50": Arm("16x16, codes stay within 1/2 past the middle", rounding=lambda: Hysteresis(0.5)),
+    "averaged-90": Arm("16x16 of masters averaged over 10 steps", rounding=lambda: Averaged(0.9)),
+    "averaged-99": Arm("16x16 of masters averaged over 100 steps", rounding=lambda: Averaged(0.99)),
+    "scales-20": Arm("16x16, scales kept for 20 steps", rounding=lambda: HeldScales(20)),
+    "scales-100": Arm("16x16, scales kept for 100 steps", rounding=lambda: HeldScales(100)),
+    "damped": Arm("16x16, masters pulled to codes by 1e-3 in a step", rounding=lambda: Damped(1e-3)),
+    "stochastic": Arm("16x16, stochastic rounding", rounding=lambda: Rounding(stochastic_rounding=True)),
+    "lr-70-bf16": Arm("bf16, 0.7 of the learning rate", lr=0.7),
+    "lr-140-bf16": Arm("bf16, 1.4 times the learning rate", lr=1.4),
+    "lr-70-w16x16": Arm("weights 16x16, 0.7 of the learning rate", SQUARES, lr=0.7),
+    "lr-140-w16x16": Arm("weights 16x16, 1.4 times the learning rate", SQUARES, lr=1.4),
+}

@@ -1,0 +1,167 @@
+"""python -m benchmarks fidelity: arms train, stop and go on. Never how good or how fast one is."""
+
+import hashlib
+import json
+import lzma
+import math
+
+import pytest
+import torch
+
+from benchmarks import text
+from benchmarks.__main__ import main
+from benchmarks.arms import ARMS, Arm, Hysteresis, Rounding, hadamard, mxfp8, nvfp4_hadamard, stochastic_bf16
+from benchmarks.fidelity import Run, claimed, learning_rate
+from benchmarks.llama import PRESETS, Order, Tokens, make_model
+
+CPU = torch.device("cpu")
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tokens:
+    return Tokens.of_standard_library(CPU)
+
+
+def run(arm: str, tokens: Tokens, steps: int = STEPS) -> Run:
+    return Run(arm, 0, "tiny", steps, tokens, CPU)
+
+
+def result(run: Run) -> dict:
+    return {key: value for key, value in run.record.items() if key not in ("seconds", "arm")}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("arm", ["until-80-w1x16-46", "averaged-90", "full"])
+def test_a_run_that_stops_at_every_evaluation_ends_as_one_that_never_stops(arm, tokens, tmp_path):
+    """Also beyond the step that ends quantization; with what a rounding keeps; with stochastic rounding."""
+    whole, path = run(arm, tokens), tmp_path / "checkpoint.pt"
+    assert whole.train(path, math.inf) and not path.exists()
+    stops = 0
+    while not (part := run(arm, tokens)).train(path, -math.inf):
+        stops += 1
+    assert stops == STEPS - 1
+    assert result(part) == result(whole)
+    with pytest.raises(ValueError, match=r"is of another run: \{'arm': '"):
+        run("bf16", tokens).load(path)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("arm", "other"),
+    [
+        ("w16x16", Arm("the same by fake quantization", rounding=Rounding)),
+        ("update", ARMS["unclipped"]),
+    ],
+)
+def test_arms_of_the_same_arithmetic_give_the_same_bytes(arm, other, tokens, tmp_path, monkeypatch):
+    monkeypatch.setitem(ARMS, "other", other)
+    runs = [run(name, tokens) for name in (arm, "other")]
+    for each in runs:
+        assert each.train(tmp_path / "checkpoint.pt", math.inf)
+    assert len({each.record["digest"] for each in runs}) == 1
+    assert runs[0].record["final"] == runs[1].record["final"]
+
+
+@pytest.mark.heavy
+def test_the_command_runs_what_is_not_there_yet(tmp_path, capsys):
+    options = ["--preset", "tiny", "--steps", str(STEPS), "--output", str(tmp_path / "out")]
+    options += ["--checkpoints", str(tmp_path / "checkpoints"), "--arms", "control", "compact"]
+    assert main(["fidelity", *options, "--seconds", "0"]) == 0
+    folder = tmp_path / "out" / "tiny-0M"
+    assert not folder.exists()
+    assert "control 0: stopped after step 1\n" in capsys.readouterr().out
+    with claimed(tmp_path / "checkpoints" / "tiny-0M" / "compact" / "0") as own:
+        assert own is not None and main(["fidelity", *options]) == 0
+    assert [path.name for path in folder.iterdir()] == ["control-0.json"]
+    found = json.loads((folder / "control-0.json").read_text())
+    assert found["curve"][-1]["step"] == found["steps"] == STEPS and len(found["curve"]) == 20
+    assert found["final"].keys() == found["masters"].keys() == {"documents", "packages"}
+    assert len(found["errors"]) == 14 and max(found["errors"].values()) < 2**-8  # its masters are codes
+    assert {"flipped", "error"} <= found["curve"][-1].keys()
+    capsys.readouterr()
+    main(["fidelity", *options])
+    assert "control" not in capsys.readouterr().out, "it is not run again"
+    assert (folder / "compact-0.json").exists()
+
+
+def test_which_weights_an_arm_takes():
+    model = make_model(PRESETS["tiny"], 0, CPU)
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    every = {name for name in names if name != "lm_head"}
+    assert len(every) == 14
+
+    def taken(arm: str) -> set[str]:
+        return {name for name in names if ARMS[arm].takes(name, 2)}
+
+    assert taken("w16x16") == every
+    assert taken("ends-w16x16") == set()
+    assert taken("last-w16x16") == {name for name in every if ".0." in name}
+    assert taken("down-o-w16x16") == {name for name in every if not name.endswith((".o", ".down"))}
+
+
+def test_the_order_of_windows():
+    order = Order(10, 4, 3, CPU)
+    steps = [order.of_step(i) for i in range(5)]
+    epochs = torch.cat(steps).view(2, 10)
+    assert epochs.sort().values.equal(torch.arange(10).expand(2, 10)) and not epochs[0].equal(epochs[1])
+    assert not Order(10, 4, 4, CPU).of_step(0).equal(steps[0])
+
+
+def test_learning_rates():
+    rates = [learning_rate(step, 100) for step in range(100)]
+    assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and 0 < rates[99] < 1e-3
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_codes_with_hysteresis_stay_until_the_master_is_past_the_middle():
+    """In a block whose largest value keeps the scale at 1: 3 and 4 meet at 3.5, and a quarter of half of 1 is
+    an eighth.
+    """
+    rounding = Hysteresis(0.25, block=(1, 16))
+
+    def rounded(value: float) -> float:
+        master = torch.full((1, 16), value)
+        master[0, 1] = 6.0
+        return rounding("w", master, 0)[0, 0].item()
+
+    assert [rounded(x) for x in (3.4, 3.6, 3.7, 3.4, 3.3, 0.1)] == pytest.approx([3, 3, 4, 4, 3, 0])
+
+
+def test_few_bits_of_gradients():
+    torch.manual_seed(0)
+    gradient = torch.randn(64, 256)
+    rounded = stochastic_bf16(gradient)
+    assert rounded.bfloat16().float().equal(rounded) and not rounded.equal(gradient.bfloat16().float())
+    many = torch.full((1000, 1000), 1 + 2**-9)
+    assert stochastic_bf16(many).mean().item() == pytest.approx(1 + 2**-9, abs=1e-5)
+    assert hadamard(hadamard(gradient)).allclose(gradient, atol=1e-5)
+    for rounds, error in ((mxfp8, 0.03), (nvfp4_hadamard, 0.15)):
+        assert 0.5 * error < (rounds(gradient) - gradient).norm() / gradient.norm() < error
+
+
+# The text
+
+
+def test_text_of_packages():
+    page = "<head><title>t</title></head><nav>menu</nav><p>a &lt; b<br>c</p><td>1</td><td>2</td>"
+    assert text.plain(page).split() == ["a", "<", "b", "c", "1", "2"]
+    long = "a line of more than 24 characters"
+    seen = text.Counter()
+    assert text.without_repeats(f"{long}\nshort\n\n\n\nend", seen) == f"{long}\nshort\n\nend"
+    assert text.without_repeats(f"{long}\nshort\nend", seen) == "short\nend"
+    lines = [f"word{i}\n   meaning" for i in range(120)]
+    runs = list(text.entries("\n".join(lines)))
+    assert "\n".join(runs) == "\n".join(lines) and all(each.startswith("word") for each in runs)
+    assert len(runs) == 3
+
+
+def test_tokens_of_another_digest(tmp_path):
+    parts = {name: bytes([i, 0, i, 1]) for i, name in enumerate(text.PARTS)}
+    about = {name: {"tokens": 2, "sha256": hashlib.sha256(own).hexdigest()} for name, own in parts.items()}
+    (tmp_path / "tokens.json").write_text(json.dumps({"parts": about}))
+    (tmp_path / "tokens.xz").write_bytes(lzma.compress(b"".join(parts.values())))
+    assert Tokens.read(tmp_path, CPU).parts["packages"].tolist() == [2, 258]
+    (tmp_path / "tokens.xz").write_bytes(lzma.compress(bytes(12)))
+    with pytest.raises(ValueError, match="another digest of 'train'"):
+        Tokens.read(tmp_path, CPU)
