@@ -4,10 +4,10 @@ import argparse
 import contextlib
 import copy
 import fcntl
+import gc
 import hashlib
 import json
 import math
-import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -24,6 +24,7 @@ from benchmarks.session import RESULTS
 from benchmarks.text import PARTS
 from benchmarks.workloads import ROOT
 from examples.training.options import at_least
+from examples.training.train import compute_deterministically
 from zerofp4.nn import autocast
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 from zerofp4.tensors import NVFP4Tensor
@@ -91,6 +92,8 @@ def fidelity(options: argparse.Namespace) -> None:
                 path.write_text(json.dumps(run.record, indent=1) + "\n")
                 (own / "checkpoint.pt").unlink(missing_ok=True)
                 lasted = time.monotonic() - begun
+                del run
+                gc.collect()  # models and optimizers refer to one another
 
 
 def be_deterministic(asked: bool) -> None:
@@ -98,9 +101,7 @@ def be_deterministic(asked: bool) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     if asked:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads such memory
+        compute_deterministically()
         torch._inductor.config.deterministic = True  # chooses no kernel by its time
     torch._dynamo.config.recompile_limit = 64  # one for each kind of weight, with gradients and without
     warnings.filterwarnings("ignore", r"none of the \d+ parameters is NVFP4")
@@ -166,7 +167,7 @@ class Run:
             "epochs": steps * own.batch / self.order.windows,
             "text": tokens.digests,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "seconds": 0.0,
             "curve": [],

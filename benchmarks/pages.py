@@ -2,11 +2,14 @@
 
 import functools
 import json
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
 
 from benchmarks import large, output
+from benchmarks.arms import ARMS
 from benchmarks.output import BEGIN, END, Table, markdown_table
 from benchmarks.session import RESULTS
 from benchmarks.workloads import CONFIGS, ROOT
@@ -138,33 +141,75 @@ def ways(name: str) -> str:
     return ", ".join([first, *(f"`{option}`" for option in options)])
 
 
-def fidelity_section() -> str:
-    """What compact state changes, for docs/optimizer.md."""
-    result = json.loads((RESULTS / "fidelity_1_ranks_cuda.json").read_text())
-    rows, settings = {row["name"].split("/")[0]: row for row in result["rows"]}, result["settings"]
-    loss = rows["loss_difference"]
-    low, high = loss["interval"]
-    what = f"final validation loss over that with full state, mean of {settings['seeds']} pairs of runs"
-    shown = [
-        (f"{what}, and its 95% interval", f"{loss['mean']:+.3f}% ({low:+.3f}% to {high:+.3f}%)"),
-        ("standard deviation of that loss over seeds", f"{rows['loss_spread']['percent']:.2f}%"),
-    ]
-    shown = [(*row, "") for row in shown]
-    words = {"m": "first moments", "v": "second moments", "masters": "masters", "update": "an update"}
-    # The same errors and FlashAdamW's, in a run whose losses are of two steps.
-    errors = json.loads((RESULTS / "errors" / "fidelity_1_ranks_cuda.json").read_text())["rows"]
-    rows = {row["name"].split("/")[0]: f"{row['percent']:.2f}%" for row in errors if "percent" in row}
-    shown += [
-        (f"error of {word}", rows[f"error_{key}"], rows[f"flash_error_{key}"]) for key, word in words.items()
-    ]
-    return markdown_table(Table(("figure", "compact state", "FlashAdamW 0.1.4"), "<>>", shown))
+# Losses
+
+LOSSES = (("documents", "final"), ("packages", "final"), ("documents", "masters"))
+"""The held-out set and the entry of a result file, by column of the tables of docs/training.md."""
+T_OF_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
+"""Of Student's distribution with 1, 2, ... degrees of freedom: half of a 95% interval in standard errors."""
+
+
+@functools.cache
+def losses() -> dict[str, dict[str, dict[int, dict]]]:
+    """Results of `python -m benchmarks fidelity` by folder, arm in the order of arms.py, and seed."""
+    found: dict[str, dict[str, dict[int, dict]]] = {}
+    for folder in sorted((RESULTS / "fidelity").glob("*")):
+        results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+        for result in sorted(results, key=lambda result: list(ARMS).index(result["arm"])):
+            found.setdefault(folder.name, {}).setdefault(result["arm"], {})[result["seed"]] = result
+    return found
+
+
+def gaps(arms: dict[str, dict[int, dict]], arm: str, part: str, entry: str) -> list[float]:
+    """Percent by which losses are above those of bf16 with the same seed."""
+    base, own = arms["bf16"], arms[arm]
+    seeds = [seed for seed in own if seed in base and entry in own[seed]]
+    return [100 * (own[seed][entry][part] / base[seed]["final"][part] - 1) for seed in seeds]
+
+
+def interval(values: Sequence[float]) -> float | None:
+    """Half of the 95% interval of their mean; None of one value."""
+    if len(values) < 2:
+        return None
+    return T_OF_95[len(values) - 2] * statistics.stdev(values) / len(values) ** 0.5
+
+
+def shown_gap(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    half = interval(values)
+    return f"{statistics.mean(values):+.2f}%" + ("" if half is None else f" ± {half:.2f}")
+
+
+def training_section() -> str:
+    """Gaps of losses, for docs/training.md."""
+    sections = []
+    for arms in losses().values():
+        runs = list(arms["bf16"].values())
+        plain = [run["final"]["documents"] for run in runs]
+        about = runs[0]
+        head = f"{about['preset'].upper()}, {about['tokens'] / 1e6:,.0f}M tokens, "
+        head += (
+            f"{about['tokens_per_parameter']:.1f} per parameter of the blocks, {about['epochs']:.1f} epochs. "
+        )
+        head += f"bf16: {len(plain)} runs, loss {statistics.mean(plain):.4f}"
+        if len(plain) > 1:
+            head += f", standard deviation {100 * statistics.stdev(plain) / statistics.mean(plain):.2f}%"
+        rows = [
+            (ARMS[arm].words, str(len(own)), *(shown_gap(gaps(arms, arm, *column)) for column in LOSSES))
+            for arm, own in arms.items()
+            if arm != "bf16"
+        ]
+        header = ("arm", "runs", "held-out documents", "held-out packages", "documents, masters in bf16")
+        sections.append(f"{head}.\n\n{markdown_table(Table(header, '<>>>>', rows))}")
+    return "\n\n".join(sections)
 
 
 SECTIONS = {
     "performance.md": output.summary_section,
     "measurements.md": output.docs_section,
     "serving.md": output.finetune_section,
-    "optimizer.md": fidelity_section,
+    "training.md": training_section,
     "large-models.md": large_models_section,
 }
 """By page of docs/, what stands between its markers."""

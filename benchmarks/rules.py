@@ -117,7 +117,6 @@ KINDS = {
     "tokens_per_second": Kind(" tokens/s", 0, at_least=True),
     "gigabytes_per_second": Kind(" GB/s", 0, at_least=True),
     "bytes_per_parameter": Kind(" bytes", 3),
-    "percent": Kind("%", 3),
     "percent_of_shard": Kind("% of the FP32 shard", 3),
     "percent_of_state": Kind("% of the state", 2),
 }
@@ -149,7 +148,6 @@ _BY_KIND: dict[str, dict[str, float]] = {
         "quantize_mxfp8/16384": 90,
         "dequantize_mxfp8/16384": 95,
     },
-    "percent": {"fidelity/loss_difference": 0.2},
     "percent_of_shard": {"device_memory/llama3-8b": 1.0},
     "speedup": {
         "adamw_then_cast/llama3-8b": 1.08,
@@ -191,7 +189,6 @@ _BY_KIND: dict[str, dict[str, float]] = {
         "step_4_ranks/peer_update_over_bf16": 0.42,
         "step_4_ranks/peer_step_over_floor": 1.15,
         "step_4_ranks/peer_exposed_step_over_bf16": 0.35,
-        "fidelity/loss_difference_over_spread": 1.0,
         "states/step_compact_over_full": 0.60,
         "states/step_compact_over_torch_bf16": 0.92,
         "states/step_compact_over_flash": 0.55,

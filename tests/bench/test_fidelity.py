@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import text
 from benchmarks.__main__ import main
-from benchmarks.arms import ARMS, Arm, Hysteresis, Rounding, hadamard, mxfp8, nvfp4_hadamard, stochastic_bf16
+from benchmarks.arms import ARMS, Hysteresis, Rounding, hadamard, mxfp8, nvfp4_hadamard, stochastic_bf16
 from benchmarks.fidelity import Run, claimed, learning_rate
 from benchmarks.llama import PRESETS, Order, Tokens, make_model
 
@@ -47,20 +47,22 @@ def test_a_run_that_stops_at_every_evaluation_ends_as_one_that_never_stops(arm, 
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("arm", "other"),
-    [
-        ("w16x16", Arm("the same by fake quantization", rounding=Rounding)),
-        ("update", ARMS["unclipped"]),
-    ],
-)
-def test_arms_of_the_same_arithmetic_give_the_same_bytes(arm, other, tokens, tmp_path, monkeypatch):
-    monkeypatch.setitem(ARMS, "other", other)
-    runs = [run(name, tokens) for name in (arm, "other")]
+def test_updates_in_backward_passes_end_as_steps_after_them(tokens, tmp_path):
+    runs = [run(name, tokens) for name in ("update", "unclipped")]
     for each in runs:
         assert each.train(tmp_path / "checkpoint.pt", math.inf)
     assert len({each.record["digest"] for each in runs}) == 1
     assert runs[0].record["final"] == runs[1].record["final"]
+
+
+def test_rounding_gives_the_values_of_converted_weights(tokens):
+    own, names = run("w16x16", tokens, 40), ["blocks.0.q.weight", "blocks.1.down.weight"]
+    own.train_segment(1)
+    masters, weights = own.masters(), dict(own.model.named_parameters())
+    for name in names:
+        rounded = Rounding()(name, masters[name], 1).bfloat16()
+        assert rounded.equal(weights[name].dequantize()), name
+        assert Rounding().codes(name, rounded).equal(own.codes()[name])
 
 
 @pytest.mark.heavy

@@ -1,4 +1,4 @@
-"""python -m benchmarks step, fsdp2, states and fidelity: one rank and two. Never how fast anything is."""
+"""python -m benchmarks step, fsdp2 and states: one rank and two. Never how fast anything is."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
 import zerofp4
-from benchmarks import fidelity, ranks
+from benchmarks import ranks
 from benchmarks.ranks import Timer
 from benchmarks.step import Ours
 from zerofp4.distributed import PREFIX
@@ -99,33 +99,6 @@ def test_steps_of_full_and_of_compact_state(tmp_path, monkeypatch, capsys):
         check_ratio(rows, f"step_compact_over_{other}", "step_compact", f"step_{other}")
     if "step_flash" not in rows:
         assert "step_flash is left out: No module named 'flashoptim'" in capsys.readouterr().out
-
-
-@pytest.mark.heavy
-def test_fidelity_of_compact_state(tmp_path, monkeypatch):
-    tiny = ["--preset", "tiny", "--steps", "2", "--error-preset", "tiny", "--error-steps", "3"]
-    rows = without_places(measured(tmp_path, "fidelity", *tiny, "--seeds", "2")["rows"])
-    losses = rows["loss_difference"]
-    percent = [100 * (c / f - 1) for f, c in zip(losses["full"], losses["compact"], strict=True)]
-    assert len(percent) == 2 and losses["full"] != losses["compact"]
-    assert losses["percent"] == abs(losses["mean"]) == pytest.approx(abs(sum(percent) / 2))
-    half = 12.706 * abs(percent[0] - percent[1]) / 2
-    assert losses["interval"] == pytest.approx([losses["mean"] - half, losses["mean"] + half])
-    for what in ("m", "v", "masters", "update"):
-        row = rows[f"error_{what}"]
-        assert list(row["over_steps"]) == ["1", "2", "3"] and row["percent"] == row["over_steps"]["3"]
-        assert len(row["by_layer"]) == 11 and "blocks.1.down.weight" in row["by_layer"]
-        assert all(0 < error < 10 for error in row["by_layer"].values())
-    assert rows["error_masters"]["percent"] < rows["error_m"]["percent"]
-
-
-@pytest.mark.parametrize(("change", "error"), [(1.0, 0.0), (1.01, 1.0)])
-def test_errors_are_of_the_same_parameters(change, error):
-    full = {name: {what: torch.full((2, 2), v) for what in "mv"} for v, name in enumerate("ab", 1)}
-    full = {name: values | {"masters": values["m"], "update": values["v"]} for name, values in full.items()}
-    compact = {name: {what: value * change for what, value in full[name].items()} for name in "ba"}
-    for errors in fidelity.find_errors(full, compact).values():
-        assert errors == pytest.approx({"a": error, "b": error}, abs=1e-5)
 
 
 def test_a_part_of_a_step_lasts_from_its_first_work_to_its_last():
