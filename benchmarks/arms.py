@@ -39,8 +39,11 @@ class Rounding:
         self.kept: Values = {}
 
     def __call__(self, name: str, master: torch.Tensor, step: int) -> torch.Tensor:
-        """The values for a parameter. master: its FP32 master, which may be written to. step: 1, 2, ..."""
-        return zerofp4.quantize_dequantize(master, block=self.block, **self.options)
+        """The values for a parameter. master: its FP32 master, which may be written to. step: 1, 2, ...
+
+        A cast of the library rounds masters to the weight's dtype first, too.
+        """
+        return zerofp4.quantize_dequantize(master.bfloat16(), block=self.block, **self.options)
 
     def codes(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """int8, twice the E2M1 value of each element. values: what the last call returned, in bfloat16."""
@@ -48,7 +51,7 @@ class Rounding:
 
     def scales(self, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(values that quantize gives, the scale of each element), both FP32."""
-        quantized = zerofp4.quantize(master, block=self.block, **self.options)
+        quantized = zerofp4.quantize(master.bfloat16(), block=self.block, **self.options)
         ratio = quantized.amax / (6.0 * 448.0)
         expanded = quantized.expanded_scale().float()[: len(master)].repeat_interleave(16, 1)
         return quantized.dequantize(torch.float32), expanded[:, : master.shape[1]] * ratio
@@ -126,7 +129,7 @@ class Damped(Rounding):
 
     def __call__(self, name: str, master: torch.Tensor, step: int) -> torch.Tensor:
         values = super().__call__(name, master, step)
-        master.lerp_(values, self.share)
+        master.lerp_(values.float(), self.share)
         return values
 
 

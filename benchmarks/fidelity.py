@@ -138,7 +138,7 @@ class Run:
         own = self.preset
         self.order = Order(tokens.windows("train", own.sequence), own.batch, seed, device)
         self.model = make_model(own, seed, device)
-        self.plain = copy.deepcopy(self.model).requires_grad_(False)
+        self.plain = copy.deepcopy(self.model)
         """Evaluated with the masters in bf16."""
         modules = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
         self.quantized = [f"{name}.weight" for name in modules if self.arm.takes(name, own.layers)]

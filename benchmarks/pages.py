@@ -157,7 +157,7 @@ def losses() -> dict[str, dict[str, dict[int, dict]]]:
         results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
         for result in sorted(results, key=lambda result: list(ARMS).index(result["arm"])):
             found.setdefault(folder.name, {}).setdefault(result["arm"], {})[result["seed"]] = result
-    return found
+    return {name: arms for name, arms in found.items() if "bf16" in arms}
 
 
 def gaps(arms: dict[str, dict[int, dict]], arm: str, part: str, entry: str) -> list[float]:
@@ -165,6 +165,17 @@ def gaps(arms: dict[str, dict[int, dict]], arm: str, part: str, entry: str) -> l
     base, own = arms["bf16"], arms[arm]
     seeds = [seed for seed in own if seed in base and entry in own[seed]]
     return [100 * (own[seed][entry][part] / base[seed]["final"][part] - 1) for seed in seeds]
+
+
+def gaps_over_tokens(arms: dict[str, dict[int, dict]], arm: str) -> list[tuple[float, list[float]]]:
+    """(millions of tokens, percent by seed) at each evaluation of a run, on held-out documents."""
+    pairs = [(run, arms["bf16"][seed]) for seed, run in arms[arm].items() if seed in arms["bf16"]]
+    rows = zip(*(zip(run["curve"], base["curve"], strict=True) for run, base in pairs), strict=True)
+    per_step = pairs[0][0]["tokens"] / pairs[0][0]["steps"] / 1e6
+    return [
+        (own[0][0]["step"] * per_step, [100 * (a["documents"] / b["documents"] - 1) for a, b in own])
+        for own in rows
+    ]
 
 
 def interval(values: Sequence[float]) -> float | None:

@@ -1,6 +1,7 @@
 """The pictures of docs/ and README.md. They need matplotlib, that of memory transformers, too."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,38 @@ def draw_summary() -> Path:
     panel.invert_yaxis()
     figure.savefig(output.SUMMARY_CHART)
     return output.SUMMARY_CHART
+
+
+# Losses
+
+LOSSES = IMAGES / "losses.png"
+SHOWN_ARMS = ("w16x16", "w1x16-46", "full", "compact", "ends-w1x16-46", "until-90-w1x16-46", "control")
+
+
+def draw_losses() -> Path | None:
+    """By preset and number of tokens, how far the losses of arms are above bf16's in a run: means over seeds,
+    and bands of their 95% intervals. None without results.
+    """
+    folders = pages.losses()
+    if not folders:
+        return None
+    figure, axes = new_picture(len(folders), 1, figsize=(8, 3.6 * len(folders)))
+    for panel, (name, arms) in zip(axes.flat, folders.items(), strict=True):
+        for arm in [arm for arm in SHOWN_ARMS if arms["bf16"].keys() & arms.get(arm, {}).keys()]:
+            rows = pages.gaps_over_tokens(arms, arm)
+            tokens, means = [row[0] for row in rows], [statistics.mean(row[1]) for row in rows]
+            halves = [pages.interval(row[1]) or 0.0 for row in rows]
+            (line,) = panel.plot(tokens, means, label=pages.ARMS[arm].words)
+            low, high = ([m + sign * h for m, h in zip(means, halves, strict=True)] for sign in (-1, 1))
+            panel.fill_between(tokens, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        panel.axhline(0, color="black", linewidth=0.8, linestyle=":")
+        panel.set_title(name, fontsize=9)
+        panel.set_ylabel("% above bf16's loss")
+        panel.set_ylim(-0.5, 4)
+        panel.legend(fontsize=7, frameon=False)
+    axes[-1, 0].set_xlabel("millions of tokens")
+    figure.savefig(LOSSES)
+    return LOSSES
 
 
 # Links

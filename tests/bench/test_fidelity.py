@@ -11,7 +11,7 @@ import torch
 from benchmarks import text
 from benchmarks.__main__ import main
 from benchmarks.arms import ARMS, Hysteresis, Rounding, hadamard, mxfp8, nvfp4_hadamard, stochastic_bf16
-from benchmarks.fidelity import Run, claimed, learning_rate
+from benchmarks.fidelity import Run, Watcher, claimed, learning_rate
 from benchmarks.llama import PRESETS, Order, Tokens, make_model
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def test_rounding_gives_the_values_of_converted_weights(tokens):
     own.train_segment(1)
     masters, weights = own.masters(), dict(own.model.named_parameters())
     for name in names:
-        rounded = Rounding()(name, masters[name], 1).bfloat16()
+        rounded = Rounding()(name, masters[name], 1)
         assert rounded.equal(weights[name].dequantize()), name
         assert Rounding().codes(name, rounded).equal(own.codes()[name])
 
@@ -80,7 +80,7 @@ def test_the_command_runs_what_is_not_there_yet(tmp_path, capsys):
     assert found["curve"][-1]["step"] == found["steps"] == STEPS and len(found["curve"]) == 20
     assert found["final"].keys() == found["masters"].keys() == {"documents", "packages"}
     assert len(found["errors"]) == 14 and max(found["errors"].values()) < 2**-8  # its masters are codes
-    assert {"flipped", "error"} <= found["curve"][-1].keys()
+    assert found["curve"][-1].keys() == {"step", "train", "documents", "packages", "error"}
     capsys.readouterr()
     main(["fidelity", *options])
     assert "control" not in capsys.readouterr().out, "it is not run again"
@@ -128,6 +128,15 @@ def test_codes_with_hysteresis_stay_until_the_master_is_past_the_middle():
         return rounding("w", master, 0)[0, 0].item()
 
     assert [rounded(x) for x in (3.4, 3.6, 3.7, 3.4, 3.3, 0.1)] == pytest.approx([3, 3, 4, 4, 3, 0])
+
+
+def test_codes_are_watched():
+    """Over three steps: of four codes one changes once, and one forth and back and forth."""
+    watcher = Watcher()
+    assert watcher.shares() == {}
+    for codes in ([1, 2, 3, 4], [1, 2, 4, 3], [1, 2, 3, 3], [1, 2, 4, 3]):
+        watcher.look({"a": torch.tensor(codes[:2]), "b": torch.tensor(codes[2:])})
+    assert watcher.shares() == {"flipped": pytest.approx(4 / 4 / 3), "oscillating": 0.25}
 
 
 def test_few_bits_of_gradients():
