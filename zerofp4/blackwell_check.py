@@ -36,6 +36,7 @@ SHAPES = {
     "long contraction": (32, 64, 4096),
 }
 NEUTRAL_AMAX = 2688.0  # with it a block that ends at 6 has scale 1
+STRETCH = 613 / 512  # of alpha, which then has more bits than the elements
 TOLERANCE = 3e-5  # of float32 sums in another order, which tensor cores cut off, relative to their norm
 LAYER_TOLERANCE = 2e-2  # of bfloat16 results that are quantized again on the way
 
@@ -116,7 +117,10 @@ def randoms(rows: int, cols: int, device: torch.device, seed: int) -> torch.Tens
 
 
 def one_hot_products(setting: Setting, shape: tuple[int, int, int], side: str, format: str) -> None:
-    """Each element of a pattern, taken out by a one-hot operand, as the left and as the right one."""
+    """Each element of a pattern, taken out by a one-hot operand, as the left and as the right one; in every
+    dtype, with and without a bias, and added to a matrix. All products are exact in float32, but not in
+    bfloat16: what is rounded before the bias is added ends in other bytes.
+    """
     rows, _, size = shape
     # Alpha is 4 * 0.5.
     amaxes = NEUTRAL_AMAX * torch.tensor([[4], [0.5]], dtype=torch.float32, device=setting.device)
@@ -126,11 +130,21 @@ def one_hot_products(setting: Setting, shape: tuple[int, int, int], side: str, f
         for each, amax in zip((hot, dense), amaxes, strict=True)
     )
     expected = hot @ dense.t()
-    for out_dtype in (torch.float32, torch.bfloat16):
-        for left, right, known in ((a, b, expected), (b, a, expected.t().contiguous())):
-            found = setting.gemm(left, right, out_dtype=out_dtype)
+    if a.is_nvfp4:
+        a.copy.amax = a.copy.amax * STRETCH
+        expected *= STRETCH
+    for left, right, known in ((a, b, expected), (b, a, expected.t().contiguous())):
+        bias = randoms(1, known.shape[1], torch.device("cpu"), 9)[0]
+        for dtype in WEIGHT_DTYPES:
+            found = setting.gemm(left, right, out_dtype=dtype)
             # A sum of zeros has either sign.
-            expect_equal(found + 0.0, known.to(out_dtype) + 0.0, f"{out_dtype}")
+            expect_equal(found + 0.0, known.to(dtype) + 0.0, f"{dtype}")
+            own = bias.to(dtype)
+            found = setting.gemm(left, right, out_dtype=dtype, bias=own.to(setting.device))
+            expect_equal(found, (known + own).to(dtype), f"{dtype} with a bias")
+        into = randoms(*known.shape, torch.device("cpu"), 10)
+        found = setting.gemm(left, right, accumulate_into=into.to(setting.device, copy=True))
+        expect_equal(found, into + known, "accumulation")
 
 
 def random_products(setting: Setting, shape: tuple[int, int, int], sides: str, format: str) -> None:
@@ -146,8 +160,8 @@ def random_products(setting: Setting, shape: tuple[int, int, int], sides: str, f
     expect_close(found, exact, TOLERANCE, "against the exact backend")
 
 
-def epilogues(setting: Setting, shape: tuple[int, int, int]) -> None:
-    """Bias, accumulation, and operands of the Hadamard transform and of four over six."""
+def transformed_products(setting: Setting, shape: tuple[int, int, int]) -> None:
+    """Of operands of the Hadamard transform and of four over six, with a bias and accumulation."""
     (m, n, k), device = shape, setting.device
     options = {"hadamard": True, "four_over_six": FourOverSix()}
     a, b = (
@@ -155,10 +169,7 @@ def epilogues(setting: Setting, shape: tuple[int, int, int]) -> None:
         for seed, rows in enumerate((m, n))
     )
     bias, into = randoms(1, n, device, 3)[0], randoms(m, n, device, 4)
-    expected = product_of(a, b, bias)
-    found = setting.gemm(a, b, out_dtype=torch.float32, bias=bias)
-    expect_close(found, expected, TOLERANCE, "bias")
-    expected = expected + into.double().cpu()
+    expected = product_of(a, b, bias) + into.double().cpu()
     setting.gemm(a, b, bias=bias, accumulate_into=into)
     expect_close(into, expected, TOLERANCE, "accumulation")
 
@@ -212,7 +223,7 @@ RECIPES = {"nvfp4": nn.NVFP4Recipe, "mxfp8": nn.MXFP8Recipe}
 CHECKS: dict[str, tuple[Callable[..., None], list]] = {
     "one-hot products": (one_hot_products, [SIDES, FORMATS]),
     "random products": (random_products, [PAIRS_OF_SIDES, FORMATS]),
-    "bias and accumulation": (epilogues, []),
+    "transformed products": (transformed_products, []),
     "quantized bytes": (quantized_bytes, [[*QUANTIZED, "mxfp8"], WEIGHT_DTYPES]),
     "layers": (layers, [RECIPES]),
 }

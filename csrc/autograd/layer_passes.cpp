@@ -70,7 +70,7 @@ bool run_cublaslt(const Factor& a, const Factor& b, const Values& values, const 
     problem.rows = out.size(0);
     problem.cols = out.size(1);
     problem.contraction = a.contraction();
-    problem.inputs = static_cast<DType>(dtype_code(values.a.scalar_type()));
+    problem.inputs = static_cast<Inputs>(dtype_code(values.a.scalar_type()));
     problem.output = static_cast<DType>(dtype_code(out.scalar_type()));
     problem.a_transposed = a.is_transposed();
     problem.b_transposed = b.is_transposed();
@@ -86,6 +86,8 @@ bool run_cublaslt(const Factor& a, const Factor& b, const Values& values, const 
     const Tensor workspace = needed ? at::empty({needed}, out.options().dtype(at::kByte)) : Tensor();
     const ProductAddresses addresses{values.a.const_data_ptr(),
                                      values.b.const_data_ptr(),
+                                     nullptr,
+                                     nullptr,
                                      values.alpha.const_data_ptr<float>(),
                                      bias.defined() ? bias.const_data_ptr() : nullptr,
                                      out.mutable_data_ptr(),

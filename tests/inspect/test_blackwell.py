@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from cases.fp4_cores import MXFP8, NVFP4, fp4_cores
 from early import waits_for
 
 from zerofp4 import blackwell_check
@@ -14,7 +15,7 @@ from zerofp4.inspect import main
 GROUPS = [
     "one-hot products",
     "random products",
-    "bias and accumulation",
+    "transformed products",
     "quantized bytes",
     "layers",
 ]
@@ -95,7 +96,7 @@ def no_tolerance(monkeypatch):
 @pytest.mark.parametrize(
     ("defect", "groups"),
     [
-        (one_wrong_element, {"one-hot products", "random products", "bias and accumulation"}),
+        (one_wrong_element, {"one-hot products", "random products", "transformed products"}),
         (other_bytes_at_times, {"quantized bytes"}),
         (no_tolerance, {"layers"}),
     ],
@@ -125,3 +126,28 @@ def test_a_wrong_command_line(arguments):
     with pytest.raises(SystemExit) as ended:
         main(["blackwell-check", *arguments])
     assert ended.value.code == 2
+
+
+def test_the_native_backend_passes(monkeypatch, capsys, tmp_path):
+    """With a cuBLASLt of the tests' own."""
+    names = ("ragged", "one block")
+    monkeypatch.setattr(blackwell_check, "SHAPES", {name: blackwell_check.SHAPES[name] for name in names})
+    with fp4_cores() as cublaslt:
+        passed, lines, _ = checked(capsys, tmp_path, "--backend", "native", "--device", "cpu")
+    assert passed, lines
+    assert {(p.inputs, p.has_bias, p.accumulate) for p in cublaslt.ran} == {
+        (inputs, *how) for inputs in (NVFP4, MXFP8) for how in ((False, False), (True, False), (False, True))
+    }
+
+
+def test_rounding_before_the_bias_is_found(monkeypatch, capsys, tmp_path, few_shapes):
+    right = blackwell_check.gemm
+
+    def gemm(a, b, *, bias=None, **options):
+        out = right(a, b, **options)
+        return out if bias is None else out + bias
+
+    monkeypatch.setattr(blackwell_check, "gemm", gemm)
+    _, lines, report = checked(capsys, tmp_path, "--backend", "exact", "--device", "cpu")
+    failed = [each["message"] for each in report["checks"] if not each["passed"]]
+    assert any(message.startswith("torch.bfloat16 with a bias") for message in failed), lines

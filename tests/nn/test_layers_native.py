@@ -77,7 +77,7 @@ def test_three_products_and_no_swizzle(tokens, sizes, name):
     module = Linear(*sizes, dtype=BF16, device="meta")
     for first in (None, True, False):
         calls = step(module, meta(tokens, sizes[0]), RECIPES[name], first)
-        assert calls["_scaled_mm_v2"] == 3, calls
+        assert calls["scaled_product"] == 3, calls
         assert calls["pad_scale"] == 0 and calls["dequantize"] == 0 and calls["dequantize_mxfp8"] == 0
         quantized = calls["quantize"] + calls["quantize_mxfp8"]
         assert quantized == (
@@ -96,7 +96,7 @@ def test_primary_weights_have_the_scales_that_products_read(monkeypatch):
     module.bias = torch.nn.Parameter(torch.empty(128, dtype=BF16, device="meta"))
     for first in (None, True, False):
         calls = step(module, meta(32, 64), RECIPES["nvfp4"], first)
-        assert calls["_scaled_mm_v2"] == 3 and calls["pad_scale"] == 0 and calls["quantize"] == 2
+        assert calls["scaled_product"] == 3 and calls["pad_scale"] == 0 and calls["quantize"] == 2
     monkeypatch.undo()
     assert Linear(64, 128, primary_weights=True).weight.rowwise_scale_swizzled is None
 
@@ -136,7 +136,8 @@ def test_the_other_layers(name):
 def test_accumulation_into_main_grad():
     module = Linear(64, 96, dtype=BF16, device="meta", fuse_wgrad_accumulation=True)
     main_grad = module.weight.main_grad = torch.zeros(96, 64, device="meta")
-    assert step(module, meta(8, 64), RECIPES["nvfp4"], main_grad=main_grad)["_scaled_mm_v2"] == 3
+    calls = step(module, meta(8, 64), RECIPES["nvfp4"], main_grad=main_grad)
+    assert (calls["scaled_product"], calls["add_scaled_product"]) == (2, 1)
     with autocast(RECIPES["nvfp4"]):
         module(meta(8, 64)).backward(torch.empty(8, 96, dtype=BF16, device="meta"))
     assert module.weight.grad is None

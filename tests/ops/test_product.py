@@ -12,6 +12,7 @@ from zerofp4 import _C, ops
 
 ZEROFP4 = torch.ops.zerofp4
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CODES = torch.uint8
 
 
 def copies(device, sizes=(32, 48), contraction=64):
@@ -28,6 +29,8 @@ def copies(device, sizes=(32, 48), contraction=64):
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_opcheck(device, dtype):
     torch.library.opcheck(ZEROFP4.product_values.default, (*copies(device), dtype))
+    _, _, amaxes, _, maxima = copies(device)
+    torch.library.opcheck(ZEROFP4.product_alpha.default, (amaxes, maxima))
     a, b = values(32, 64, device=device, dtype=dtype), values(48, 64, device=device, dtype=dtype)
     alpha, bias = torch.ones(1, device=device), values(48, device=device)
     torch.library.opcheck(ZEROFP4.scaled_product.default, (a, b, alpha, bias, BF16))
@@ -77,6 +80,29 @@ def test_compiles_to_the_same_bytes(device):
 
 
 # The rule
+
+
+@pytest.mark.parametrize(
+    ("inputs", "rows", "out_dtype", "bias_dtype", "asked"),
+    [
+        # rounded and with a bias in one, where the epilogue has that
+        (BF16, 48, BF16, None, [(BF16, False)]),
+        (BF16, 48, BF16, BF16, [(BF16, True)]),
+        (BF16, 50, BF16, BF16, [(F32, True)]),
+        (BF16, 48, BF16, F32, [(F32, True)]),
+        (BF16, 48, F16, None, [(F32, False)]),
+        (BF16, 50, F32, BF16, [(F32, True)]),
+        # with scales, and what is asked next
+        (CODES, 48, BF16, None, [(BF16, False), (F32, False)]),
+        (CODES, 48, F16, F16, [(F16, True), (F32, False)]),
+        (CODES, 48, BF16, F32, [(F32, False)]),
+        (CODES, 48, F32, F32, [(F32, False)]),
+        (CODES, 48, F32, None, [(F32, False)]),
+    ],
+    ids=str,
+)
+def test_what_cublaslt_is_asked_for(inputs, rows, out_dtype, bias_dtype, asked):
+    assert ops.product.epilogues(inputs, rows, out_dtype, bias_dtype) == asked
 
 
 def test_the_rule_is_visible():

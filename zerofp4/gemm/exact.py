@@ -49,7 +49,7 @@ def factors(
 
 def _copy(operand: Operand) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
     copy, record = operand.copy, operand.record
-    return copy.data, copy.scales["compact"], copy.amax, record.block[0], record.e4m3_max
+    return copy.data, ops.compact_scale(record, operand.side), copy.amax, record.block[0], record.e4m3_max
 
 
 def _apart(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
@@ -58,6 +58,6 @@ def _apart(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
     if operand.is_nvfp4:
         return copy.data.new_empty((copy.data.shape[0], 2 * copy.data.shape[1]), dtype=dtype)
     columnwise = operand.side == "columnwise"
-    scale = copy.scales["compact"]
+    scale = ops.compact_scale(operand.record, operand.side)
     stored = torch.ops.zerofp4.dequantize_mxfp8(copy.data, scale, columnwise, "compact", torch.bfloat16)
     return (stored.t() if columnwise else stored).to(dtype)

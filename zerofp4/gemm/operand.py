@@ -2,10 +2,7 @@
 
 from typing import Any
 
-import torch
-
-from zerofp4.format import E2M1_MAX
-from zerofp4.storage import SIDES, MXFP8Storage, NVFP4Storage, Side, check_memory, record_of
+from zerofp4.storage import SIDES, MXFP8Storage, NVFP4Storage, Side, record_of
 
 
 class Operand:
@@ -62,13 +59,6 @@ class Operand:
         if self.side == "rowwise" or not isinstance(record, NVFP4Storage) or not record.hadamard:
             return "no transform"
         return "the Hadamard transform" if record.random_signs else "the Hadamard transform without signs"
-
-    def global_scale(self) -> torch.Tensor | None:
-        """float32 [1], amax * (1 / (6 * e4m3_max)); None in a format without an amax."""
-        if self.copy.amax is None:
-            return None
-        check_memory("amax", self.copy.amax)  # torch does not ask
-        return self.copy.amax * (1 / (E2M1_MAX * self.record.e4m3_max))
 
 
 def as_operand(name: str, value: Any) -> Operand:

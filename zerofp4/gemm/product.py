@@ -1,5 +1,6 @@
 """gemm: the product of two quantized matrices."""
 
+import re
 from typing import Any
 
 import torch
@@ -35,12 +36,12 @@ def gemm(
     out_dtype: float32, bfloat16 or float16; by default what the logical dtypes of a and b promote to.
     bias: [N] of such a dtype.
     accumulate_into: float32 [M, N], contiguous; the unrounded result is added to it, and it is returned.
-    backend: "native" is torch's scaled_mm on FP4 tensor cores (compute capability 10.0 or newer), with the
-    contraction and N padded with zeros to multiples of 32 and 16; "exact" a product of the exact values, in
-    bfloat16 on CUDA and in float32 on the CPU; "auto" native if that exists. On CUDA the exact product is
-    cuBLASLt's, which takes alpha, bias and accumulation into its epilogue, where sums may be fused with them
-    (one rounding less). If build_info() names torch.mm instead, and for sizes that cuBLASLt has no algorithm
-    for, they cost a pass each. Nothing waits for the device.
+    backend: "native" multiplies on FP4 tensor cores (compute capability 10.0 or newer), with the contraction
+    and N padded with zeros to multiples of 32 and 16; "exact" multiplies the exact values, in bfloat16 on
+    CUDA and in float32 on the CPU; "auto" is native if the hardware and its libraries can multiply these
+    operands. On CUDA both are products of cuBLASLt, which takes alpha, bias and accumulation into its
+    epilogue, where sums may be fused with them (one rounding less). For what cuBLASLt refuses, and if
+    build_info() names torch instead, they cost a pass each. Nothing waits for the device.
 
     Raises TypeError for what is not quantized or an unknown dtype, ValueError for operands that do not match
     or a missing copy, RuntimeError for a backend that the hardware lacks and for an operand whose memory was
@@ -59,20 +60,33 @@ def gemm(
                 check_plain(name, given)
     used = chosen_backend(left.device, backend)
     bias = None if bias is None else bias.detach()
+    run = exact.multiply
+    if used == "native" and 0 not in (*shape, left.shape[1]):
+        falls_back = backend == "auto" and ops.is_plain_call(left.copy.data)
+        run = _native_or_exact if falls_back else native.multiply
     try:
-        if used == "exact" or 0 in (*shape, left.shape[1]):
-            return exact.multiply(left, right, out_dtype, bias, accumulate_into)
-        plain = bias is None and accumulate_into is None
-        result = native.multiply(left, right, out_dtype if plain else torch.float32)
+        return run(left, right, out_dtype, bias, accumulate_into)
     except RuntimeError:
         left.record.check_memory("a")  # by name, if a buffer was freed
         right.record.check_memory("b")
         raise
-    if bias is not None:
-        result.add_(bias)
-    if accumulate_into is not None:
-        return accumulate_into.add_(result)
-    return result.to(out_dtype)
+
+
+_REFUSALS = re.compile("CUBLAS_STATUS_(NOT_SUPPORTED|INVALID_VALUE)")
+_refused: set[tuple] = set()
+
+
+def _native_or_exact(a: Operand, b: Operand, out_dtype: torch.dtype, bias, accumulate_into) -> torch.Tensor:
+    """The native product, or the exact one if torch's library refuses it: then it is not asked again."""
+    problem = a.device, a.shape, b.shape, a.is_nvfp4, out_dtype
+    if problem not in _refused:
+        try:
+            return native.multiply(a, b, out_dtype, bias, accumulate_into)
+        except RuntimeError as error:
+            if not _REFUSALS.search(str(error)):
+                raise
+            _refused.add(problem)
+    return exact.multiply(a, b, out_dtype, bias, accumulate_into)
 
 
 def chosen_backend(device: torch.device, backend: str = "auto") -> str:

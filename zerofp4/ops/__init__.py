@@ -54,9 +54,9 @@ from zerofp4.ops.optimizer import (
     find_nonfinite,
     norm_of_squares,
 )
-from zerofp4.ops.product import add_scaled_product, product_values, scaled_product
+from zerofp4.ops.product import add_scaled_product, product_alpha, product_values, scaled_product
 from zerofp4.ops.quantize import Quantization, choice_arguments, draw_rng_state, quantize_into
-from zerofp4.ops.scales import change_scales, derived_side, padded_scale
+from zerofp4.ops.scales import change_scales, compact_scale, derived_side, padded_scale
 from zerofp4.ops.schemas import backend, grouped_shapes, is_plain_call
 from zerofp4.ops.stages import (
     CastItem,

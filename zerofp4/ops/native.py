@@ -95,7 +95,7 @@ def build_info() -> dict[str, dict]:
 
     {"cpu": {"compiled": [instruction sets], "running": the one in use},
      "cuda": {"compiled": bool, "version": of the toolkit, "architectures": [...],
-              "products": what multiplies for the exact backend, and why it is not cuBLASLt,
+              "products": what multiplies, and why it is not cuBLASLt,
               "devices": [{"name", "capability", "usable", "gemm": the backend that zerofp4.gemm chooses}]}}
     """
     build = _C.build()

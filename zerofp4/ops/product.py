@@ -1,8 +1,10 @@
-"""The exact backend of a product: values and alpha in one launch, multiplied by cuBLASLt or by torch."""
+"""Products, by cuBLASLt or by torch, and the factors of exact ones: values and alpha in one launch."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
+from torch.nn import functional as F
 
 import zerofp4._C as _C
 from zerofp4.ops.dequantize import neutral_amax
@@ -37,50 +39,92 @@ def _product_values(*arguments) -> tuple[torch.Tensor, ...]:
 # Products
 
 
-def scaled_product(a, b, alpha, bias, out_dtype: torch.dtype) -> torch.Tensor:
-    """round(alpha * (a b^T) + bias) of a [M, K] and b [N, K], in float32. alpha: float32 [1] or None."""
+def product_alpha(amaxes: list[torch.Tensor], e4m3_maxes: list[int]) -> torch.Tensor:
+    """float32 [1], the product of both global scales, in one launch."""
+    run = _product_alpha if is_plain_call(amaxes[0]) else torch.ops.zerofp4.product_alpha
+    return run(amaxes, e4m3_maxes)
+
+
+@backend("product_alpha")
+def _product_alpha(amaxes, e4m3_maxes) -> torch.Tensor:
+    alpha = amaxes[0].new_empty(1)
+    # Of operands without elements the kernel writes no values.
+    places = map(address_of, ("amax", "amax"), amaxes)
+    operands = [(0, 0, 0, 0, 0, 1, *each) for each in zip(places, e4m3_maxes, strict=True)]
+    code = DTYPE_CODES[torch.float32]
+    _C.product_values(target_of(alpha.device), code, operands, 0, alpha.data_ptr())
+    return alpha
+
+
+def scaled_product(
+    a, b, alpha, bias, out_dtype: torch.dtype, scales: Sequence[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """round(alpha * (a b^T) + bias) of a [M, K] and b [N, K], in float32. alpha: float32 [1] or None.
+
+    scales: of plain matrices none. Of NVFP4, packed uint8 [rows, K/2], and of MXFP8, E4M3, the swizzled ones
+    of a and b, which FP4 tensor cores read: K is a multiple of 32 and N one of 16.
+    """
     run = _run if is_plain_call(a) else torch.ops.zerofp4.scaled_product
-    return run(a, b, alpha, bias, out_dtype)
+    return run(a, b, alpha, bias, out_dtype, scales)
 
 
 @backend("scaled_product")
-def _run(a, b, alpha, bias, out_dtype) -> torch.Tensor:
-    if _by_cublaslt(a, b):
-        # The epilogue takes a bias of the output's dtype only, and rounds to the operands' dtype or none.
-        # Where rows begin at no multiple of 16 bytes it may round before the bias is added, and after it.
-        whole = out_dtype == torch.float32 or b.shape[0] * out_dtype.itemsize % 16 == 0
-        plain = bias is None or (bias.dtype == out_dtype and whole)
-        direct = out_dtype in (a.dtype, torch.float32) and plain
-        out = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype if direct else torch.float32)
-        if multiply(_strided(a), _strided(b), alpha, _of_dtype(bias, out.dtype), out, False):
-            return out.to(out_dtype)
-    return _by_torch(a, b, alpha, bias).to(out_dtype)
+def _run(a, b, alpha, bias, out_dtype, scales=None) -> torch.Tensor:
+    if _by_cublaslt(a, b, scales):
+        bias_dtype = None if bias is None else bias.dtype
+        for dtype, adds_bias in epilogues(a.dtype, b.shape[0], out_dtype, bias_dtype):
+            out = a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+            own_bias = _of_dtype(bias, dtype) if adds_bias else None
+            if multiply(_strided(a), _strided(b), alpha, own_bias, out, False, scales):
+                return _finished(out, None if adds_bias else bias, out_dtype)
+    return _by_torch(a, b, alpha, bias, out_dtype, scales)
 
 
-def add_scaled_product(a, b, alpha, bias, out: torch.Tensor) -> None:
+def epilogues(
+    inputs: torch.dtype, rows: int, out_dtype: torch.dtype, bias_dtype: torch.dtype | None
+) -> list[tuple[torch.dtype, bool]]:
+    """What cuBLASLt is asked for until it has an algorithm: the dtype of its output, and whether it adds the
+    bias. A pass over a float32 output does what is left. rows: of b.
+    """
+    has_bias = bias_dtype is not None
+    # The epilogue takes a bias of the output's dtype only, and rounds to plain operands' dtype or none. Where
+    # rows begin at no multiple of 16 bytes it may round before the bias is added, and after it.
+    whole = out_dtype == torch.float32 or rows * out_dtype.itemsize % 16 == 0
+    fits = not has_bias or (bias_dtype == out_dtype and whole)
+    if inputs not in SCALED_DTYPES:
+        return [(out_dtype if fits and out_dtype in (inputs, torch.float32) else torch.float32, has_bias)]
+    if has_bias and out_dtype == torch.float32:  # to which it would add bfloat16
+        fits = False
+    return list(dict.fromkeys([(out_dtype, has_bias)] * fits + [(torch.float32, False)]))
+
+
+def add_scaled_product(
+    a, b, alpha, bias, out: torch.Tensor, scales: Sequence[torch.Tensor] | None = None
+) -> None:
     """Add that, unrounded, to out, float32 [M, N]."""
     add = _add if is_plain_call(a) else torch.ops.zerofp4.add_scaled_product
-    add(a, b, alpha, bias, out)
+    add(a, b, alpha, bias, out, scales)
 
 
 @backend("add_scaled_product")
-def _add(a, b, alpha, bias, out) -> None:
-    if _by_cublaslt(a, b):
+def _add(a, b, alpha, bias, out, scales=None) -> None:
+    if (bias is None or not scales) and _by_cublaslt(a, b, scales):
         own_bias = _of_dtype(bias, torch.float32)
-        if multiply(_strided(a), _strided(b), alpha, own_bias, out, True):
+        if multiply(_strided(a), _strided(b), alpha, own_bias, out, True, scales):
             return
-    out.add_(_by_torch(a, b, alpha, bias))
+    out.add_(_run(a, b, alpha, bias, torch.float32, scales))
 
 
-def _by_cublaslt(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _by_cublaslt(a: torch.Tensor, b: torch.Tensor, scales: Sequence[torch.Tensor] | None) -> bool:
     """The rule: on CUDA, where torch's cuBLASLt can be used. A product that it has no algorithm for, and all
-    others, are torch's, with a pass each for alpha, bias and rounding.
+    others, are torch's.
     """
     return (
         a.device.type == "cuda"
-        and a.dtype in INPUT_DTYPES
+        and a.dtype in _INPUTS
         and 0 not in (*a.shape, *b.shape)
         and why_no_cublaslt() is None
+        and all(scale.data_ptr() % 16 == 0 for scale in scales or ())
     )
 
 
@@ -92,23 +136,47 @@ def _of_dtype(bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
     return None if bias is None else bias.to(dtype).resolve_neg().contiguous()
 
 
-def _by_torch(a, b, alpha, bias) -> torch.Tensor:
-    """float32, unrounded."""
+def _finished(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """round(product + bias): the sum is float32, in one pass."""
+    if bias is None:
+        return product.to(dtype)
+    return torch.add(product, bias, out=torch.empty_like(product, dtype=dtype))
+
+
+def _by_torch(a, b, alpha, bias, out_dtype, scales) -> torch.Tensor:
     if torch.is_autocast_enabled(a.device.type):
         with torch.autocast(a.device.type, enabled=False):  # which would round sums to its dtype
-            return _by_torch(a, b, alpha, bias)
+            return _by_torch(a, b, alpha, bias, out_dtype, scales)
+    if scales:
+        made_dtype = out_dtype if bias is None else torch.float32
+        return _finished(_scaled_mm(a, b, alpha, made_dtype, scales), bias, out_dtype)
     if a.device.type == "cuda":
         out = torch.mm(a, b.t(), out_dtype=torch.float32)
     else:
         out = torch.mm(a.float(), b.float().t())
     if alpha is not None:
         out.mul_(alpha)
-    return out if bias is None else out.add_(bias)
+    return _finished(out, bias, out_dtype)
+
+
+def _scaled_mm(a, b, alpha, out_dtype, scales) -> torch.Tensor:
+    """By torch's scaled_mm, which takes a global scale of each operand; alpha is that of a."""
+    given, kinds = [[scale] for scale in scales], [F.ScalingType.BlockWise1x32]
+    swizzles = [F.SwizzleType.SWIZZLE_32_4_4]
+    if alpha is not None:
+        a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
+        given = [[scales[0], alpha], [scales[1], torch.ones_like(alpha)]]
+        kinds = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
+        swizzles.append(F.SwizzleType.NO_SWIZZLE)
+    options = {"swizzle_a": swizzles, "swizzle_b": swizzles, "output_dtype": out_dtype}
+    return F.scaled_mm(a, b.t(), given[0], kinds, given[1], kinds, **options)
 
 
 # cuBLASLt, the copy of it that torch has loaded: its epilogue reads alpha on the device
 
-INPUT_DTYPES = (torch.bfloat16, torch.float16)
+SCALED_DTYPES = (torch.uint8, torch.float8_e4m3fn)
+"""Of operands with scales: packed NVFP4 codes, MXFP8 elements."""
+_INPUTS = {torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.float8_e4m3fn: 4}
 
 
 @functools.cache
@@ -130,7 +198,7 @@ def why_no_cublaslt() -> str | None:
 
 
 def products_by() -> str:
-    """For build_info(): what multiplies the values of the exact backend."""
+    """For build_info(): what multiplies."""
     reason = why_no_cublaslt()
     if reason is not None:
         return f"torch.mm: {reason}"
@@ -138,23 +206,25 @@ def products_by() -> str:
     return f"cuBLASLt {major}.{rest // 100}.{rest % 100}"
 
 
-def multiply(a, b, alpha, bias, out: torch.Tensor, accumulate: bool) -> bool:
+def multiply(a, b, alpha, bias, out: torch.Tensor, accumulate: bool, scales=None) -> bool:
     """alpha a b^T + bias into out, rounded once, or added to it; False if cuBLASLt has no algorithm for that.
 
-    a [M, K], b [N, K] of one of INPUT_DTYPES, row-major or transposes; out [M, N] contiguous, of float32 or
-    their dtype; bias of out's dtype. No size is 0.
+    a [M, K], b [N, K], row-major or transposes, or with scales, as scaled_product takes them; out [M, N]
+    contiguous; bias of out's dtype. No size is 0.
     """
+    packed = 1 + (a.dtype == torch.uint8)
     transposed = (not a.is_contiguous(), not b.is_contiguous())
     alignments = (_alignment(a), _alignment(b), 0 if bias is None else _alignment(bias), _alignment(out))
-    codes = (DTYPE_CODES[a.dtype], DTYPE_CODES[out.dtype])
-    problem = (*out.shape, a.shape[1], *codes, *transposed, accumulate, alignments)
+    codes = (_INPUTS[a.dtype], DTYPE_CODES[out.dtype])
+    problem = (*out.shape, a.shape[1] * packed, *codes, *transposed, accumulate, alignments)
     product = _product(out.device.index, *problem)
     if product is None:
         return False
     # Given back when it goes out of scope, in the order of the stream.
     workspace = torch.empty(product.workspace, dtype=torch.uint8, device=out.device)
-    addresses = map(address_of, ("a", "b", "alpha", "bias", "out"), (a, b, alpha, bias, out))
-    product.run(target_of(out.device), *addresses, workspace.data_ptr())
+    names = ("a", "b", "scales[0]", "scales[1]", "alpha", "bias", "out")
+    tensors = (a, b, *(scales or (None, None)), alpha, bias, out)
+    product.run(target_of(out.device), *map(address_of, names, tensors), workspace.data_ptr())
     return True
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import zerofp4._C as _C
-from zerofp4.format import BLOCK, MXFP8_SCALE_DTYPE, SCALE_DTYPE, SCALE_LAYOUTS
+from zerofp4.format import BLOCK, MXFP8_BLOCK, MXFP8_SCALE_DTYPE, SCALE_DTYPE, SCALE_LAYOUTS
 from zerofp4.layout import ceil_div
 from zerofp4.ops.device import run_list, target_of
 from zerofp4.ops.schemas import backend, is_plain_call, new_scale, new_transpose, scale_shapes
@@ -41,6 +41,20 @@ def padded_scale(record: NVFP4Storage | MXFP8Storage, side: str, layout: str) ->
     # As scales of NVFP4 would be that has as many blocks in a row.
     rows, columns = raw.shape
     return torch.ops.zerofp4.pad_scale(raw, rows, columns * BLOCK, 1, layout).view(MXFP8_SCALE_DTYPE)
+
+
+def compact_scale(record: NVFP4Storage | MXFP8Storage, side: str) -> torch.Tensor:
+    """The compact scales of a side: the buffer if there is one, else made from the swizzled ones."""
+    copy: Side = getattr(record, side)
+    if "compact" in copy.scales:
+        return copy.scales["compact"]
+    swizzled = copy.scales["swizzled"]
+    if isinstance(record, NVFP4Storage):
+        return torch.ops.zerofp4.unpad_scale(swizzled, *record.side_matrix(side), record.block[0], "swizzled")
+    rows, cols = record.matrix if side == "rowwise" else record.matrix[::-1]
+    blocks = ceil_div(cols, MXFP8_BLOCK) * BLOCK  # as scales of NVFP4
+    raw = torch.ops.zerofp4.unpad_scale(swizzled.view(torch.uint8), rows, blocks, 1, "swizzled")
+    return (raw.t().contiguous() if side == "columnwise" else raw).view(MXFP8_SCALE_DTYPE)
 
 
 def change_scales(scales, rows, cols, block_rows, layout, pad: bool) -> list[torch.Tensor]:

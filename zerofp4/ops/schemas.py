@@ -196,15 +196,21 @@ def new_factors(data, scale, amax, block_rows, e4m3_max, dtype) -> tuple[torch.T
     return (*outputs, data[0].new_empty(1, dtype=torch.float32))
 
 
-@operator(
-    "scaled_product", "(Tensor a, Tensor b, Tensor? alpha, Tensor? bias, ScalarType out_dtype) -> Tensor"
-)
-def _(a, b, alpha, bias, out_dtype) -> torch.Tensor:
+@operator("product_alpha", "(Tensor[] amaxes, int[] e4m3_maxes) -> Tensor")
+def _(amaxes, e4m3_maxes) -> torch.Tensor:
+    return amaxes[0].new_empty(1)
+
+
+_FACTORS = "Tensor a, Tensor b, Tensor? alpha, Tensor? bias"
+
+
+@operator("scaled_product", f"({_FACTORS}, ScalarType out_dtype, Tensor[]? scales=None) -> Tensor")
+def _(a, b, alpha, bias, out_dtype, scales=None) -> torch.Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-@operator("add_scaled_product", "(Tensor a, Tensor b, Tensor? alpha, Tensor? bias, Tensor(a!) out) -> ()")
-def _(a, b, alpha, bias, out) -> None: ...
+@operator("add_scaled_product", f"({_FACTORS}, Tensor(a!) out, Tensor[]? scales=None) -> ()")
+def _(a, b, alpha, bias, out, scales=None) -> None: ...
 
 
 # Layouts

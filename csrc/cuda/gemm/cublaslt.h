@@ -13,23 +13,32 @@ namespace zerofp4::cuda::lt {
 
 using Status = int32_t;  // cublasStatus_t
 constexpr Status kSuccess = 0;
+constexpr Status kInvalidValue = 7;
 constexpr Status kNotSupported = 15;
 
 using DataType = int32_t;  // cudaDataType_t
-constexpr DataType kR32F = 0, kR16F = 2, kR16BF = 14;
+constexpr DataType kR32F = 0, kR16F = 2, kR16BF = 14, kR8E4M3 = 28, kR4E2M1 = 33;
 
 constexpr int32_t kCompute32F = 68;            // cublasComputeType_t
 constexpr int32_t kOpN = 0, kOpT = 1;          // cublasOperation_t
 constexpr int32_t kPointerModeDevice = 1;      // cublasLtPointerMode_t
 constexpr int32_t kEpilogueBias = 4;           // cublasLtEpilogue_t, uint32_t
 constexpr uint32_t kReductionComputeType = 2;  // cublasLtReductionScheme_t
+// cublasLtMatmulMatrixScale_t
+constexpr int32_t kScaleVec16E4M3 = 1, kScaleVec32E8M0 = 2;
 
 enum class DescAttribute : int32_t {
     kPointerMode = 2,
     kTransA = 3,
     kTransB = 4,
     kEpilogue = 7,
-    kBiasPointer = 8
+    kBiasPointer = 8,
+    kAlphaVectorBatchStride = 14,
+    kAScalePointer = 17,
+    kBScalePointer = 18,
+    kBiasDataType = 26,
+    kAScaleMode = 31,
+    kBScaleMode = 32,
 };
 
 enum class PreferenceAttribute : int32_t {
