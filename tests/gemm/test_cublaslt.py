@@ -1,17 +1,47 @@
-"""What is asked of cuBLASLt, without a GPU."""
+"""What is asked of cuBLASLt, and the numbers by which it is asked, without a GPU."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
-from native import build
+from native import CSRC, FOLDER, build
 
 BFLOAT16, NVFP4, MXFP8 = 1, 3, 4  # Inputs
 SUCCESS, INVALID_VALUE, NOT_SUPPORTED = 0, 7, 15
 # Attributes of a product's descriptor
 EPILOGUE, BIAS, STRIDE, SCALE_A, SCALE_B, BIAS_TYPE, MODE_A, MODE_B = 7, 8, 14, 17, 18, 26, 31, 32
+
+
+def folders_of_headers() -> list[Path]:
+    """Of a toolkit, and of NVIDIA's wheels."""
+    compiler = shutil.which(os.environ.get("CUDACXX", "nvcc"))
+    toolkit = os.environ.get("CUDA_HOME") or (compiler and Path(compiler).resolve().parents[1])
+    found = [] if toolkit is None else [Path(toolkit) / "include"]
+    if compiler is not None:  # which may be a script
+        said = subprocess.run([compiler, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
+        tops = [line.partition("TOP=")[2] for line in said.splitlines() if "TOP=" in line]
+        found += [Path(top) / "include" for top in tops]
+    wheels = Path(sysconfig.get_path("purelib")) / "nvidia"
+    return [*found, *sorted(wheels.glob("*/include"))]
+
+
+def test_the_numbers_are_those_of_nvidias_headers():
+    folders = [folder for folder in folders_of_headers() if folder.is_dir()]
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    for header in ("cublasLt.h", "library_types.h"):
+        if compiler is None or not any((folder / header).exists() for folder in folders):
+            pytest.skip(f"no C++ compiler, or no {header} in {[str(folder) for folder in folders]}")
+    options = ["-std=c++17", "-fsyntax-only", f"-I{CSRC}", *(f"-isystem{folder}" for folder in folders)]
+    source = FOLDER / "cublaslt_enumerants.cpp"
+    done = subprocess.run([compiler, *options, source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
