@@ -7,23 +7,31 @@ namespace zerofp4 {
 
 constexpr uint32_t kRandomSigns = 0xd7e8u;  // bit i set: element i changes its sign
 
-// Signs and a radix-2 butterfly with strides 1, 2, 4, 8: 4 times the transform. The inputs are values of
-// bfloat16; on the CPU, vectors of them.
+// A step of a radix-2 butterfly.
+template <class Float, int kCount>
+ZEROFP4_HD void butterfly_step(Float (&x)[kCount], int stride) {
+    ZEROFP4_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+        if (i & stride) continue;
+        const Float a = x[i], b = x[i + stride];
+        x[i] = a + b;
+        x[i + stride] = a - b;
+    }
+}
+
 template <class Float>
-ZEROFP4_HD void butterfly(Float (&x)[16], uint32_t signs) {
+ZEROFP4_HD void change_signs(Float (&x)[16], uint32_t signs) {
     ZEROFP4_UNROLL
     for (int i = 0; i < 16; ++i) x[i] = signs >> i & 1u ? -x[i] : x[i];
+}
+
+// Signs and a butterfly with strides 1, 2, 4, 8: 4 times the transform. The inputs are values of bfloat16; on
+// the CPU, vectors of them.
+template <class Float>
+ZEROFP4_HD void butterfly(Float (&x)[16], uint32_t signs) {
+    change_signs(x, signs);
     ZEROFP4_UNROLL
-    for (int step = 0; step < 4; ++step) {
-        const int stride = 1 << step;
-        ZEROFP4_UNROLL
-        for (int i = 0; i < 16; ++i) {
-            if (i & stride) continue;
-            const Float a = x[i], b = x[i + stride];
-            x[i] = a + b;
-            x[i + stride] = a - b;
-        }
-    }
+    for (int step = 0; step < 4; ++step) butterfly_step(x, 1 << step);
 }
 
 // Adding 0 turns -0 into +0.
