@@ -136,8 +136,8 @@ class Bucket:
 
     @functools.cached_property
     def gradients(self) -> torch.Tensor:
-        """float32 [slice_numel], averaged. Allocated on demand: many updates average as they read."""
-        return self._zeros(torch.float32, self.device)
+        """float32 [slice_numel], averaged, at home. Made on demand: many updates average as they read."""
+        return self._zeros(torch.float32, self.home)
 
     @functools.cached_property
     def gradient_views(self) -> list[torch.Tensor | None]:

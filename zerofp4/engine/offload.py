@@ -28,7 +28,8 @@ copy:
               of the reduced ones, turn n + 2   then cast, turn n + 2
     up        cast, turn n + 2                  copy up, current stream      turn n + 4, after a wait
 
-A gradient that the copy reads in p.grad stays alive: step() holds it, and returns after all these waits.
+clip_grad_norm_() brings the means down to the buckets' `gradients`, which are on the host, too. There the
+copy of one bucket overlaps with that of the host, which empties the slot before.
 
 The host's kernels also read the decision of a step: `skip`, the presence flags and the factor of
 clip_grad_norm_ come down with each bucket's gradients, since a failed barrier may set `skip` in between.
@@ -43,6 +44,7 @@ from typing import Any
 
 import torch
 
+from zerofp4 import ops
 from zerofp4.cast import CastPlan, check_request, travelling_scales, travelling_shards
 from zerofp4.distributed import OwnError, attempt
 from zerofp4.engine.buckets import Bucket
@@ -141,14 +143,13 @@ class Offload:
         self.skip = self.present = self._own_factor = None
         self._decision: Copies = []
         self._factor: Copies = []
+        self._on_its_way: tuple[Slots, Callable[[], None]] | None = None
+        """The slots whose means are to go to `gradients` of a bucket, and what brings them there."""
 
-    def allocate(self, exchanges: Sequence[BucketExchange], are_means: bool) -> None:
-        """Make the other slots, once plans and exchanges are built.
-
-        are_means: whether no clip_grad_norm_ makes FP32 means, since each gradient is its own mean.
-        """
+    def allocate(self, exchanges: Sequence[BucketExchange]) -> None:
+        """Make the other slots, once plans and exchanges are built."""
         mine = [exchange for exchange in exchanges if exchange.bucket.is_offloaded]
-        sizes = [e.bucket.slice_numel * (e.arrives_as.itemsize if are_means else 4) for e in mine]
+        sizes = [e.bucket.slice_numel * e.arrives_as.itemsize for e in mine]
         numels = [e.bucket.slice_numel for e in mine if not e.is_in_place]
         words = [e.bucket.plan.reduced.numel() for e in mine if e.bucket.plan is not None]
         for slots in self._slots:
@@ -195,6 +196,12 @@ class Offload:
             return None
         self._factor = [] if factor is None else [(self._own_factor, factor)]
         return {"skip": self.skip, "factor": None if factor is None else self._own_factor}
+
+    def settle(self, slots: Slots | None = None) -> None:
+        """Finish what OffloadedExchange.average() has begun. slots: only if the means are in these."""
+        if self._on_its_way is not None and slots in (None, self._on_its_way[0]):
+            finish, self._on_its_way = self._on_its_way[1], None
+            finish()
 
     def bring_down(self, copies: Copies) -> torch.cuda.Event | None:
         """Copy to the host, after the work on the current stream, gradients and the decision of the step.
@@ -331,6 +338,8 @@ class OffloadedExchange(BucketExchange):
     """An exchange whose update is on the host: bring_down() begins to copy the means there, or in a world of
     one the gradients that are their own means, and receive() waits for them.
 
+    average() brings them to `bucket.gradients`, on the host; Offload.settle() waits for the last ones.
+
     inner: the exchange of the bucket on the device.
     """
 
@@ -338,8 +347,7 @@ class OffloadedExchange(BucketExchange):
 
     def __init__(self, inner: BucketExchange, offload: Offload):
         self.bucket, self.memory, self.received = inner.bucket, inner.memory, inner.received
-        self.send, self.average = inner.send, inner.average
-        self.finish, self.gather = inner.finish, inner.gather
+        self.send, self.finish, self.gather = inner.send, inner.finish, inner.gather
         self._inner, self._offload = inner, offload
         self.is_in_place = isinstance(inner, LocalExchange) and inner.arrives_as is not None
         self.arrives_as = inner.arrives_as if self.is_in_place else torch.float32
@@ -355,24 +363,49 @@ class OffloadedExchange(BucketExchange):
     def error(self) -> OwnError:
         return self._inner.error
 
-    def bring_down(self, reduces: bool) -> None:
-        """reduces: whether the means are not yet in `bucket.gradients`. An error is raised by receive()."""
+    def bring_down(self, reduces: bool, squares: torch.Tensor | None = None) -> None:
+        """reduces: whether the means are not yet in `bucket.gradients`. squares: as of average(). An error is
+        raised by receive().
+        """
         bucket, self._failure = self.bucket, OwnError()
-        dtype, numel = self.arrives_as if reduces else torch.float32, bucket.slice_numel
         with self._failure:
-            slot = bucket.slots.down[: numel * dtype.itemsize].view(dtype)
-            self._views = bucket.own_views(slot)
-            if reduces and self.is_in_place:
-                pairs = zip(self._views, self._inner.receive().own, strict=True)
-                copies = [(v, g.view(-1)) for v, g in pairs if v is not None and g is not None]
-            else:
-                means = bucket.slots.means[:numel] if reduces else bucket.gradients
-                if reduces:
-                    self.average(into=means)
-                copies = [(slot, means)]
+            copies: Copies = []
+            self._views = bucket.gradient_views if not reduces else self._begin_mean(copies, squares)
             self._event = self._offload.bring_down(copies)
+
+    def _begin_mean(self, copies: Copies, squares: torch.Tensor | None) -> Gradients:
+        """Make the mean. Adds to `copies` what brings it to the slot, of which views are returned."""
+        bucket, numel = self.bucket, self.bucket.slice_numel
+        slot = bucket.slots.down[: numel * self.arrives_as.itemsize].view(self.arrives_as)
+        views = bucket.own_views(slot)
+        if not self.is_in_place:
+            means = bucket.slots.means[:numel]
+            self._inner.average(squares, into=means)
+            copies.append((slot, means))
+            return views
+        for view, gradient in zip(views, self._inner.receive().own, strict=True):
+            if view is not None and gradient is not None:
+                copies.append((view, gradient.view(-1)))
+            elif view is not None:
+                view.zero_()
+        if squares is not None:
+            ops.add_squares([own for _, own in copies], squares)
+        return views
 
     def receive(self) -> Arrived:
         wait(self._event)
         self._failure.raise_if_any()
         return Arrived(self._views, None)
+
+    def average(self, squares: torch.Tensor | None = None) -> None:
+        offload = self._offload
+        offload.settle(self.bucket.slots)
+        self.bring_down(True, squares)
+        offload.settle()  # of another slot, while this bucket comes down
+        self._failure.raise_if_any()
+        offload._on_its_way = self.bucket.slots, self._take_means
+
+    def _take_means(self) -> None:
+        for view, own in zip(self.receive().own, self.bucket.gradient_views, strict=True):
+            if own is not None:
+                own.copy_(view)

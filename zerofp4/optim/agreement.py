@@ -436,25 +436,39 @@ class OwnGradients:
         if self._world_size == 1 and ops.is_capturing(device) and not self._inners.heed_found_inf():
             return None
         when = self.squares[:, -2:].sum(0) if in_means else None
-        launches = self._means_launches if in_means and not self.are_means else self.launches
-        if launches is None:
+        if in_means and not self.are_means:
+            word = self._find_in_means(when)
+        elif self.launches is None:
             word = self.scan(range(len(self._words)), gradients, when)
         else:
             word = self._word
-            launches.find_nonfinite(word.zero_(), when)
+            self.launches.find_nonfinite(word.zero_(), when)
         for flag in (self._inners.found_inf(), self.scaler_found_inf):
             if isinstance(flag, torch.Tensor):
                 word = torch.maximum(word, (flag.reshape(()).to(device) != 0).int() * FOUND_INF)
         return word
 
+    def _find_in_means(self, when: torch.Tensor) -> torch.Tensor:
+        """scan() of this rank's slices of the means, on the device and on the host."""
+        word = self._word.zero_()
+        for device, launches in self._means_launches.items():
+            found = word if device == word.device else torch.zeros_like(word, device=device)
+            launches.find_nonfinite(found, when.to(device))
+            word = torch.maximum(word, found.to(word.device))
+        return word
+
     @functools.cached_property
-    def _means_launches(self) -> ops.MultiTensor:
-        """Reads this rank's slices of the means, whose memory never moves."""
-        pairs = [zip(b.gradient_views, b.indices, strict=True) for b in self._shards.buckets]
-        owned = [(view, i) for pair in pairs for view, i in pair if view is not None]
-        launches = ops.MultiTensor([view for view, _ in owned], [self._words[i] for _, i in owned])
-        launches.addresses = ops.pointers([view for view, _ in owned])
-        return launches
+    def _means_launches(self) -> dict[torch.device, ops.MultiTensor]:
+        """By device, reads this rank's slices of the means there, whose memory never moves."""
+        owned: dict[torch.device, list[tuple[torch.Tensor, int]]] = {}
+        for bucket in self._shards.buckets:
+            pairs = zip(bucket.gradient_views, bucket.indices, strict=True)
+            owned.setdefault(bucket.home, []).extend((view, i) for view, i in pairs if view is not None)
+        made = {}
+        for device, pairs in owned.items():
+            made[device] = ops.MultiTensor([view for view, _ in pairs], [self._words[i] for _, i in pairs])
+            made[device].addresses = ops.pointers([view for view, _ in pairs])
+        return made
 
     def scan(
         self, indices: Iterable[int], gradients: Gradients, when: torch.Tensor | None = None
@@ -504,7 +518,7 @@ def global_norm(
     """The p-norm of the averaged gradients of all ranks, float32 [], and the largest word. Collective: one
     all-reduce.
 
-    means: as of OwnGradients.means(), contiguous.
+    means: as of OwnGradients.means(), contiguous, on any device.
     squares: the sums that ops.average left of the means, for the 2-norm, which does not depend on the number
         of ranks. Other norms add up in float64, and may round to another float32 in another world.
     word: as of OwnGradients.find_word(); None counts as 0.
@@ -514,7 +528,7 @@ def global_norm(
         own = squares.sum(0)
     else:
         parts = [part for mean in means if mean.numel() for part in mean.view(-1).split(CHUNK)]
-        norms = [torch.linalg.vector_norm(part, p, dtype=torch.float64) for part in parts]
+        norms = [torch.linalg.vector_norm(part, p, dtype=torch.float64).to(squares.device) for part in parts]
         own = torch.zeros(size, dtype=torch.float64, device=squares.device)
         own[rank] = torch.linalg.vector_norm(torch.stack([own[rank], *norms]), p)
     words = torch.zeros(size, dtype=own.dtype, device=own.device)

@@ -232,8 +232,9 @@ class ShardedParameters:
             bucket.gradients = flat[: bucket.slice_numel]
 
     def host_bytes(self, state_of: Callable[[torch.Tensor], Mapping[str, Any]]) -> int:
-        """Bytes of offloaded masters and of their state."""
-        planes = [plane for b in self.buckets if b.is_offloaded for plane in (b.masters, b.low)]
+        """Bytes of offloaded masters, their state, and their gradients if these wait on the host."""
+        flats = (vars(b) for b in self.buckets if b.is_offloaded)
+        planes = [flat.get(name) for flat in flats for name in ("masters", "low", "gradients")]
         states = [state_of(master) for i in self.offloaded for master in self.optimized[i]]
         kept = planes + [value for state in states for value in state.values()]
         return sum(tensor.nbytes for tensor in kept if tensor is not None)

@@ -135,8 +135,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         free_frozen(checked.parameters)
         with error:
             exchanges, self._schedule = self._make_exchanges(reduction == "ordered")
-            are_means = self.world_size == 1 and all(one.memory is None for one in exchanges)
-            self._shards.offload.allocate(exchanges, are_means)
+            self._shards.offload.allocate(exchanges)
             masters = dict(zip(map(id, self._shards.parameters), self._shards.optimized, strict=True))
             self.inners = InnerOptimizers(checked.classes, self.param_groups, masters)
             """The optimizers of the masters, in the order in which their classes come first in the groups."""
@@ -352,6 +351,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._forget_clipped()
             if not own.are_means:
                 failure = self._step.average(sent, own.squares)  # into `means`
+                with failure:
+                    self._shards.offload.settle()
             if sent is not ABSTAIN and not failure:
                 with failure:
                     word = in_phase("scan", own.find_word)(gradients, in_means=True)
@@ -746,9 +747,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         None), state ("compact24" has masters of 24 bits), masters (on "host" or "device"), and the bytes of
         gradients, amaxes and weights that this rank sends for it in a step. bytes_sent: the same of all
         buckets. shared_bytes: memory that other ranks can access. waiting_bytes: memory where gradients of
-        other ranks wait for the update. host_bytes: offloaded masters with their present state. pinned_bytes:
-        the slots for gradients, amaxes and weights on their way between host and device, before torch rounds
-        each up to a power of two. offload_threads: that update; None if nothing is offloaded.
+        other ranks wait for the update. host_bytes: offloaded masters with their present state, and gradients
+        that wait there. pinned_bytes: the slots for gradients, amaxes and weights on their way between host
+        and device, before torch rounds each up to a power of two. offload_threads: that update; None if
+        nothing is offloaded.
         """
         described = self._step.describe()
         for entry, bucket in zip(described["buckets"], self._shards.buckets, strict=True):

@@ -213,6 +213,18 @@ def test_clipped_means_of_ranks_that_share_no_parameter(world):
         assert_all_equal(*map(cases.model_bytes, models), f"step {step}: buffer")
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_clipped_means_wait_on_the_host(world, share):
+    optimizer = built(world, FusedAdamW, bucket_mb=SMALL, offload=share, seed=0)[1]
+    before = optimizer.describe()["host_bytes"]
+    optimizer.clip_grad_norm_(0.5)
+    offloaded = [bucket for bucket in optimizer._shards.buckets if bucket.is_offloaded]
+    means = [bucket.gradients for bucket in offloaded]
+    assert {each.device.type for each in means} == {"cpu"}
+    assert optimizer.describe()["host_bytes"] == before + sum(each.nbytes for each in means)
+
+
 @on_ranks(3, time_limit=120.0)
 @pytest.mark.parametrize("case", ["fused", "compact", "tiles, four over six"])
 def test_a_run_goes_on_with_another_share_in_another_world(world, case):
