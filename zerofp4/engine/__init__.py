@@ -34,6 +34,6 @@ from zerofp4.engine.exchange import (
 )
 from zerofp4.engine.late_gather import LateGathers
 from zerofp4.engine.offload import Offload, OffloadedExchange, OffloadedPlan
-from zerofp4.engine.overlap import BackwardSchedule, UpdateSchedule
+from zerofp4.engine.overlap import BackwardSchedule, SumSchedule, UpdateSchedule
 from zerofp4.engine.peers import Peers, find_hosts, find_peers, host_name, peer_exchanges
 from zerofp4.engine.step import Step, Update

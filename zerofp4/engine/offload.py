@@ -38,6 +38,7 @@ If the parameters are on a CPU, the same steps run without streams.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -47,7 +48,7 @@ import torch
 from zerofp4 import ops
 from zerofp4.cast import CastPlan, check_request, travelling_scales, travelling_shards
 from zerofp4.distributed import OwnError, attempt
-from zerofp4.engine.buckets import Bucket
+from zerofp4.engine.buckets import CHUNK, Bucket
 from zerofp4.engine.exchange import Arrived, BucketExchange, Gradients, LocalExchange
 from zerofp4.format import SCALE_DTYPE
 from zerofp4.ops import HEADER_WORDS, cpu_cores
@@ -146,8 +147,8 @@ class Offload:
         self._on_its_way: tuple[Slots, Callable[[], None]] | None = None
         """The slots whose means are to go to `gradients` of a bucket, and what brings them there."""
 
-    def allocate(self, exchanges: Sequence[BucketExchange]) -> None:
-        """Make the other slots, once plans and exchanges are built."""
+    def allocate(self, exchanges: Sequence[BucketExchange], sums: bool) -> None:
+        """Make the other slots, once plans and exchanges are built. sums: also memory of gradients."""
         mine = [exchange for exchange in exchanges if exchange.bucket.is_offloaded]
         sizes = [e.bucket.slice_numel * e.arrives_as.itemsize for e in mine]
         numels = [e.bucket.slice_numel for e in mine if not e.is_in_place]
@@ -156,6 +157,8 @@ class Offload:
             slots.down = self._pinned((max(sizes, default=0),), torch.uint8)
             slots.amaxes = self._pinned((max(words, default=0),), torch.float32)
             slots.means = torch.zeros(max(numels, default=0), dtype=torch.float32, device=self.device)
+        for exchange in mine if sums else ():
+            _ = exchange.bucket.gradients  # makes it
 
     def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         try:
@@ -202,6 +205,15 @@ class Offload:
         if self._on_its_way is not None and slots in (None, self._on_its_way[0]):
             finish, self._on_its_way = self._on_its_way[1], None
             finish()
+
+    def record(self, gradient: torch.Tensor) -> None:
+        """Keep the memory of a gradient, even if it is freed, until the next copies down are done."""
+        if self._stream is not None:
+            gradient.record_stream(self._stream)
+
+    def bring_down_decision(self) -> None:
+        """Bring down the decision on a bucket whose gradients came down before the vote. The host waits."""
+        wait(self.bring_down([]))
 
     def bring_down(self, copies: Copies) -> torch.cuda.Event | None:
         """Copy to the host, after the work on the current stream, gradients and the decision of the step.
@@ -354,10 +366,7 @@ class OffloadedExchange(BucketExchange):
         self._event: torch.cuda.Event | None = None
         self._failure = OwnError()
         self._views: Gradients = ()
-
-    @property
-    def present(self) -> Sequence[bool] | None:
-        return self._inner.present
+        self.present: Sequence[bool] | None = None
 
     @property
     def error(self) -> OwnError:
@@ -370,7 +379,9 @@ class OffloadedExchange(BucketExchange):
         bucket, self._failure = self.bucket, OwnError()
         with self._failure:
             copies: Copies = []
-            self._views = bucket.gradient_views if not reduces else self._begin_mean(copies, squares)
+            if reduces:
+                self.present = self._inner.present
+            self._views = self._begin_mean(copies, squares) if reduces else bucket.gradient_views
             self._event = self._offload.bring_down(copies)
 
     def _begin_mean(self, copies: Copies, squares: torch.Tensor | None) -> Gradients:
@@ -386,6 +397,7 @@ class OffloadedExchange(BucketExchange):
         for view, gradient in zip(views, self._inner.receive().own, strict=True):
             if view is not None and gradient is not None:
                 copies.append((view, gradient.view(-1)))
+                self._offload.record(gradient)  # which may be freed before it is copied
             elif view is not None:
                 view.zero_()
         if squares is not None:
@@ -397,15 +409,19 @@ class OffloadedExchange(BucketExchange):
         self._failure.raise_if_any()
         return Arrived(self._views, None)
 
-    def average(self, squares: torch.Tensor | None = None) -> None:
+    def average(self, squares: torch.Tensor | None = None, adds: bool = False) -> None:
+        """adds: whether the mean is added to `bucket.gradients`."""
         offload = self._offload
         offload.settle(self.bucket.slots)
         self.bring_down(True, squares)
         offload.settle()  # of another slot, while this bucket comes down
         self._failure.raise_if_any()
-        offload._on_its_way = self.bucket.slots, self._take_means
+        offload._on_its_way = self.bucket.slots, functools.partial(self._take_mean, adds)
 
-    def _take_means(self) -> None:
-        for view, own in zip(self.receive().own, self.bucket.gradient_views, strict=True):
-            if own is not None:
-                own.copy_(view)
+    def _take_mean(self, adds: bool) -> None:
+        for arrived, own in zip(self.receive().own, self.bucket.gradient_views, strict=True):
+            if own is not None and not adds:
+                own.copy_(arrived)
+            elif own is not None:  # in chunks, since torch makes an FP32 copy of what it adds
+                for part, target in zip(arrived.split(CHUNK), own.split(CHUNK), strict=True):
+                    target.add_(part)

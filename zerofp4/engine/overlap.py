@@ -1,4 +1,4 @@
-"""Overlap with backward passes: buckets are sent, or updated, as soon as their gradients are complete."""
+"""Buckets that backward passes send, update or bring to the host as soon as their gradients are complete."""
 
 import contextlib
 import itertools
@@ -12,6 +12,7 @@ from zerofp4.distributed import OwnError, in_phase
 from zerofp4.engine.assignment import Trained
 from zerofp4.engine.buckets import Gradients, add_gradient_hooks
 from zerofp4.engine.exchange import ABSTAIN, Abstain, BucketExchange, check_gradients, in_place
+from zerofp4.engine.offload import Offload
 from zerofp4.engine.step import Step
 from zerofp4.tensors import Holder, check_not_averaged
 
@@ -187,64 +188,55 @@ def _samples_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack(two).view(torch.uint8)
 
 
-class UpdateSchedule(Schedule):
-    """overlap="update": takes each bucket through a whole turn of the step.
+class TakingSchedule(Schedule):
+    """Takes the gradients of each bucket out of p.grad, in a backward pass or when it ends.
 
-    One rank alone takes a bucket as soon as it is complete, and step() takes the rest. Several ranks take
-    the rest when a backward pass ends, since other ranks may have all gradients, and wait.
+    [Note: where a pass ends] Several ranks take incomplete buckets when a pass ends, since other ranks may
+    have all gradients, and wait. autograd tells of no end if the pass raised. The end of a nested pass
+    (reentrant checkpoints) is ignored: the outer pass may still make gradients.
 
-    [Note: when a weight may be written] autograd accumulates a gradient once per pass, after every node that
-    computes a part of it has read the weight. So no later node reads the weight; the page on the optimizer
-    lists the exceptions. Other ranks write into a weight after the vote on its bucket, which this rank joins
-    when its own gradients are complete, or its pass has ended.
-
-    weights: the optimizer's ShardedParameters, which notices other writers, and which an error breaks.
-    agreement: the ranks, which vote on each bucket.
-    gradients: OwnGradients, which scans a bucket for a NaN or Inf before the vote.
-    inners: of the masters: one FusedAdamW.
+    gradients: OwnGradients, which scans a bucket for a NaN or Inf. offload: of the buckets.
     """
 
-    def __init__(self, step: Step, weights: Any, agreement: Any, gradients: Any, inners: Any):
-        self._step, self._weights, self._agreement = step, weights, agreement
-        self._own, self._inners = gradients, inners
+    _rule: str
+    """The end of the message if a parameter has had a gradient."""
+    _takes_rest = True
+    """Whether incomplete buckets are taken when a pass ends."""
+
+    def __init__(
+        self,
+        trained: Sequence[Trained],
+        holder: Holder,
+        exchanges: Sequence[BucketExchange],
+        gradients: Any,
+        offload: Offload,
+    ):
+        self._own, self._offload = gradients, offload
         self._stream: torch.cuda.Stream | None = None  # of the last hook
-        self._in_order = step.exchanges[0].bucket.world_size > 1
-        self._lag = int(self._in_order)  # in buckets, between two stages: transfers need time
-        super().__init__(weights.trained, weights.holder, step.exchanges)
+        super().__init__(trained, holder, exchanges)
 
     def start_over(self) -> None:
         super().start_over()
-        self.has_begun = False  # whether a bucket has begun to go through the step
-        self._is_refused = False  # whether all ranks have refused the last step: this step only raises
         self._pass: int | None = None  # autograd's number of the last backward pass with a gradient
-        self._waiting: dict[BucketExchange, tuple[list[bool], torch.Tensor | None]] = {}  # for the vote
 
     def _accept(self, i: int) -> None:
-        with self._weights.breaking("backward()", in_buckets=True):
-            self._follow_stream()
-            n = self._position[i]
-            is_second = i not in self._missing[n]
-            if is_second or n in self._taken:
-                which = "a second gradient" if is_second else "a gradient in a second backward pass"
-                raise RuntimeError(
-                    f"{self._names[i]} got {which} before step(), and overlap='update' uses each "
-                    "gradient as soon as it is there: call step() after every backward pass, also one that "
-                    "raised, and give checkpoint() use_reentrant=False where several segments use one weight"
-                )
-            self._take(self._complete_with(i))
-            running = torch._C._current_graph_task_id()
-            if self._in_order and self._pass != running:
-                self._pass = running
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        self._follow_stream()
+        n = self._position[i]
+        is_second = i not in self._missing[n]
+        if is_second or n in self._taken:
+            which = "a second gradient" if is_second else "a gradient in a second backward pass"
+            raise RuntimeError(f"{self._names[i]} got {which} {self._rule}")
+        self._take(self._complete_with(i))
+        running = torch._C._current_graph_task_id()
+        if self._takes_rest and self._pass != running:
+            self._pass = running
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        """Take the rest. Not called if the pass raised. Ignored for nested passes (reentrant checkpoints):
-        the outer pass may still make gradients.
-        """
+        """[Note: where a pass ends]"""
         if torch._C._current_autograd_node() is None:
-            with self._weights.breaking("backward()", in_buckets=True):
-                self._take(self._rest(3 * self._lag))
+            self._take_rest()
 
     def _follow_stream(self) -> None:
         """Make the current stream wait for the last hook's: each hook runs on its gradient's stream."""
@@ -254,6 +246,186 @@ class UpdateSchedule(Schedule):
             if self._stream not in (None, stream):
                 stream.wait_stream(self._stream)
             self._stream = stream
+
+    def _take_gradients(
+        self, exchange: BucketExchange, failure: OwnError
+    ) -> tuple[Gradients | Abstain, list[bool], torch.Tensor | None]:
+        """Take the gradients of a bucket out of p.grad. Returns them, which are present, and the word of a
+        NaN or Inf. After an error of this rank, or its failure, they stay there.
+        """
+        indices = exchange.bucket.indices
+        if not (self._error or failure):
+            with self._error:
+                parameters = [self._parameters[i] for i in indices]
+                own = ops.gradients_of(parameters)
+                check_gradients(exchange, own, [self._names[i] for i in indices])
+                sent = in_place(exchange, own)
+                word = in_phase("scan", self._own.scan)(indices, sent)
+                with torch._C.DisableTorchFunctionSubclass():
+                    for parameter in parameters:
+                        parameter.grad = None
+                for gradient in own:
+                    if gradient is not None and gradient.is_cuda:  # it may come from another stream
+                        gradient.record_stream(torch.cuda.current_stream(gradient.device))
+                return sent, [gradient is not None for gradient in own], word
+        return ABSTAIN, [False] * len(indices), None
+
+
+class SumSchedule(TakingSchedule):
+    """offload_gradients=True: averages each bucket in every backward pass, and has the host add up the means.
+
+    Several ranks average a bucket when the next one has been sent. They exchange all buckets in every pass,
+    so all run equally many.
+    """
+
+    _rule = (
+        "before the first pass ended, and offload_gradients takes each gradient as soon as it is there: give "
+        "checkpoint() use_reentrant=False, and after a pass that raised call step() on every rank"
+    )
+
+    def __init__(
+        self,
+        trained: Sequence[Trained],
+        holder: Holder,
+        exchanges: Sequence[BucketExchange],
+        gradients: Any,
+        offload: Offload,
+    ):
+        self.word = torch.zeros((), dtype=torch.int32, device=exchanges[0].bucket.device)
+        """The word of a NaN or Inf in any gradient that was added up."""
+        self._in_order = exchanges[0].bucket.world_size > 1
+        self._sent: BucketExchange | None = None
+        super().__init__(trained, holder, exchanges, gradients, offload)
+        self.drop()
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether a backward pass has made gradients, and has not ended."""
+        return sum(map(len, self._missing)) < len(self._parameters)
+
+    def drop(self) -> None:
+        """The sums are used, or zero_grad() was called."""
+        self.passes = 0
+        """How many backward passes are added up."""
+        self._present = [False] * len(self._parameters)
+        self._mark = torch.zeros((), dtype=torch.float32, device="cpu")  # written to in each pass
+        self.word.zero_()
+        if not (self._in_order and self._is_open):  # else other ranks wait for the rest of the pass
+            self.start_over()
+
+    def collect(self) -> list[torch.Tensor | None]:
+        """By parameter, a tensor that further passes write to; None if no pass has made a gradient. Raises
+        RuntimeError for a gradient that was assigned.
+        """
+        for name, gradient in zip(self._names, ops.gradients_of(self._parameters), strict=True):
+            if gradient is not None and not self._error:
+                raise RuntimeError(
+                    f"{name} has a gradient that was assigned after its backward pass, and offload_gradients "
+                    "adds up those that backward passes make"
+                )
+        return [self._mark if is_present else None for is_present in self._present]
+
+    def add_squares(self, squares: torch.Tensor) -> None:
+        """Add the squares of the sums, on the device."""
+        own = torch.zeros_like(squares, device="cpu")
+        means = [e.bucket.gradients for e in self._exchanges]
+        with self._offload.computing():
+            ops.add_squares(means, own)
+        squares.add_(own.to(squares.device))
+
+    def close(self, error: OwnError) -> None:
+        """Before a vote: end a pass that raised. Adds an error of this rank in backward passes, which loses
+        the sums.
+        """
+        if self._is_open:
+            left = len(self._taken)
+            self._take_rest()
+            with self._error:
+                raise RuntimeError(
+                    f"a backward pass ended after {left} of {len(self._exchanges)} buckets, since it raised "
+                    "or all its gradients came from checkpoint() with use_reentrant=True"
+                )
+        if self._error:
+            with error:
+                self._error.raise_if_any()
+            self.drop()
+        for exchange in () if self._in_order else self._exchanges:
+            exchange.present = [self._present[i] for i in exchange.bucket.indices]
+
+    def _take_rest(self) -> None:
+        if not self._is_open:
+            return  # a pass around nested ones has several ends
+        self._take(self._rest())
+        with self._offload.computing(), self._error:
+            self._average(self._sent)
+            self._offload.settle()
+        error = self._error
+        self.start_over()
+        self._error, self._sent, self.passes = error, None, self.passes + 1
+
+    def _take(self, positions: Iterable[int]) -> None:
+        for exchange in map(self._exchanges.__getitem__, positions):
+            gradients, present, word = self._take_gradients(exchange, self._error)
+            for i, is_present in zip(exchange.bucket.indices, present, strict=True):
+                self._present[i] |= is_present
+            if word is not None:
+                torch.maximum(self.word, word, out=self.word)
+            in_phase("gradients", exchange.send)(gradients)
+            del gradients  # to be freed when it is copied
+            self._mark.zero_()
+            before, self._sent = (self._sent, exchange) if self._in_order else (exchange, None)
+            with self._offload.computing(), self._error:
+                self._average(before)
+
+    def _average(self, exchange: BucketExchange | None) -> None:
+        """An error is of this rank, which has joined the exchange."""
+        if exchange is not None:
+            in_phase("gradients", exchange.average)(adds=self.passes > 0)
+
+
+class UpdateSchedule(TakingSchedule):
+    """overlap="update": takes each bucket through a whole turn of the step.
+
+    One rank alone takes a bucket as soon as it is complete, and step() takes the rest. With offload it takes
+    buckets in order, as several ranks do, since the host updates one bucket while the device makes the
+    gradients of the next.
+
+    [Note: when a weight may be written] autograd accumulates a gradient once per pass, after every node that
+    computes a part of it has read the weight. So no later node reads the weight; the page on the optimizer
+    lists the exceptions. Other ranks write into a weight after the vote on its bucket, which this rank joins
+    when its own gradients are complete, or its pass has ended.
+
+    weights: the optimizer's ShardedParameters, which notices other writers, and which an error breaks.
+    agreement: the ranks, which vote on each bucket. gradients: as of TakingSchedule.
+    inners: of the masters: one FusedAdamW.
+    """
+
+    _rule = (
+        "before step(), and overlap='update' uses each gradient as soon as it is there: call step() after "
+        "every backward pass, also one that raised, and give checkpoint() use_reentrant=False where several "
+        "segments use one weight"
+    )
+
+    def __init__(self, step: Step, weights: Any, agreement: Any, gradients: Any, inners: Any):
+        self._step, self._weights, self._agreement, self._inners = step, weights, agreement, inners
+        self._votes = step.exchanges[0].bucket.world_size > 1
+        self._in_order = self._takes_rest = self._votes or weights.offload.is_used
+        self._lag = int(self._in_order)  # in buckets, between two stages: transfers need time
+        super().__init__(weights.trained, weights.holder, step.exchanges, gradients, weights.offload)
+
+    def start_over(self) -> None:
+        super().start_over()
+        self.has_begun = False  # whether a bucket has begun to go through the step
+        self._is_refused = False  # whether all ranks have refused the last step: this step only raises
+        self._waiting: dict[BucketExchange, tuple[list[bool], torch.Tensor | None]] = {}  # for the vote
+
+    def _accept(self, i: int) -> None:
+        with self._weights.breaking("backward()", in_buckets=True):
+            super()._accept(i)
+
+    def _take_rest(self) -> None:
+        with self._weights.breaking("backward()", in_buckets=True):
+            self._take(self._rest(3 * self._lag))
 
     def _take(self, turns: Iterable[int]) -> None:
         for t in turns:
@@ -265,7 +437,8 @@ class UpdateSchedule(Schedule):
             indices = [i for n in positions for i in self._exchanges[n].bucket.indices]
             with self._error:
                 self._weights.check_written(indices)
-            self._step.turn(self._exchanges, t, self._take_gradients, self._lag, self._vote_on)
+            with self._offload.computing():
+                self._step.turn(self._exchanges, t, self._take_for_vote, self._lag, self._vote_on)
             self._weights.versions.take(indices)
 
     def _begin(self) -> None:
@@ -287,30 +460,14 @@ class UpdateSchedule(Schedule):
             if self._inners.found_inf() is not None:
                 raise RuntimeError("found_inf on optimizer.inner is not supported with overlap='update'")
             self._inners.check_options()
-            fused.begin_buckets(self._step.exchanges, self._agreement.skip_in_kernels)
+            on_host = weights.offload.begin(None)
+            fused.begin_buckets(self._step.exchanges, self._agreement.skip_in_kernels, on_host=on_host)
         weights.found_inf.zero_()
         self._agreement.decision.first.zero_()  # it grows from bucket to bucket
         self._step.begin(fused.update_bucket, OwnError())
 
-    def _take_gradients(self, exchange: BucketExchange) -> Gradients | Abstain:
-        """Take the gradients of a bucket out of p.grad. After an error of this rank they stay there."""
-        gradients, word, indices = ABSTAIN, None, exchange.bucket.indices
-        present = [False] * len(indices)
-        if not (self._error or self._step.failure):
-            with self._error:
-                parameters = [self._parameters[i] for i in indices]
-                own = ops.gradients_of(parameters)
-                check_gradients(exchange, own, [self._names[i] for i in indices])
-                sent = in_place(exchange, own)
-                word = in_phase("scan", self._own.scan)(indices, sent)
-                gradients, present = sent, [gradient is not None for gradient in own]
-                with torch._C.DisableTorchFunctionSubclass():
-                    for parameter in parameters:
-                        parameter.grad = None
-                for gradient in own:
-                    if gradient is not None and gradient.is_cuda:  # it may come from another stream
-                        gradient.record_stream(torch.cuda.current_stream(gradient.device))
-        self._waiting[exchange] = present, word
+    def _take_for_vote(self, exchange: BucketExchange) -> Gradients | Abstain:
+        gradients, *self._waiting[exchange] = self._take_gradients(exchange, self._step.failure)
         return gradients
 
     def _vote_on(self, exchange: BucketExchange) -> None:
@@ -319,9 +476,11 @@ class UpdateSchedule(Schedule):
         """
         agreement, error = self._agreement, self._error or exchange.error or self._step.failure
         present, word = self._waiting.pop(exchange)
-        if self._in_order:
+        if self._votes:
             in_phase("vote", agreement.begin)(present, error, word)
         agreement.decide(word, found_inf=self._weights.found_inf, bucket=len(present))
+        if exchange.bucket.is_offloaded:
+            self._offload.bring_down_decision()
         self._weights.is_between |= not error
 
     def end_step(self, closure: Callable[[], Any] | None = None, obstacle: str | None = None) -> Any:
@@ -363,7 +522,7 @@ class UpdateSchedule(Schedule):
 
     def give_up(self) -> None:
         """Before a load: join the other ranks in the rest of a step, and change nothing."""
-        if self._in_order or self.has_begun:  # of several ranks, another may have begun
+        if self._votes or self.has_begun:  # of several ranks, another may have begun
             self._begin()
             self._step.failure = OwnError(RuntimeError("load_state_dict() came before step()"))
             with OwnError():  # but a CollectiveError is raised

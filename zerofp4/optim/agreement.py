@@ -41,6 +41,7 @@ class Call(NamedTuple):
     reduces: bool = True  # gradients are to be averaged; False if clip_grad_norm_ has averaged them
     max_norm: float = 0.0
     norm_type: float = 0.0
+    passes: int = 0  # the number of backward passes whose gradients were added up on the host
     # begin() fills in these two:
     step: int = 0  # the number of steps taken before
     options: int = 0  # the first of InnerOptimizers.hash_options()
@@ -231,6 +232,11 @@ class Agreement:
                 f"the ranks are out of step: some have taken {int(low.step)} steps and others "
                 f"{int(high.step)}; load the same state on all of them"
             )
+        if low.passes != high.passes:
+            return (
+                f"offload_gradients has added up from {int(low.passes)} to {int(high.passes)} backward "
+                "passes: run as many on every rank, and call zero_grad() on every rank or on none"
+            )
         for name in ("max_norm", "norm_type"):
             values = getattr(low, name), getattr(high, name)
             if values[0] != values[1]:
@@ -358,7 +364,10 @@ class Clipped(NamedTuple):
 
 
 class OwnGradients:
-    """The gradients of this rank's trainable parameters, where backward passes leave them."""
+    """The gradients of this rank's trainable parameters, where backward passes leave them.
+
+    are_summed: whether a SumSchedule takes them there.
+    """
 
     def __init__(
         self,
@@ -366,6 +375,7 @@ class OwnGradients:
         exchanges: Sequence[BucketExchange],
         agreement: Agreement,
         inners: InnerOptimizers,
+        are_summed: bool,
     ):
         self._shards, self._exchanges, self._inners = shards, exchanges, inners
         self._world_size = agreement.world_size
@@ -373,7 +383,8 @@ class OwnGradients:
         """The dtype that gradients are rounded to when they are sent, None for their own. A gradient that
         becomes infinite by it counts as infinite, in a world of any size.
         """
-        self.are_means = self._world_size == 1 and all(one.memory is None for one in exchanges)
+        is_alone = self._world_size == 1 and all(one.memory is None for one in exchanges)
+        self._are_summed, self.are_means = are_summed, is_alone and not are_summed
         """Whether gradients are their own means, in p.grad: in a world of one if nothing rounds them."""
         self.squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=shards.found_inf.device)
         """The sums of the squares of the means, for their norm."""
@@ -410,7 +421,7 @@ class OwnGradients:
         """Gradients as a step or clip sends or reads them; None if they are averaged already."""
         if not (reduces or self.are_means):
             return None
-        if self.launches is not None:
+        if self.launches is not None or self._are_summed:
             return gradients
         found: list[torch.Tensor | None] = list(gradients)
         for one in self._exchanges:
@@ -425,12 +436,15 @@ class OwnGradients:
             return [gradient for gradient in gradients if gradient is not None]
         return [bucket.gradients[bucket.part] for bucket in self._shards.buckets if bucket.is_counted]
 
-    def find_word(self, gradients: Gradients, in_means: bool = False) -> torch.Tensor | None:
+    def find_word(
+        self, gradients: Gradients, in_means: bool = False, known: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """scan() of all gradients, for the vote, or FOUND_INF of users and GradScalers. None if the optimizer
         of the masters could not read it in a CUDA graph. Waits for nothing.
 
         in_means: whether to look in this rank's slices of the means instead. Their `squares` count NaNs and
             Infs, so the means are read again only if there is one.
+        known: the word of the gradients, if they were scanned before.
         """
         device = self.squares.device
         if self._world_size == 1 and ops.is_capturing(device) and not self._inners.heed_found_inf():
@@ -438,6 +452,8 @@ class OwnGradients:
         when = self.squares[:, -2:].sum(0) if in_means else None
         if in_means and not self.are_means:
             word = self._find_in_means(when)
+        elif known is not None:
+            word = known
         elif self.launches is None:
             word = self.scan(range(len(self._words)), gradients, when)
         else:

@@ -110,6 +110,7 @@ class Checked:
         masters_from: Any,
         on_nonfinite: str,
         offload: float,
+        offload_gradients: bool,
         offload_threads: int | None,
     ):
         if on_nonfinite not in ("skip", "raise"):
@@ -147,8 +148,9 @@ class Checked:
         """Why all masters are updated at once, not bucket by bucket; or None."""
         if communication.overlap == "update":
             _check_updates_early(self.why_at_once, on_nonfinite)
-        _check_offload(offload, offload_threads, self.why_at_once, communication.overlap)
+        _check_offload(offload, offload_gradients, offload_threads, self.why_at_once)
         self.offload, self.offload_threads = float(offload), offload_threads
+        self.offload_gradients = offload_gradients
         _check_gradients(communication, self.trained, self.classes)
         self.why_collective = self._find_why_collective(group)
         self.held: Mapping = {}
@@ -167,6 +169,7 @@ class Checked:
                 ("optimizer_class of param_groups", [inner.name for inner in self.classes]),
                 ("on_nonfinite", on_nonfinite),
                 ("offload", self.offload),
+                ("offload_gradients", offload_gradients),
                 *vars(communication).items(),
             ],
             bucket_mb=communication.bucket_mb or find_bucket_mb(trainable, made_as),
@@ -229,9 +232,14 @@ class Checked:
         """Why parameters keep the ranks from sharing memory, or None. Raises ValueError for options that need
         parameters of all ranks.
         """
-        if all(place.sharding.group is group for place in self.places):
-            return None
+        is_of_all = all(place.sharding.group is group for place in self.places)
         why = "parameter groups name a process_group of some ranks"
+        if self.offload_gradients:
+            if not is_of_all:
+                raise ValueError(f"offload_gradients is not supported because {why}")
+            why = "offload_gradients brings the mean of each backward pass to the host"
+        elif is_of_all:
+            return None
         for name, refused in (("overlap", ("backward", "both", "update")), ("transport", ("peer",))):
             value = getattr(self.communication, name)
             if value in refused:
@@ -404,17 +412,17 @@ def _check_updates_early(why_at_once: str | None, on_nonfinite: str) -> None:
         )
 
 
-def _check_offload(share: float, threads: Any, why_at_once: str | None, overlap: str | None) -> None:
+def _check_offload(share: float, gradients: Any, threads: Any, why_at_once: str | None) -> None:
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise ValueError(f"offload must be a number from 0 to 1, got {share!r}")
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"offload_threads must be None or at least 1, got {threads!r}")
+    if not isinstance(gradients, bool):
+        raise TypeError(f"offload_gradients must be a bool, got {gradients!r}")
+    if gradients and share < 1:
+        raise ValueError(f"offload_gradients needs offload=1.0, got {share!r}")
     if share and why_at_once is not None:
         raise ValueError(f"offload={share} needs FusedAdamW: {why_at_once}")
-    if share and overlap == "update":
-        raise ValueError(
-            f'offload={share} is not supported with overlap="update": backward passes would wait for the CPU'
-        )
 
 
 def _check_gradients(

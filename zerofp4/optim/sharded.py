@@ -71,7 +71,8 @@ class ShardedParameters:
             if options.gradient_dtype not in (None, gradient_dtype(parameter)):
                 with torch._C.DisableTorchFunctionSubclass():
                     parameter.grad_dtype = options.gradient_dtype  # in which autograd adds up, too
-        ways = options.gradient_wire, options.overlap, checked.offload > 0
+        overlap = "update" if checked.offload_gradients else options.overlap  # as passes make gradients, too
+        ways = options.gradient_wire, overlap, checked.offload > 0
         self.buckets = build_buckets(self.trained, bucket_mb, *ways)
         error, device = OwnError(), self.parameters[0].device
         zeros = zeros_on(device) if peers is None else peers.zeros

@@ -23,6 +23,7 @@ from zerofp4.engine import (
     LateGathers,
     OffloadedExchange,
     Step,
+    SumSchedule,
     Update,
     UpdateSchedule,
     collective_exchanges,
@@ -63,6 +64,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     communication: how gradients and weights travel (Communication).
     offload: the share of masters and state, from 0 to 1 and in whole buckets, that is in host memory. The CPU
         updates it to the same bytes; FusedAdamW only.
+    offload_gradients: whether backward passes add up their gradients in host memory, in FP32, instead of in
+        p.grad on the GPU.
     offload_threads: how many threads of the CPU update and cast. None: as many as OMP_NUM_THREADS says, or if
         it is not set, or 1 among several ranks of a host, this rank's share of the cores.
     whole_matrices: whether optimizer_class gets whole matrices; None decides by the class (page on Muon).
@@ -91,6 +94,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         state: str = "full",
         communication: Communication = Communication(),  # noqa: B008
         offload: float = 0.0,
+        offload_gradients: bool = False,
         offload_threads: int | None = None,
         whole_matrices: bool | None = None,
         masters_from: "ZeroFP4Optimizer | None" = None,
@@ -115,6 +119,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 masters_from=masters_from,
                 on_nonfinite=on_nonfinite,
                 offload=offload,
+                offload_gradients=offload_gradients,
                 offload_threads=offload_threads,
             )
             self.param_groups, self.defaults = checked.param_groups, checked.defaults
@@ -134,8 +139,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._shards = ShardedParameters(checked, group, bucket_mb, self._peers, late)
         free_frozen(checked.parameters)
         with error:
-            exchanges, self._schedule = self._make_exchanges(reduction == "ordered")
-            self._shards.offload.allocate(exchanges)
+            exchanges, self._schedule = self._make_exchanges(reduction == "ordered", offload_gradients)
+            self._shards.offload.allocate(exchanges, offload_gradients)
             masters = dict(zip(map(id, self._shards.parameters), self._shards.optimized, strict=True))
             self.inners = InnerOptimizers(checked.classes, self.param_groups, masters)
             """The optimizers of the masters, in the order in which their classes come first in the groups."""
@@ -153,7 +158,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         # The parts of a step
         self._offer_parts()
         self._step = Step(exchanges, self._peers, sends=self._schedule is None, late=late)
-        self._gradients = OwnGradients(self._shards, exchanges, self._agreement, self.inners)
+        parts = self._shards, exchanges, self._agreement, self.inners
+        self._gradients = OwnGradients(*parts, are_summed=offload_gradients)
         why_at_once = checked.why_at_once
         self._fused: FusedAdamW | None = self.inners.all[0] if why_at_once is None else None
         """Updates the masters bucket by bucket; None if all are updated at once."""
@@ -163,6 +169,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if communication.overlap == "update":
             parts = self._shards, self._agreement, self._gradients, self.inners
             self._early = UpdateSchedule(self._step, *parts)
+        self._sums: SumSchedule | None = None
+        """Adds up gradients in host memory."""
+        if offload_gradients:
+            parts = self._shards.trained, self._shards.holder, exchanges
+            self._sums = SumSchedule(*parts, self._gradients, self._shards.offload)
         self._clipped: Clipped | None = None
         """The gradients of the next step, if clip_grad_norm_ has averaged them."""
         self._run_program()
@@ -185,14 +196,16 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             "bucket_mb": bucket_mb,
         }
 
-    def _make_exchanges(self, ordered: bool) -> tuple[list[BucketExchange], BackwardSchedule | None]:
+    def _make_exchanges(
+        self, ordered: bool, sums: bool
+    ) -> tuple[list[BucketExchange], BackwardSchedule | None]:
         """The exchange of each bucket, and the schedule that sends gradients in backward passes, if any."""
         shards, overlap = self._shards, self.communication.overlap
         early, in_turns = overlap in ("backward", "both") and self.world_size > 1, overlap == "update"
         if self._peers is not None:
             exchanges = peer_exchanges(shards.buckets, self._peers, early=early, in_turns=in_turns)
         else:
-            ways = {"ordered": ordered, "early": early, "aliased": not in_turns}
+            ways = {"ordered": ordered, "early": early, "aliased": not (in_turns or sums)}
             exchanges = collective_exchanges(shards.buckets, **ways)
         if in_turns and any(exchange.arrives_as is None for exchange in exchanges):
             shards.share_gradients()
@@ -262,7 +275,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._agreement.raise_own()
             self._check_ready()
             reduces, own = self._clipped is None, self._gradients
-            gradients = own.collect()
+            gradients = self._collect()
             self._unscale(gradients)
             self.inners.check_options()
             if not reduces and self._clipped.gradients.changed(gradients):
@@ -273,11 +286,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             if self._fused is None:
                 _ = self._shards.optimized_pairs  # makes the memory of gradients
             else:
-                skip, in_slices = self._agreement.skip_in_kernels, not (reduces or own.are_means)
+                in_slices = self._sums is not None or not (reduces or own.are_means)
+                skip = self._agreement.skip_in_kernels
                 factor = self._clipped and self._clipped.factor
                 on_host = self._shards.offload.begin(factor)
                 self._fused.begin_buckets(self._step.exchanges, skip, factor, in_slices, on_host)
-            sent = own.to_average(gradients, reduces)
+            sent = None if self._sums is not None else own.to_average(gradients, reduces)
         except BaseException as failure:
             error = self._to_vote(failure)
         reduces = self._clipped is None
@@ -287,13 +301,15 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._agreement.count_step()
             if error:  # the other ranks' kernels change nothing, by the vote
                 with error:
-                    self._run_program(None, ABSTAIN if reduces else None)
+                    self._run_program(None, ABSTAIN if reduces and self._sums is None else None)
                 error.raise_if_any()
             with self._shards.breaking("step()"):
                 if self._fused is None:
                     self._update_at_once(sent, present)
                 else:
                     self._run_program(self._fused.update_bucket, sent)
+            if self._sums is not None:
+                self._sums.drop()
         finally:
             self._forget_clipped()
             if self._schedule is not None:
@@ -329,7 +345,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             kind = norm_type
             self._check_ready()
             self.inners.check_options()
-            gradients = own.collect()
+            gradients = self._collect()
             if before is not None and before.gradients.written():
                 raise RuntimeError(
                     "gradients were added to clipped ones: clip_grad_norm_ scales what step() uses, not "
@@ -349,7 +365,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             own.add_squares(means)
         if reduces:
             self._forget_clipped()
-            if not own.are_means:
+            if self._sums is not None:
+                self._sums.add_squares(own.squares)
+            elif not own.are_means:
                 failure = self._step.average(sent, own.squares)  # into `means`
                 with failure:
                     self._shards.offload.settle()
@@ -377,6 +395,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """As torch.optim.Optimizer's; also forgets the averages of clip_grad_norm_. Not collective."""
         self._forget_clipped()
         self._gradients.scaler_found_inf = None  # GradScaler leaves it after an error
+        if self._sums is not None:
+            self._sums.drop()
         if self._schedule is not None:
             self._schedule.drop()
         if self._early is not None:
@@ -402,7 +422,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """As no_sync() of DistributedDataParallel: backward passes under it only accumulate in p.grad, and
-        the next one outside of it sends everything. Raises RuntimeError with overlap="update".
+        the next one outside of it sends everything. Changes nothing with offload_gradients. Raises
+        RuntimeError with overlap="update".
         """
         if self._early is not None:
             raise RuntimeError("no_sync() accumulates gradients, and overlap='update' uses each at once")
@@ -447,16 +468,22 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             raise RuntimeError(obstacle)
         self._shards.check_unchanged()
 
+    def _collect(self) -> Gradients:
+        return self._gradients.collect() if self._sums is None else self._sums.collect()
+
     def _unscale(self, gradients: Gradients) -> None:
         """Divide the gradients by the scale of a GradScaler, unless its unscale_() has."""
         scale, schedule, obstacle = self._take_scale(), self._schedule, None
         was_sent = schedule is not None and schedule.has_sent  # before unscale_()
+        was_sent |= self._sums is not None
         if scale is None and not (was_sent and self._gradients.scaler_found_inf is not None):
             return
         present = [gradient for gradient in gradients if gradient is not None]
         if schedule is not None:
             self._gradients.scaler_found_inf = None  # GradScaler leaves it after an error
             obstacle = "overlap='backward' sends them while they are scaled, and unscale_() comes too late"
+        elif self._sums is not None:
+            obstacle = "offload_gradients adds them up while they are scaled, and unscale_() comes too late"
         elif self._clipped is not None:
             obstacle = "clip_grad_norm_ has clipped scaled ones: call scaler.unscale_(optimizer) before it"
         elif any(gradient.dtype == torch.float16 for gradient in present):
@@ -482,9 +509,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         agreement, schedule, word = self._agreement, self._schedule, None
         # A schedule may wait for the device, so it comes before the scan, which keeps the device busy.
         again = schedule is not None and call.reduces and schedule.close(error)
+        known = None
+        if self._sums is not None:
+            self._sums.close(error)
+            call, known = call._replace(passes=self._sums.passes), self._sums.word
         if call.reduces and not call.is_clip and not error:
             with error:
-                word = in_phase("scan", self._gradients.find_word)(gradients)
+                word = in_phase("scan", self._gradients.find_word)(gradients, known=known)
         if self.world_size == 1:
             error.raise_if_any()
             return word, [gradient is not None for gradient in gradients]

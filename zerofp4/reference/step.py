@@ -75,22 +75,28 @@ def zero_step(
     *,
     clips: Sequence[tuple[float, float]] = (),
     ordered: bool = True,
+    earlier: Sequence[Sequence[torch.Tensor | None]] = (),
     **options: Any,
 ) -> tuple[bool, list[torch.Tensor]]:
     """Take one step. Collective. Returns found_inf, and the norm that each clip finds.
 
     gradients: p.grad of this rank by parameter. clips: (max_norm, norm_type) of clip_grad_norm_() calls.
     ordered: whether gradients are added in rank order, or by torch's reduce-scatter.
+    earlier: with offload_gradients, the gradients of each backward pass before the last one, in their order.
     options: lr, betas, eps, weight_decay and maximize of AdamW.
     """
     sent = [_as_sent(p, gradient) for p, gradient in zip(parameters, gradients, strict=True)]
 
     means = [_mean(rows, ordered, group) for rows in sent]
+    for i in range(len(parameters)) if earlier else ():  # in FP32, from the first pass to the last one
+        before = [_as_sent(parameters[i], each[i]) for each in earlier]
+        total, *others = [_mean(rows, ordered, group) for rows in before] + [means[i]]
+        means[i], sent[i] = sum(others, total), torch.stack([*before, sent[i]])
 
     # The vote: a NaN or Inf on one rank, or for a clip in the means, skips the step on all ranks. One rank's
     # gradient is enough for an update.
     found_inf = not all(each.isfinite().all() for each in (means if clips else sent))
-    present = [gradient is not None for gradient in gradients]
+    present = [any(g is not None for g in passes) for passes in zip(*earlier, gradients, strict=True)]
     vote = torch.tensor([found_inf, *present], dtype=torch.float32)
     dist.all_reduce(vote, dist.ReduceOp.MAX, group)
     found_inf, *present = vote.bool().tolist()

@@ -116,7 +116,8 @@ def check_not_averaged(ids: Set[int]) -> None:
         if _are_in_ddp(ids):
             raise RuntimeError(
                 "the model is in a DistributedDataParallel, which averages gradients in backward passes, and "
-                "so does an optimizer with overlap='backward' or overlap='update': leave out either"
+                "so does an optimizer with overlap='backward', offload_gradients or overlap='update': leave "
+                "out either"
             )
 
 

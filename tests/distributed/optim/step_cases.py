@@ -38,6 +38,7 @@ class Pair:
         self.parameters = make_parameters(torch.device("cpu"), 0, specifications)
         self.ordered = options.get("reduction", "ordered") == "ordered"
         self.overlap = options.get("overlap")
+        self.sums = options.get("offload_gradients", False)
         compact = options.get("state") == "compact"
         self.gradient_dtypes = [options.get("gradient_dtype") or p.dtype for p in self.parameters]
         self.expected = [
@@ -64,11 +65,15 @@ class Pair:
         """The gradients of backward passes and what clips have made of them. zeros: they stay, as zeros."""
         before = self.gradients if zeros else [None] * len(self.parameters)
         self.gradients = [None if g is None else torch.zeros_like(g) for g in before]
+        self.passes: list[list[torch.Tensor | None]] = []
         self.clips: list[tuple[float, float]] = []
         self.norms: list[torch.Tensor] = []
 
     def loss(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
         """Its backward pass makes these gradients, which are added up here, too."""
+        if self.sums:
+            pairs = zip(gradients, self.gradient_dtypes, strict=True)
+            self.passes.append([None if g is None else g.to(dtype) for g, dtype in pairs])
         for i, gradient in enumerate(gradients):
             if gradient is not None:
                 before, gradient = self.gradients[i], gradient.to(self.gradient_dtypes[i])
@@ -87,6 +92,8 @@ class Pair:
     def step(self) -> bool:
         """The reference's step after the optimizer's. Returns whether it was skipped."""
         options = self.hypers | {"ordered": self.ordered, "clips": self.clips}
+        if self.passes:
+            *options["earlier"], self.gradients = self.passes
         if self.overlap == "update":
             assert all(bucket["parameters"] == 1 for bucket in self.optimizer.describe()["buckets"])
             steps = [

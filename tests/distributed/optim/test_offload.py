@@ -41,6 +41,11 @@ WAYS = [
     ("early peers", None, "full", False, 0.5),
     ("late peers", "backward", "compact", True, 1.0),
     ("late peers", "both", "full", False, 1.0),
+    ("collective", "update", "full", False, 1.0),
+    ("collective", "update", "compact", False, 0.5),
+    ("reduce_scatter", "update", "full", False, 1.0),
+    ("late peers", "update", "compact", False, 1.0),
+    ("early peers", "update", "full", False, 0.5),
 ]
 
 
@@ -50,6 +55,27 @@ def test_the_bytes_of_the_reference(world, exchange, overlap, state, clips, shar
     """With gradients that ranks lack, micro-batches and a NaN that skips a step."""
     if world.world_size > 1 or exchange == "collective":
         take_steps(world, exchange, overlap, clips, state=state, offload=share)
+
+
+SUMS = {"offload": 1.0, "offload_gradients": True}
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("exchange", ["collective", "reduce_scatter"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap": "forward", "state": "compact"},
+        {"gradient_wire": torch.float16},
+        {"gradient_dtype": torch.float32},
+    ],
+)
+def test_micro_batches_that_are_added_up_on_the_host(world, exchange, clips, options):
+    options = {"overlap": None} | options | SUMS
+    if world.world_size > 1 or exchange == "collective":
+        take_steps(world, exchange, options.pop("overlap"), clips, **options)
 
 
 @on_ranks(1, 2)
@@ -118,6 +144,12 @@ class Late:
         self.copies = []
 
 
+def bring_down_late(offload, copies) -> Late:
+    for target, _ in copies:
+        target.fill_(math.nan)
+    return Late([*copies, *offload._decision, *offload._factor])
+
+
 @on_ranks(1, 2)
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("clips", [False, True])
@@ -126,9 +158,7 @@ def test_gradients_that_come_down_late(world, share, clips):
     events = []
 
     def bring_down(offload, copies):
-        for target, _ in copies:
-            target.fill_(math.nan)
-        events.append(Late([*copies, *offload._decision, *offload._factor]))
+        events.append(bring_down_late(offload, copies))
         return events[-1]
 
     def make_one(**more):
@@ -138,6 +168,95 @@ def test_gradients_that_come_down_late(world, share, clips):
     with mock.patch("zerofp4.engine.offload.Offload.bring_down", bring_down):
         take_same_steps(world, pair, range(4), clips)
     assert len(events) >= 8 and not any(event.copies for event in events)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(("overlap", "options"), [("update", {"offload": 1.0}), (None, SUMS)])
+def test_gradients_of_backward_passes_that_come_down_late(world, overlap, options):
+    with mock.patch("zerofp4.engine.offload.Offload.bring_down", bring_down_late):
+        take_steps(world, "collective", overlap, True, **options)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("options", [{"overlap": "update", "offload": 1.0}, SUMS])
+def test_a_pass_keeps_the_gradients_of_one_bucket(world, options):
+    parameters, optimizer = built(world, FusedAdamW, bucket_mb=SMALL, **options)
+    most, kept = max(sum(p.nbytes for p in b.parameters) for b in optimizer._shards.buckets), []
+    assert most < sum(p.nbytes for p in parameters) / 2
+
+    def count(_):
+        kept.append(sum(p.grad.nbytes for p in parameters if p.grad is not None))
+
+    handles = [p.register_post_accumulate_grad_hook(count) for p in parameters]
+    for _ in range(1 if "overlap" in options else 3):
+        sum(p.float().square().sum() for p in parameters).backward()
+        assert all(p.grad is None for p in parameters)
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+    assert 0 < max(kept) <= most
+
+
+def loss_of(parameters):
+    return sum(p.float().square().sum() for p in parameters)
+
+
+@on_ranks(1, 2)
+def test_a_pass_that_raises_while_gradients_are_added_up(world):
+    """step() ends it, and raises on every rank; what was added up is lost. Then training goes on."""
+    pair = [built(world, FusedAdamW, bucket_mb=SMALL, **SUMS) for _ in range(2)]
+    (parameters, optimizer), (others, reference) = pair
+    loss_of(parameters).backward()
+    first = parameters[0]  # of the last bucket that is taken
+    handle = first.register_hook(lambda _: 1 / 0)
+    if world.rank == 0:
+        with pytest.raises(ZeroDivisionError):
+            loss_of(parameters).backward()
+    handle.remove()
+    if world.rank > 0:
+        loss_of(parameters).backward()
+    error = raised_by(optimizer.step)
+    assert ("since it raised" in str(error)) == (world.rank == 0), error
+    assert isinstance(error, RuntimeError) and optimizer.broken is None
+    optimizer.zero_grad()
+    for own, one in ((parameters, optimizer), (others, reference)):
+        for _ in range(2):
+            loss_of(own).backward()
+        one.step()
+        before = all_bytes(own, one)
+        one.step()
+        assert_all_equal(all_bytes(own, one), before, "after a step without gradients: tensor")
+    assert_all_equal(all_bytes(parameters, optimizer), all_bytes(others, reference), "tensor")
+
+
+@on_ranks(1, 2)
+def test_gradients_that_are_not_added_up(world):
+    parameters, optimizer = built(world, FusedAdamW, bucket_mb=SMALL, **SUMS)
+    if world.world_size > 1:
+        for step in range(2):
+            loss_of(parameters).backward()
+            if step == world.rank == 0:
+                optimizer.zero_grad()
+        error = raised_by(optimizer.step)
+        assert re.search("has added up from 1 to 2 backward passes", str(error))
+        optimizer.zero_grad()
+    loss_of(parameters).backward()
+    parameters[1].grad = torch.ones_like(parameters[1])
+    error = raised_by(optimizer.step)
+    assert isinstance(error, RuntimeError) and "was assigned after its backward pass" in str(error)
+    optimizer.zero_grad()
+    loss_of(parameters).backward()
+    optimizer.clip_grad_norm_(0.1)
+    loss_of(parameters).backward()
+    error = raised_by(lambda: optimizer.clip_grad_norm_(0.1))
+    assert "gradients were added to clipped ones" in str(error)
+    error = raised_by(optimizer.step)
+    assert "gradients changed after clip_grad_norm_" in str(error)
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler(world.device.type)
+    scaler.scale(loss_of(parameters)).backward()
+    error = raised_by(lambda: scaler.step(optimizer))
+    assert "offload_gradients adds them up while they are scaled" in str(error)
 
 
 @on_ranks(1, 2, 3)
@@ -364,20 +483,16 @@ def test_a_capture_is_refused(world):
 
 @on_ranks(1, 2)
 def test_what_is_refused_and_described(world):
-    parameters = parameters_of(world)
-    early = Communication(overlap="update")
+    parameters, both = parameters_of(world), {"communication": Communication(overlap="both")}
     for kind, message, optimizer_class, options in (
         (ValueError, "number from 0 to 1, got 1.5", FusedAdamW, {"offload": 1.5}),
         (ValueError, "number from 0 to 1, got True", FusedAdamW, {"offload": True}),
         (ValueError, "at least 1, got 0", FusedAdamW, {"offload": 1.0, "offload_threads": 0}),
         (ValueError, "needs FusedAdamW.*AdamW updates all", torch.optim.AdamW, {"offload": 1.0}),
         (ValueError, "whole matrices", FusedAdamW, {"offload": 1.0, "whole_matrices": True}),
-        (
-            ValueError,
-            'not supported with overlap="update"',
-            FusedAdamW,
-            {"offload": 0.5, "communication": early},
-        ),
+        (ValueError, "needs offload=1.0, got 0.5", FusedAdamW, SUMS | {"offload": 0.5}),
+        (TypeError, "must be a bool, got 1", FusedAdamW, SUMS | {"offload_gradients": 1}),
+        (ValueError, "overlap='both' is not supported because offload_gradients", FusedAdamW, SUMS | both),
     ):
         error = raised_everywhere(world, kind, ZeroFP4Optimizer, parameters, optimizer_class, **options)
         assert re.search(message, error)

@@ -68,7 +68,12 @@ def worlds(draw) -> tuple[int, dict]:
         "bucket_mb": TINY,
         "betas": draw(st.sampled_from([(0.9, 0.99), (0.4, 0.95)])),
         "maximize": draw(st.booleans()),
+        "offload": draw(st.sampled_from([0.0, 0.5, 1.0])),
     }
+    if options["offload"] == 1 and options["overlap"] in (None, "forward"):
+        options["offload_gradients"] = draw(st.booleans())
+    if options.get("offload_gradients"):
+        options["transport"] = "collective"
     if options["transport"] == "collective":
         options["reduction"] = draw(st.sampled_from(["ordered", "reduce_scatter"]))
     if options["overlap"] != "update":
@@ -131,6 +136,8 @@ class Program(RuleBasedStateMachine):
     def _build(self, size: int, options: dict) -> None:
         self.size, self.options = size, options
         self.overlap = options["overlap"]
+        self.sums = options.get("offload_gradients", False)
+        self.uses_up = self.sums or self.overlap == "update"
         self.raises = options.get("on_nonfinite") == "raise"
         self.is_loaded = False
         self.sends = self.overlap in ("backward", "both") and size > 1
@@ -183,14 +190,17 @@ class Program(RuleBasedStateMachine):
         if nonfinite is not None and nonfinite[0] not in missing and nonfinite[0][0] < self.size:
             self.is_nonfinite = True
 
+    def _joined(self, missing: frozenset) -> frozenset:
+        """A rank without a gradient would not join the others in a backward pass."""
+        return missing - {(rank, COUNT - 1) for rank in range(RANKS)} if self.uses_up else missing
+
     # Events
 
     @precondition(lambda self: not (self.is_clipped or self.has_sent or self.is_open))
     @rule(seed=SEEDS, missing=MISSING, nonfinite=NONFINITE)
     @event
     def backward(self, seed, missing, nonfinite):
-        if self.overlap == "update":  # a rank without a gradient would not join the others
-            missing -= {(rank, COUNT - 1) for rank in range(RANKS)}
+        missing = self._joined(missing)
         self._note_nonfinite(missing, nonfinite)
         self.has_sent, self.is_open = self.sends, self.overlap == "update"
         self.is_on_its_way |= self.sends
@@ -206,6 +216,7 @@ class Program(RuleBasedStateMachine):
     @rule(seed=SEEDS, missing=MISSING, nonfinite=NONFINITE)
     @event
     def accumulate(self, seed, missing, nonfinite):
+        missing = self._joined(missing)
         self._note_nonfinite(missing, nonfinite)
 
         def call():
@@ -261,13 +272,13 @@ class Program(RuleBasedStateMachine):
             self.pair.optimizer.step()
             assert self.pair.step() == self.is_nonfinite
             self.pair.clips, self.pair.norms = [], []
-            if self.overlap == "update":
+            if self.uses_up:
                 self.pair.forget()
             self._check()
 
         self._all(call)
         self.is_clipped = self.has_sent = self.is_open = self.is_loaded = False
-        self.is_nonfinite &= self.overlap != "update"
+        self.is_nonfinite &= not self.uses_up
 
     def _refused(self, call: Callable[[], None]) -> None:
         with pytest.raises(FloatingPointError, match="holds a NaN or Inf"):
@@ -291,12 +302,12 @@ class Program(RuleBasedStateMachine):
     def zero_grad(self, set_to_none):
         def call():
             self.pair.optimizer.zero_grad(set_to_none)
-            self.pair.forget(zeros=not set_to_none)
+            self.pair.forget(zeros=not (set_to_none or self.sums))
 
         self._here(call)
         self._forget()
 
-    @precondition(lambda self: self.overlap in (None, "forward"))
+    @precondition(lambda self: self.overlap in (None, "forward") and not self.sums)
     @rule(
         seed=SEEDS,
         nonfinite=NONFINITE,
@@ -367,14 +378,16 @@ class Program(RuleBasedStateMachine):
     def _is_own_master(self, i: int) -> bool:
         """Whether the memory of a parameter is that of its masters, or of their plane of bfloat16."""
         _, dtype, quantized = SPECIFICATIONS[i]
-        return not quantized and (dtype == torch.float32 or self.pair.expected[i].number is not None)
+        is_offloaded = i in self.pair.optimizer._shards.offloaded
+        is_shared = dtype == torch.float32 or self.pair.expected[i].number is not None
+        return is_shared and not (quantized or is_offloaded)
 
     def _write(self, state: list[dict[str, torch.Tensor]], i: int, values: torch.Tensor) -> None:
         """Make the master that was written. It stays where it would make the same weight."""
         master, p = state[i]["master"], self.pair.parameters[i]
         if SPECIFICATIONS[i][2]:
             made = p.dequantize(torch.float32)
-        elif self.pair.expected[i].number is not None:  # of the old bfloat16 plane nothing is left
+        elif p.dtype != torch.float32 and self._is_own_master(i):  # of the old bfloat16 plane nothing is left
             made = reference.join_master(values.bfloat16(), reference.split_master(master)[1])
         else:
             made = torch.where(values == master.to(p.dtype), master, values)
