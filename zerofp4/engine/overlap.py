@@ -335,7 +335,7 @@ class SumSchedule(TakingSchedule):
 
     def close(self, error: OwnError) -> None:
         """Before a vote: end a pass that raised. Adds an error of this rank in backward passes, which loses
-        the sums.
+        the sums. Without a pass the sums are zeros.
         """
         if self._is_open:
             left = len(self._taken)
@@ -349,8 +349,11 @@ class SumSchedule(TakingSchedule):
             with error:
                 self._error.raise_if_any()
             self.drop()
-        for exchange in () if self._in_order else self._exchanges:
-            exchange.present = [self._present[i] for i in exchange.bucket.indices]
+        for exchange in self._exchanges:
+            if not self.passes:
+                exchange.bucket.gradients.zero_()
+            if not self._in_order:
+                exchange.present = [self._present[i] for i in exchange.bucket.indices]
 
     def _take_rest(self) -> None:
         if not self._is_open:
