@@ -74,8 +74,8 @@ class Bucket:
     wire: the dtype that gradients are rounded to before they are added; None keeps autograd's.
     state: as of Trained.
 
-    allocate() makes the memory, and bind() makes the parameters views of it. masters and low are this rank's
-    slice, zero between two parameters:
+    allocate() makes the memory of the weights, and bind() makes the parameters views of it. The memory of
+    allocate_masters(), masters and low, is this rank's slice, zero between two parameters:
 
         state        parameters   masters [slice_numel]           low
         compact24    bf16         bfloat16, the slice of weights  uint8
@@ -153,10 +153,12 @@ class Bucket:
         self.weights = zeros((numel,), dtype=dtype)
         for view, parameter in zip(self._weight_views(), self.parameters, strict=True):
             view.copy_(parameter.rowwise_data if self.is_packed else parameter.data)
+
+    def allocate_masters(self) -> None:
         kept_as = torch.float32
         if self.state == "compact24":
             kept_as, self.low = torch.bfloat16, self._zeros(torch.uint8, self.home)
-        is_shared = dtype == kept_as and not self.is_offloaded
+        is_shared = self.weights.dtype == kept_as and not self.is_offloaded
         own = self._own_slice(self.weights) if is_shared else None
         self.masters = self._zeros(kept_as, self.home) if own is None else with_own_storage(own)
 

@@ -84,7 +84,13 @@ class ShardedParameters:
             with error:  # the other ranks may share the memory of the next bucket
                 bucket.allocate(zeros)
                 bucket.bind()  # at once, which frees the parameters' own memory
-        exchange(None, error, group, "allocating weights and masters")
+        chunk = None
+        with error:
+            chunk = torch.empty(CHUNK, dtype=torch.float32, device=device)
+        exchange(None, error, group, "allocating weights")
+        self.holder = Holder(self.parameters)
+        self.coarse = self._make_masters(checked.held, group, chunk)
+        """On rank 0, the positions of parameters whose masters begin with 4-bit values."""
         # By parameter: this rank's shard; its master, 1D, None if this rank owns nothing; and the planes of
         # the master, which are itself and its low bytes, None unless it has 24 bits.
         self.shards: list[Shard] = self.by_parameter(lambda b: b.shards)
@@ -100,9 +106,7 @@ class ShardedParameters:
                 master.zerofp4_offloaded = True  # which FusedAdamW takes beside those on a GPU
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         """1 if the last step was skipped, or left NVFP4 weights alone because of a NaN or Inf in masters."""
-        chunk, packed = self.found_inf, [bucket for bucket in self.buckets if bucket.is_packed]
-        with error:
-            chunk = torch.empty(CHUNK, dtype=torch.float32, device=device)
+        packed = [bucket for bucket in self.buckets if bucket.is_packed]
         for bucket in packed:
             with error:  # the other ranks build the next plan
                 bucket.plan = self._build_plan(bucket, checked.amax_groups or ())
@@ -110,9 +114,6 @@ class ShardedParameters:
         for bucket in packed:
             bucket.scales = bucket.plan.stage_scales(zeros)
         self.plans = [bucket.plan for bucket in packed]
-        self.holder = Holder(self.parameters)
-        self.coarse = self._fill_masters(checked.held, group, chunk)
-        """On rank 0, the positions of parameters whose masters begin with 4-bit values."""
         for param_group, place in zip(checked.param_groups, checked.places, strict=True):
             for parameter in param_group["params"]:
                 if not parameter.requires_grad:
@@ -127,15 +128,21 @@ class ShardedParameters:
         self.is_between = False
         """Whether a backward pass has updated masters since the last step()."""
 
-    def _fill_masters(
+    def _make_masters(
         self, held: Mapping[torch.Tensor, Any], group: dist.ProcessGroup | None, chunk: torch.Tensor
     ) -> list[int]:
-        """Fill the masters, chunk by chunk, with `held`, the masters of an earlier optimizer, else with rank
-        0's parameters, as in DDP. Collective. Returns `coarse`.
+        """Make the masters, bucket by bucket, and fill them, chunk by chunk, with `held`, the masters of an
+        earlier optimizer, else with rank 0's parameters, as in DDP. An initial value is freed when its master
+        is made, so that there is never a second copy of all. Collective. Returns `coarse`.
         """
         coarse, error = [], OwnError()
         for bucket in self.buckets:
-            for i, parameter, shard in zip(bucket.indices, bucket.parameters, bucket.shards, strict=True):
+            planes: list[Planes] = []
+            with error:
+                bucket.allocate_masters()
+                planes += zip(bucket.own_views(bucket.masters), bucket.own_views(bucket.low), strict=True)
+            members = zip(bucket.indices, bucket.parameters, bucket.shards, strict=True)
+            for k, (i, parameter, shard) in enumerate(members):
                 earlier = held.master(parameter) if parameter in held else None
                 source = None
                 if earlier is None and bucket.rank == bucket.replica == 0:
@@ -153,15 +160,16 @@ class ShardedParameters:
                         for ranks in (bucket.replicas() if bucket.rank == 0 else None, bucket.group()):
                             _broadcast(values, ranks, "sending rank 0's initial values")
                     part = intersect(first, values.numel(), shard.start, shard.end)
-                    if part.numel:
+                    if part.numel and not error:
                         start = first + part.start - shard.start
-                        here = [p[start : start + part.numel] for p in self.planes[i] if p is not None]
+                        here = [p[start : start + part.numel] for p in planes[k] if p is not None]
                         with error:
                             write_master(values[part.start : part.end], *here)
-        exchange(None, error, group, "sending initial values")
+                source = None
+                if hasattr(parameter, "clear_high_precision_init_val") and not error:
+                    parameter.clear_high_precision_init_val()
+        exchange(None, error, group, "making masters")
         for parameter in self.parameters:
-            if hasattr(parameter, "clear_high_precision_init_val"):
-                parameter.clear_high_precision_init_val()
             note_master(parameter)
         return sorted(coarse)
 

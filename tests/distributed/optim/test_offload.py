@@ -23,10 +23,12 @@ from distributed.cases import raised_by, raised_everywhere, shared_folder
 from distributed.optim import cases
 from distributed.optim.cases import all_bytes, built, gradients_of, parameters_of
 from distributed.optim.group_cases import Mesh, Mixture, Parts
+from distributed.optim.step_cases import TINY
 from distributed.optim.test_kinds import KINDS, ROWS, make
 from distributed.optim.test_reference_step import take_steps
 from distributed.run import on_ranks
 from distributed.state.cases import run, trained
+from zerofp4.engine import Bucket
 from zerofp4.optim import AveragedMasters, Communication, FusedAdamW, ZeroFP4Optimizer, master_state_dict
 
 SMALL = 0.003
@@ -224,6 +226,7 @@ def test_a_pass_that_raises_while_gradients_are_added_up(world):
             loss_of(own).backward()
         one.step()
         before = all_bytes(own, one)
+        assert one.clip_grad_norm_(1.0).item() == 0.0
         one.step()
         assert_all_equal(all_bytes(own, one), before, "after a step without gradients: tensor")
     assert_all_equal(all_bytes(parameters, optimizer), all_bytes(others, reference), "tensor")
@@ -330,6 +333,28 @@ def test_clipped_means_of_ranks_that_share_no_parameter(world):
                 optimizer.clip_grad_norm_(0.5)
             optimizer.step()
         assert_all_equal(*map(cases.model_bytes, models), f"step {step}: buffer")
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(("state", "kept"), [("full", 4), ("compact", 3)])
+def test_masters_are_made_without_a_second_copy(world, state, kept):
+    """An initial value, of 2 bytes per element, is freed before the masters of the next bucket are made."""
+    model = nn.Sequential(*[nn.Linear(64, 256, bias=False, dtype=torch.bfloat16) for _ in range(8)])
+    zerofp4.convert_model(model.to(world.device))
+    held, masters, allocate = [], [0], Bucket.allocate_masters
+
+    def count(bucket):
+        allocate(bucket)
+        masters[0] += bucket.slice_numel * kept
+        values = [p.record.attachments.get("high_precision_init_val") for p in model.parameters()]
+        held.append(masters[0] + sum(value.nbytes for value in values if value is not None))
+
+    options = keywords(bucket_mb=TINY, state=state, offload=1.0)
+    with mock.patch.object(Bucket, "allocate_masters", count):
+        ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, **options)
+    one = 64 * 256
+    assert len(held) == 8
+    assert max(held) <= max(8 * 2, 8 * kept / world.world_size) * one + max(2, kept / world.world_size) * one
 
 
 @on_ranks(2)
