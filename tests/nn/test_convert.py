@@ -285,11 +285,16 @@ def test_a_root_that_is_a_linear_layer():
     assert isinstance(model.weight, zerofp4.NVFP4Tensor)
 
 
-def test_meta_model_raises_before_anything_changes():
-    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32, device="meta")})
-    with pytest.raises(RuntimeError, match="model: the weight of 'b' is on the meta device"):
-        zerofp4.convert_model(model)
-    assert type(model["a"].weight) is nn.Parameter
+def test_a_meta_model_gets_memory_after_it_is_converted():
+    model = nn.ModuleDict({"a": nn.Linear(32, 48), "b": nn.Linear(48, 32)}).to("meta")
+    groups = [[model["a"].weight, model["b"].weight]]
+    assert zerofp4.convert_model(model, amax_groups=groups).converted == ["a", "b"]
+    model.to_empty(device="cpu")
+    for layer in model.values():
+        assert isinstance(layer.weight, zerofp4.NVFP4Tensor) and not layer.weight.is_meta
+        assert layer.weight.get_high_precision_init_val() is None
+        layer.weight.detach().fill_(1.0)
+        assert (layer.weight.dequantize() == 1).all()
 
 
 def test_a_converted_model_trains_like_one_with_dequantized_weights(device):

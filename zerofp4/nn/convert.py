@@ -77,17 +77,16 @@ def convert_model(
     start from. The optimizer that makes the master frees it; the value of a frozen weight is freed when an
     optimizer of the model's other parameters is built (ZeroFP4Optimizer) or first steps (torch's).
 
+    A weight on the meta device stays there, without a value: give the model memory by to_empty(), and the
+    optimizer values by its masters_from.
+
     Raises ValueError for other blocks, for columnwise=True with (1, 16), where that copy does not follow from
-    the rows, and for amax groups of other weights; RuntimeError for a weight on the meta device; all before
-    anything is changed. Warns if parameters are sharded already, which are not converted.
+    the rows, and for amax groups of other weights, before anything is changed. Warns if parameters are
+    sharded already, which are not converted.
     """
     weight_columns(block, columnwise)  # raises for a copy that a cast cannot write
     options = {"block": block, "four_over_six": four_over_six}
     report, chosen = choose_weights(model, filter_fn, block=block)
-    for choice in chosen:
-        if choice.parameter.is_meta:
-            what = f"the weight of {choice.name!r}"
-            raise RuntimeError(f"model: {what} is on the meta device: give it values first")
     amaxes = _shared_amaxes(chosen, amax_groups, options)
     asked = layers and filter_fn is not None
     fusions = Fusions(model, filter_fn, report, chosen) if asked else None

@@ -318,7 +318,8 @@ def primary_parameter(
     options = {"columnwise": columnwise, "scale_layouts": layouts, "stacked": weight.dim() == 3}
     tensor = quantize(weight, block=block, four_over_six=four_over_six, amax=amax, **options)
     tensor.record.name = name or None
-    tensor.record.attachments[INIT_VAL] = weight.detach().to("cpu", copy=True)
+    if not weight.is_meta:
+        tensor.record.attachments[INIT_VAL] = weight.detach().to("cpu", copy=True)
     converted = nn.Parameter(tensor, weight.requires_grad)
     vars(converted).update({k: v for k, v in vars(weight).items() if k != "_is_param"})
     converted.grad = weight.grad

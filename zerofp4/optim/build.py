@@ -5,6 +5,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -155,10 +156,18 @@ class Checked:
         self.why_collective = self._find_why_collective(group)
         self.held: Mapping = {}
         """The masters of an earlier optimizer, by parameter."""
-        if masters_from is not None:
+        self.values_of = _find_values(masters_from, self.param_groups) if self.has_names else None
+        """Returns the value that a parameter begins with, if masters_from is a folder or a function."""
+        if isinstance(masters_from, str | Path) or callable(masters_from):
+            if not self.has_names:
+                raise ValueError("masters_from finds values by name: pass model.named_parameters()")
+        elif masters_from is not None:
             self.held = getattr(masters_from, "_saved", None)
             if self.held is None:
-                raise TypeError(f"masters_from must be a ZeroFP4Optimizer, got {type(masters_from).__name__}")
+                raise TypeError(
+                    "masters_from must be a ZeroFP4Optimizer, a folder or a function, got "
+                    f"{type(masters_from).__name__}"
+                )
             self.held.check_continued(self.trained)
         trainable = [one.parameter for one in self.trained]
         made_as = communication.gradient_wire or communication.gradient_dtype
@@ -270,6 +279,41 @@ class Checked:
             held_by = place.ranks, place.copies, parts
             members.append(Member(g, i, label, name, kind, number is not None, *held_by))
         return members
+
+
+def _find_values(source: Any, param_groups: Sequence[dict]) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """A function that returns the values of a parameter, if the source is a folder or a function."""
+    read = _read_folder(Path(source)) if isinstance(source, str | Path) else source
+    pairs = (zip(group["params"], group["param_names"], strict=True) for group in param_groups)
+    names = {id(p): own_name(name) for own in pairs for p, name in own}
+
+    def values_of(parameter: torch.Tensor) -> torch.Tensor:
+        name = names[id(parameter)]
+        values = read(name, parameter)
+        if values.shape != parameter.shape:
+            shapes = f"{tuple(values.shape)}, and the parameter {tuple(parameter.shape)}"
+            raise ValueError(f"masters_from: {name!r} has the shape {shapes}")
+        return values
+
+    return values_of if callable(read) else None
+
+
+def _read_folder(folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """A function that reads a tensor of safetensors in a folder. Opens no file before its first call."""
+    files: dict[str, Path] = {}
+
+    def read(name: str, _: torch.Tensor) -> torch.Tensor:
+        from safetensors import safe_open
+
+        for file in () if files else folder.glob("*.safetensors"):
+            with safe_open(file, "pt") as opened:
+                files.update(dict.fromkeys(opened.keys(), file))
+        if name not in files:
+            raise ValueError(f"masters_from: no *.safetensors in {folder} has {name!r}")
+        with safe_open(files[name], "pt") as opened:
+            return opened.get_tensor(name)
+
+    return read
 
 
 def _choose_state(param_groups: Sequence[dict], classes: Sequence[InnerClass], state: str) -> None:

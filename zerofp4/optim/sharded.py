@@ -89,7 +89,7 @@ class ShardedParameters:
             chunk = torch.empty(CHUNK, dtype=torch.float32, device=device)
         exchange(None, error, group, "allocating weights")
         self.holder = Holder(self.parameters)
-        self.coarse = self._make_masters(checked.held, group, chunk)
+        self.coarse = self._make_masters(checked, group, chunk)
         """On rank 0, the positions of parameters whose masters begin with 4-bit values."""
         # By parameter: this rank's shard; its master, 1D, None if this rank owns nothing; and the planes of
         # the master, which are itself and its low bytes, None unless it has 24 bits.
@@ -129,13 +129,16 @@ class ShardedParameters:
         """Whether a backward pass has updated masters since the last step()."""
 
     def _make_masters(
-        self, held: Mapping[torch.Tensor, Any], group: dist.ProcessGroup | None, chunk: torch.Tensor
+        self, checked: Checked, group: dist.ProcessGroup | None, chunk: torch.Tensor
     ) -> list[int]:
-        """Make the masters, bucket by bucket, and fill them, chunk by chunk, with `held`, the masters of an
-        earlier optimizer, else with rank 0's parameters, as in DDP. An initial value is freed when its master
-        is made, so that there is never a second copy of all. Collective. Returns `coarse`.
+        """Make the masters, bucket by bucket, and fill them, chunk by chunk, with an earlier optimizer's or
+        with rank 0's values, as in DDP. An initial value is freed when its master is made, so that there is
+        never a second copy of all. Collective. Returns `coarse`.
         """
-        coarse, error = [], OwnError()
+        coarse, error, held, values_of = [], OwnError(), checked.held, checked.values_of
+        for _, parameter in self._frozen if values_of is not None else ():
+            with error:
+                parameter.detach().copy_(values_of(parameter))
         for bucket in self.buckets:
             planes: list[Planes] = []
             with error:
@@ -147,12 +150,13 @@ class ShardedParameters:
                 source = None
                 if earlier is None and bucket.rank == bucket.replica == 0:
                     with error:  # the other ranks wait for values
-                        source = initial_values(parameter)
-                    if isinstance(parameter, QuantizedTensor):
+                        read = initial_values if values_of is None else values_of
+                        source = read(parameter).reshape(-1)
+                    if isinstance(parameter, QuantizedTensor) and values_of is None:
                         coarse += [i] * (INIT_VAL not in parameter.record.attachments)
                 for first in range(0, parameter.numel(), CHUNK):
                     values = chunk[: parameter.numel() - first]
-                    if source is not None:
+                    if source is not None and not error:
                         values.copy_(source[first : first + values.numel()])
                     if earlier is not None:
                         values = earlier.gather(first, values.numel())

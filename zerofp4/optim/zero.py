@@ -7,6 +7,7 @@ import secrets
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,7 +70,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     offload_threads: how many threads of the CPU update and cast. None: as many as OMP_NUM_THREADS says, or if
         it is not set, or 1 among several ranks of a host, this rank's share of the cores.
     whole_matrices: whether optimizer_class gets whole matrices; None decides by the class (page on Muon).
-    masters_from: an earlier optimizer whose masters this one takes over.
+    masters_from: an earlier optimizer whose masters this one takes over; or where all parameters get their
+        values: a folder of safetensors, or a function that is given a name and the parameter. Rank 0 reads
+        them, one after the other.
     on_nonfinite: "skip" or "raise", for a step with a NaN or Inf in any rank's gradients.
 
     The page on the optimizer describes each option, the page on failures which error is raised where.
@@ -97,7 +100,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         offload_gradients: bool = False,
         offload_threads: int | None = None,
         whole_matrices: bool | None = None,
-        masters_from: "ZeroFP4Optimizer | None" = None,
+        masters_from: "ZeroFP4Optimizer | str | Path | Callable[..., torch.Tensor] | None" = None,
         on_nonfinite: str = "skip",
         **defaults: Any,
     ):
@@ -128,7 +131,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         announced, (token, *_) = zip(*pairs, strict=True)
         check_announcements(announced)  # from here on the same on every rank
         transport, reduction, why_collective = choose_way(checked, announced)
-        if masters_from is not None and masters_from._schedule is not None:
+        if isinstance(masters_from, ZeroFP4Optimizer) and masters_from._schedule is not None:
             masters_from._schedule.stop()
         # Memory: weights, masters, state
         self.communication = communication

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases.optim import assert_all_equal, keywords, make_gradients, set_gradients, through_a_file
+from safetensors.torch import save_file
 from torch import nn
 
 import zerofp4
@@ -355,6 +356,69 @@ def test_masters_are_made_without_a_second_copy(world, state, kept):
     one = 64 * 256
     assert len(held) == 8
     assert max(held) <= max(8 * 2, 8 * kept / world.world_size) * one + max(2, kept / world.world_size) * one
+
+
+def frozen_in_part(world, device) -> nn.Module:
+    torch.manual_seed(3 + world.rank)
+    model = nn.Sequential(*[nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(4)]).to(device)
+    model[1].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("from_folder", [False, True])
+def test_values_of_a_model_that_was_on_the_meta_device(world, from_folder):
+    """From a folder of safetensors, or a function; only rank 0 reads trained ones."""
+    plain = frozen_in_part(world, world.device)
+    values = {name: p.detach().cpu().clone() for name, p in plain.named_parameters()}
+    zerofp4.convert_model(plain)
+    source, read = shared_folder(world), []
+    if world.rank == 0:
+        names = sorted(values)
+        save_file({name: values[name] for name in names[:3]}, source / "model-1.safetensors")
+        save_file({name: values[name] for name in names[3:]}, source / "model-2.safetensors")
+    if world.world_size > 1:
+        dist.barrier()
+
+    def value_of(name, parameter):
+        assert parameter.shape == values[name].shape and parameter.device.type == world.device.type
+        read.append(name)
+        return values[name]
+
+    model = frozen_in_part(world, "meta")
+    zerofp4.convert_model(model)
+    model.to_empty(device=world.device)
+    made = []
+    for own, masters_from in ((plain, None), (model, source if from_folder else value_of)):
+        options = {"lr": 0.02, "offload": 1.0, "masters_from": masters_from}
+        made.append(ZeroFP4Optimizer(own.named_parameters(), FusedAdamW, **options))
+    frozen = ["1.weight", "2.bias"]
+    assert from_folder or sorted(read) == (sorted(values) if world.rank == 0 else frozen)
+    for step in range(2):
+        for own, optimizer in zip((plain, model), made, strict=True):
+            trained = [p for p in own.parameters() if p.requires_grad]
+            set_gradients(trained, make_gradients(trained, 10 * step + world.rank))
+            optimizer.step()
+        pairs = zip((plain, model), made, strict=True)
+        assert_all_equal(*(bytes_of(own, one) for own, one in pairs), f"step {step}: tensor")
+    assert_all_equal(*(cases.model_bytes(list(own.parameters())) for own in (plain, model)), "buffer")
+
+
+@on_ranks(1, 2)
+def test_values_that_are_not_there(world):
+    model = frozen_in_part(world, world.device).requires_grad_(True)
+    folder = shared_folder(world)
+    for source, message in (
+        (folder, "masters_from: no .* has '0.weight'"),
+        (lambda *_: torch.zeros(3), r"'0.weight' has the shape \(3,\), and the parameter \(64, 64\)"),
+    ):
+        build = functools.partial(ZeroFP4Optimizer, model.named_parameters(), FusedAdamW)
+        error = raised_by(functools.partial(build, masters_from=source))
+        assert isinstance(error, ValueError), error
+        assert re.search(message, str(error))
+    with pytest.raises(ValueError, match="finds values by name"):
+        ZeroFP4Optimizer(model.parameters(), FusedAdamW, masters_from=folder)
 
 
 @on_ranks(2)
