@@ -285,10 +285,11 @@ def made(device, between):
     beside = {"params": parameters[4:], "optimizer_class": torch.optim.SGD, "lr": 0.1}
     groups = [{"params": parameters[:4]}, beside] if between == "classes" else parameters
     options = {"lr": 0.1, "communication": Communication(bucket_mb=0.003)}
+    options["offload"] = float(between == "buckets on the host")
     return parameters, ZeroFP4Optimizer(groups, FusedAdamW, **options)
 
 
-@pytest.mark.parametrize("between", ["classes", "buckets"])
+@pytest.mark.parametrize("between", ["classes", "buckets", "buckets on the host"])
 def test_an_interrupt_between_updates(device, monkeypatch, tmp_path, between):
     parameters, optimizer = made(device, between)
     averages = AveragedMasters(optimizer)

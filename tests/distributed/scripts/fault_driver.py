@@ -27,16 +27,16 @@ from torch import nn
 import zerofp4
 from examples.training import checkpoints
 from zerofp4 import distributed
-from zerofp4.engine import CollectiveExchange, GradientMemory
+from zerofp4.engine import CollectiveExchange, GradientMemory, OffloadedExchange
 from zerofp4.launch import World
-from zerofp4.optim import Communication, ZeroFP4Optimizer, piece, state_dict, zero
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer, piece, state_dict, zero
 
 SIZE = 3
 TIMEOUT = timedelta(seconds=6)
 HANGS = 60.0
 VICTIM = 1
 KINDS = ("raise", "kill", "stop")
-STAGES = ("backward", "reduce", "norm", "update", "cast", "gather", "save", "load")
+STAGES = ("backward", "reduce", "norm", "update", "cast", "gather", "save", "load", "host update", "host sum")
 
 
 def fail(kind: str) -> None:
@@ -66,6 +66,8 @@ def place_fault(stage: str, kind: str, model: nn.Module, optimizer: ZeroFP4Optim
         "gather": (CollectiveExchange, "gather", 1),
         "save": (piece.Piece, "__get_tensor_shard__", 3),
         "load": (state_dict, "_read_parameter", 2),
+        "host update": (optimizer.inner, "update_bucket", 1),
+        "host sum": (OffloadedExchange, "average", 2),
     }
     if stage == "backward":
         model[1].weight.register_hook(lambda _: fail(kind))
@@ -86,9 +88,10 @@ def loop(rank: int, folder: Path, stage: str, kind: str) -> None:
     dist.barrier()  # starting may take longer than a stage
     dist.distributed_c10d._set_pg_timeout(TIMEOUT, dist.group.WORLD)  # that of a checkpoint
     group = dist.new_group(timeout=TIMEOUT)
-    optimizer = ZeroFP4Optimizer(
-        model.named_parameters(), process_group=group, communication=Communication(bucket_mb=0.01)
-    )
+    options = {"process_group": group, "communication": Communication(bucket_mb=0.01)}
+    if stage in ("host update", "host sum"):
+        options |= {"optimizer_class": FusedAdamW, "offload": 1.0, "offload_gradients": stage == "host sum"}
+    optimizer = ZeroFP4Optimizer(model.named_parameters(), **options)
     world = World(rank, SIZE, rank, torch.device("cpu"), "gloo")
     saved = checkpoints.Checkpoints(folder / "checkpoints", 2, {}, world)
     for step in (1, 2):

@@ -22,12 +22,19 @@ FAILED = {
     "gather": CAST,
     "save": ("writing checkpoint step-00000002 failed on rank",),
     "load": ("load_state_dict() failed on rank",),
+    "host update": CAST,
+    "host sum": (
+        "averaging gradients failed on rank",
+        "agreeing on clip_grad_norm_() failed on rank",  # what the rank had sent was enough for another
+    ),
 }
 """How the messages of the others begin, when a rank is gone."""
 
 TOLD = {
     "reduce": ("CollectiveError", r"agreeing on step() failed on rank"),
     "update": ("RuntimeError", "another rank could not take part in the cast; no rank changed a"),
+    "host update": ("RuntimeError", "another rank could not take part in the cast; no rank changed a"),
+    "host sum": ("RuntimeError", "rank 1 found an error, and no rank takes this step"),
     "save": ("CheckpointError", "{checkpoint} cannot be written: CheckpointException ranks:dict_keys([1])"),
     "load": ("CheckpointError", "{checkpoint} cannot be loaded: rank 1: told to raise"),
 }
