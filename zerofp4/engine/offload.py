@@ -40,7 +40,9 @@ If the parameters are on a CPU, the same steps run without streams.
 import contextlib
 import functools
 import os
+import resource
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +59,9 @@ from zerofp4.storage import NVFP4Storage, Side
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
 """Targets and their sources."""
+
+CGROUP_LIMITS = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")]
+"""Of cgroups v2 and v1, as a container sees its own."""
 
 
 def choose(buckets: Sequence[Bucket], share: float) -> list[Bucket]:
@@ -166,8 +171,8 @@ class Offload:
         except RuntimeError as error:
             needed = torch.Size(shape).numel() * dtype.itemsize
             raise RuntimeError(
-                f"offload needs {needed} more bytes of pinned host memory ({self.pinned_bytes} are pinned): "
-                f"use a smaller bucket_mb, or raise the limits of this process. {error}"
+                f"offload needs {needed} more bytes of pinned host memory beside {self.pinned_bytes} that it "
+                f"has pinned: use a smaller bucket_mb, or raise a limit ({_limits()}). {error}"
             ) from error
         self.pinned_bytes += made.nbytes
         return made
@@ -223,6 +228,17 @@ class Offload:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             return copy([*copies, *self._decision, *self._factor], self.device)
+
+
+def _limits() -> str:
+    """The limits of locked memory of this process, and of all memory of its cgroup, as text."""
+    locked, found = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], []
+    if locked != resource.RLIM_INFINITY:
+        found.append(f"ulimit -l is {locked} bytes")
+    for path in CGROUP_LIMITS:
+        if path.exists() and path.read_text().strip() != "max":
+            found.append(f"{path} is {path.read_text().strip()}")
+    return ", ".join(found) or "neither ulimit -l nor the cgroup has one"
 
 
 def _up_bytes(bucket: Bucket) -> int:

@@ -213,7 +213,7 @@ def compiled(world) -> Run:
     return run
 
 
-def masters_on_the_cpu(world, kind=None, name="offloaded") -> Run:
+def masters_on_the_cpu(world, kind=None, name="offloaded", **options) -> Run:
     """On a GPU the group needs a backend for the CPU too, and is refused where that is missing."""
     policy, mesh = CPUOffloadPolicy(pin_memory=world.device.type == "cuda"), None
     if world.device.type == "cuda":
@@ -222,7 +222,7 @@ def masters_on_the_cpu(world, kind=None, name="offloaded") -> Run:
         group = dist.new_group(backend="cpu:gloo,cuda:nccl")
         # By another name: DTensor's caches take meshes that differ only in their groups for one.
         mesh = DeviceMesh.from_group(group, "cuda", mesh_dim_names=(name,))
-    run = start(world, mesh=mesh, kind=kind, offload_policy=policy)
+    run = start(world, mesh=mesh, kind=kind, offload_policy=policy, **options)
     assert all(p.device.type == "cpu" for p in run.model.parameters())
     return run
 
@@ -243,6 +243,20 @@ def test_ways_of_training_that_change_no_number(world, started):
             assert_bytes_equal(p.detach().full_tensor(), q.detach().full_tensor(), "a master")
     if started is not checkpointed_layers:
         run.check()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("state", ["full", "compact"])
+def test_fused_updates_of_masters_on_the_cpu(world, state):
+    """They have the bytes of those on the device."""
+    options = {"optimizer": lambda params: FusedAdamW(params, lr=0.02, state=state)}
+    runs = masters_on_the_cpu(world, name=f"fused_{state}", **options), start(world, **options)
+    for run in runs:
+        run.inject(range(3))
+    offloaded, plain = (run.masters() for run in runs)
+    for name, value in plain.items():
+        assert_bytes_equal(offloaded[name].to(value.device), value, name)
+    runs[0].check()
 
 
 @on_ranks(2)

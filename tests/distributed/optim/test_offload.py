@@ -560,6 +560,34 @@ def test_threads(world):
         del optimizer.inner.update_bucket
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("limit", ["max", "17179869184"])
+def test_memory_that_cannot_be_pinned(world, limit):
+    """The error names the bytes and the limits."""
+    file, zeros, made = shared_folder(world) / f"limit of {world.rank}", torch.zeros, []
+    file.write_text(limit + "\n")
+
+    def fail(*arguments, **options):
+        if "pin_memory" in options:
+            made.append(arguments[0][0])
+            if len(made) == 2:
+                raise RuntimeError("CUDA error: out of memory")
+        return zeros(*arguments, **options)
+
+    parameters = parameters_of(world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zerofp4.engine.offload.CGROUP_LIMITS", [file, file.with_name("no such file")])
+        patch.setattr("resource.getrlimit", lambda _: (65536, 65536))
+        patch.setattr("torch.zeros", fail)
+        error = raised_by(lambda: ZeroFP4Optimizer(parameters, FusedAdamW, offload=1.0))
+    assert isinstance(error, RuntimeError)
+    if world.rank == 0:
+        text = f"offload needs {made[1]} more bytes of pinned host memory beside {made[0]} that it has"
+        assert text in str(error)
+    assert "(ulimit -l is 65536 bytes" in str(error) and "CUDA error: out of memory" in str(error)
+    assert (f"is {limit})" in str(error)) == (limit != "max")
+
+
 @on_ranks(1)
 def test_a_capture_is_refused(world):
     _, optimizer = built(world, FusedAdamW, offload=1.0, seed=0)

@@ -89,7 +89,7 @@ def _check_masters(config: Any, param: NVFP4Tensor) -> None:
         if getattr(config, option, False):
             raise ValueError(
                 f"OptimizerConfig({option}=True) keeps the masters of {called('a weight', param)} "
-                "where they cannot be cast to NVFP4"
+                "where they cannot be cast to NVFP4: leave it out"
             )
     if param.get_high_precision_init_val() is None:
         raise ValueError(
