@@ -20,6 +20,19 @@ FLASH = {"FlashAdamW": 7, "FlashAdamW, gradient release": 5}
 masters of 24 bits and moments of 8.
 """
 EARLY = 'NVFP4, state="compact", overlap="update"'
+OFFLOADED = 'NVFP4, state="compact", offload=1.0, offload_gradients=True'
+BESIDE = 'NVFP4, state="compact", offload=1.0, overlap="update"'
+MODELS = {"llama_3_70b": "Llama-3-70B"}
+"""By the name of a configuration without a run, the model."""
+MACHINES = [
+    ("one card of 24 GB", "llama_3_8b", BESIDE),
+    ("one card of 24 GB", "llama_3_8b", OFFLOADED),
+    ("one card of 80 GB, 128 GB of RAM", "llama_20b", BESIDE),
+    ("one card of 80 GB, 128 GB of RAM", "llama_3_8b", OFFLOADED),
+    ("four cards of 80 GB, 512 GB of RAM", "llama_3_70b", BESIDE),
+    ("four cards of 80 GB, 512 GB of RAM", "llama_20b", OFFLOADED),
+]
+"""Machines, with a model that fits there and one of WAYS."""
 CARDS = {"llama_3_8b": ("Llama-3-8B", 80e9), "llama_20b": ("Llama, 20B", 141e9)}
 """By the name of a configuration and of its run, the model and the memory of a card that suits it."""
 WAY_OF = {
@@ -82,8 +95,10 @@ def beyond(run: Run) -> float:
 def large_models_section() -> str:
     """The tables of docs/large-models.md."""
     compared, predicted = "One after another in one process:", "Predicted, in bytes and in parameters:"
-    first, second, third = map(markdown_table, (training_runs(), side_by_side(), predictions()))
-    return "\n\n".join([first, compared, second, predicted, third])
+    which = "Which way for which machine, predicted without activations and buffers:"
+    tables = training_runs(), side_by_side(), predictions(), machines()
+    first, second, third, fourth = map(markdown_table, tables)
+    return "\n\n".join([first, compared, second, predicted, third, which, fourth])
 
 
 def training_runs() -> Table:
@@ -133,6 +148,17 @@ def predictions() -> Table:
             largest = run.card / (found[i] + beyond(run))
             row += [f"{found[i]:.2f}", f"{largest / 1e9:.1f}e9"]
     return Table(header, "<>>>>", rows)
+
+
+def machines() -> Table:
+    """What the ways that suit a machine keep there."""
+    rows = []
+    for machine, config, way in MACHINES:
+        sizes = memory_kept(shapes(config, None), **WAYS[way])
+        host = sizes.pop("host") / 1e9
+        model = MODELS.get(config) or CARDS[config][0]
+        rows.append((machine, model, ways(way), f"{sum(sizes.values()) / 1e9:.1f} GB", f"{host:.1f} GB"))
+    return Table(("machine", "model", "trained with", "on each GPU", "in host memory"), "<<<>>", rows)
 
 
 def ways(name: str) -> str:

@@ -133,12 +133,13 @@ NAMES = {
     "NVFP4": "NVFP4, FP32 state",
     'NVFP4, state="compact"': "NVFP4, compact state",
     pages.EARLY: "the same, updates in the backward pass",
+    pages.OFFLOADED: "NVFP4, the rest in host memory",
 }
 """By way of zerofp4.inspect.memory, what its bar is called."""
 
 
 def kept(way: str, ranks: int = 1) -> dict[str, float]:
-    """Bytes a parameter by what they are: masters and moments are sharded over the ranks."""
+    """Bytes a parameter by what they are, on a GPU: masters and moments are sharded over the ranks."""
     run = pages.runs()[0]
     parts = pages.kept(run, way)
     return {part: size / ranks if part in ("masters", "moments") else size for part, size in parts.items()}
@@ -152,11 +153,12 @@ def flash(gradients: float) -> dict[str, float]:
 def bars(ranks: int) -> dict[str, dict[str, float]]:
     """With several ranks those ways alone whose gradients are whole."""
     if ranks > 1:
-        return {name: kept(way, ranks) for way, name in NAMES.items() if way != pages.EARLY}
-    (plain, full, compact, early), (whole, released) = NAMES.items(), pages.FLASH
+        alone = (pages.EARLY, pages.OFFLOADED)
+        return {name: kept(way, ranks) for way, name in NAMES.items() if way not in alone}
+    (plain, *ours), (whole, released) = NAMES.items(), pages.FLASH
     found = {plain[1]: kept(plain[0])}
     found |= {f"{whole} (its paper)": flash(2.0), f"{released} (its paper)": flash(0.0)}
-    found |= {name: kept(way) for way, name in (full, compact, early)}
+    found |= {name: kept(way) for way, name in ours}
     more = {"activations, buffers": pages.beyond(pages.runs()[0])}
     return {name: parts | more for name, parts in found.items()}
 
@@ -169,7 +171,7 @@ def draw_memory() -> Path:
     """
     panels = {ranks: bars(ranks) for ranks in RANKS}
     heights = {"height_ratios": [len(each) for each in panels.values()]}
-    figure, axes = new_picture(len(RANKS), 1, figsize=(9, 4.4), gridspec_kw=heights)
+    figure, axes = new_picture(len(RANKS), 1, figsize=(9, 4.7), gridspec_kw=heights)
     for panel, (ranks, found) in zip(axes.flat, panels.items(), strict=True):
         for name, parts in found.items():
             left = 0.0

@@ -62,12 +62,13 @@ def test_it_is_what_training_keeps(dtype, nvfp4, state):
 
 @pytest.mark.parametrize("state", ["full", "compact"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_what_is_in_host_memory(dtype, state):
-    model = Model().to(dtype)
-    whole, predicted = (memory_kept(model, state=state, offload=offload) for offload in (False, True))
+@pytest.mark.parametrize("sums", [False, True])
+def test_what_is_in_host_memory(dtype, state, sums):
+    model, options = Model().to(dtype), {"state": state, "offload_gradients": sums}
+    whole, predicted = memory_kept(model, state=state), memory_kept(model, offload=True, **options)
     zerofp4.convert_model(model)
     named = model.named_parameters()
-    optimizer = ZeroFP4Optimizer(named, FusedAdamW, lr=1e-3, state=state, offload=1.0)
+    optimizer = ZeroFP4Optimizer(named, FusedAdamW, lr=1e-3, offload=1.0, **options)
     model(torch.arange(16)).float().square().mean().backward()
     optimizer.step()
     host = predicted.pop("host")

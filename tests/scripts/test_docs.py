@@ -163,18 +163,19 @@ def test_the_picture_of_memory_and_the_bytes_beside_it():
         [f"{sum(pictures.kept(way, ranks).values()):.1f}" for way in pictures.NAMES]
         for ranks in pictures.RANKS
     )
-    plain, full, compact, early = alone
+    plain, full, compact, early, offloaded = alone
     assert f"{full} bytes a parameter on one GPU in place of {plain}." in said
     assert f"They take {compact} with [compact state]" in said
     assert f"[compact state], and {early} if backward passes also update." in said
-    plain, full, compact, _ = shared
+    assert f"It is {offloaded} with [masters, moments and sums of gradients in host memory]" in said
+    plain, full, compact, *_ = shared
     assert f"8 GPUs it is {full}, or {compact} with compact state, in place of {plain}." in said
 
 
 def test_the_bars_of_one_gpu_end_at_the_peak_of_the_run():
     pytest.importorskip("transformers")
     run, bars = pages.runs()[0], pictures.bars(1)
-    early = list(bars.values())[-1]
+    early = bars[pictures.NAMES[pages.EARLY]]
     assert sum(early.values()) == pytest.approx(run.peak / run.parameters)
     assert set(early) == set(pictures.COLORS) and min(early.values()) > 0
     flash = [sum(parts.values()) - pages.beyond(run) for name, parts in bars.items() if "its paper" in name]

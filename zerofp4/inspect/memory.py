@@ -31,6 +31,16 @@ WAYS = {
     'NVFP4, state="compact"': {"state": "compact"},
     'NVFP4, state="compact", overlap="update"': {"state": "compact", "overlap": "update"},
     'NVFP4, state="compact", offload=1.0': {"state": "compact", "offload": True},
+    'NVFP4, state="compact", offload=1.0, overlap="update"': {
+        "state": "compact",
+        "offload": True,
+        "overlap": "update",
+    },
+    'NVFP4, state="compact", offload=1.0, offload_gradients=True': {
+        "state": "compact",
+        "offload": True,
+        "offload_gradients": True,
+    },
 }
 """By name, options of memory_kept()."""
 COLUMNS = "weights", "gradients", "masters", "moments", "host"
@@ -43,12 +53,14 @@ def memory_kept(
     state: str = "full",
     overlap: str | None = None,
     offload: bool = False,
+    offload_gradients: bool = False,
 ) -> dict[str, int]:
     """Bytes of weights, gradients, masters and moments of a model that has not been converted, on one rank.
 
     model: may be on the meta device. nvfp4: whether convert_model() is called, with its defaults.
     state, overlap: of ZeroFP4Optimizer with FusedAdamW, and of its Communication. With "update" gradients
         are those of one bucket. offload: whether masters and moments are in host memory, as "host".
+    offload_gradients: of ZeroFP4Optimizer, too: sums of gradients are there, and gradients those of a bucket.
     """
     chosen = {id(choice.parameter) for choice in choose_weights(model, None)[1]} if nvfp4 else set()
     kept = {"weights": 0, "gradients": 0, "masters": 0, "moments": 0}
@@ -65,11 +77,12 @@ def memory_kept(
         elif quantized or offload or p.dtype != torch.float32:  # else the parameter is its own master
             kept["masters"] += 4 * n
         kept["moments"] += 2 * n + 4 * torch.Size(scales_shape(p.shape)).numel() if compact else 8 * n
-    if overlap == "update":
+    if overlap == "update" or offload_gradients:
         bucket = max(int(find_bucket_mb(parameters, None) * 2**20), *(p.nbytes for p in parameters))
         kept["gradients"] = min(kept["gradients"], bucket)
     if offload:
-        kept["host"] = kept.pop("masters") + kept.pop("moments")
+        sums = 4 * sum(p.numel() for p in parameters) if offload_gradients else 0
+        kept["host"] = kept.pop("masters") + kept.pop("moments") + sums
     return kept
 
 
