@@ -119,7 +119,7 @@ def training_runs() -> Table:
 
 
 def side_by_side() -> Table:
-    """Results of `python -m benchmarks large` in results/large, with tokens per second over the first way's."""
+    """Results of `python -m benchmarks large`, with tokens per second over those of the first way."""
     rows = []
     for path in sorted((RESULTS / "large").glob("*.json")):
         result = json.loads(path.read_text())
