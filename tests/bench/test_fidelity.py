@@ -7,6 +7,9 @@ import math
 
 import pytest
 import torch
+import torch._dynamo.config as dynamo
+import torch._inductor.config as inductor
+from cases.train import settings_restored
 
 from benchmarks import text
 from benchmarks.__main__ import main
@@ -21,6 +24,17 @@ STEPS = 20
 @pytest.fixture(scope="module")
 def tokens() -> Tokens:
     return Tokens.of_standard_library(CPU)
+
+
+@pytest.fixture(autouse=True)
+def own_settings():
+    """The command sets what holds for its whole process."""
+    attention = torch.backends.cuda
+    cudnn, efficient = attention.cudnn_sdp_enabled(), attention.mem_efficient_sdp_enabled()
+    with settings_restored(), dynamo.patch(recompile_limit=64), inductor.patch(deterministic=True):
+        yield
+    attention.enable_cudnn_sdp(cudnn)
+    attention.enable_mem_efficient_sdp(efficient)
 
 
 def run(arm: str, tokens: Tokens, steps: int = STEPS) -> Run:

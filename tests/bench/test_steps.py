@@ -119,10 +119,10 @@ def test_a_part_of_a_step_lasts_from_its_first_work_to_its_last():
 def test_what_is_done_before_a_call_is_done_before_every_call(monkeypatch):
     calls = []
     timer = Timer.__new__(Timer)
-    timer.repeats, timer._longest = 2, sum
+    timer.repeats, timer._warm_up, timer._longest = 2, 3, sum
     monkeypatch.setattr(timer, "_once", lambda run, *how: run() or 1.0)
     assert timer.time(lambda: calls.append("run"), before=lambda: calls.append("before")) == 2.0
-    assert calls == ["before", "run"] * (ranks.WARM_UP + 2)
+    assert calls == ["before", "run"] * (3 + 2)
 
 
 def test_what_a_peak_has_above_the_state():

@@ -127,7 +127,7 @@ def nvdisasm() -> str:
 
 def compiled(source: Path, architecture: str, folder: Path) -> dict[str, Kernel]:
     """The kernels of a source by their names, as C++ has them."""
-    folder = folder / f"{source.stem}.{architecture}"
+    folder = folder / f"{source.parent.name}.{source.stem}.{architecture}"
     folder.mkdir()
     binary = folder / "made.cubin"
     kept = ["-cubin", "-Xptxas=-v", "--keep", f"--keep-dir={folder}", f"-I{CSRC}"]
