@@ -2,8 +2,10 @@
 
 #include "cuda/gemm/lt_product.h"
 
+#include <cinttypes>
+#include <cstdio>
 #include <cstring>
-#include <sstream>
+#include <string>
 
 #include "cuda/gemm/cublaslt.cu"
 
@@ -13,9 +15,18 @@ using namespace zerofp4;
 using cuda::LtProduct;
 namespace lt = cuda::lt;
 
-std::ostringstream said;
+// No stream: theirs come from whichever libstdc++ the process has, and some libraries of CUDA bring parts of
+// one.
+std::string said;
 size_t own_version;
 lt::Status answer;  // of the heuristic
+
+template <class... Values>
+void say(const char* format, Values... values) {
+    char line[256];
+    std::snprintf(line, sizeof line, format, values...);
+    said += line;
+}
 
 template <class T>
 lt::Status create(T* made) {
@@ -32,7 +43,7 @@ template <class Attribute>
 void write(const char* what, Attribute attribute, const void* value, size_t bytes) {
     int64_t number = 0;
     std::memcpy(&number, value, bytes);
-    said << what << ' ' << static_cast<int>(attribute) << ' ' << number << ' ' << bytes << '\n';
+    say("%s %d %" PRId64 " %zu\n", what, static_cast<int>(attribute), number, bytes);
 }
 
 const lt::Library recorder{
@@ -46,7 +57,7 @@ const lt::Library recorder{
         return lt::kSuccess;
     },
     [](lt::Layout* made, lt::DataType type, uint64_t rows, uint64_t cols, int64_t leading_dimension) {
-        said << "layout " << type << ' ' << rows << ' ' << cols << ' ' << leading_dimension << '\n';
+        say("layout %d %" PRIu64 " %" PRIu64 " %" PRId64 "\n", type, rows, cols, leading_dimension);
         return create(made);
     },
     &destroy<lt::Layout>,
@@ -58,7 +69,7 @@ const lt::Library recorder{
     },
     [](lt::Handle, lt::Desc, lt::Layout, lt::Layout, lt::Layout, lt::Layout, lt::Preference, int,
        lt::HeuristicResult* results, int* returned) {
-        said << "heuristic\n";
+        say("heuristic\n");
         results[0].state = lt::kSuccess;
         *returned = 1;
         return answer;
@@ -66,7 +77,7 @@ const lt::Library recorder{
     [](lt::Handle, lt::Desc, const void* alpha, const void* a, lt::Layout, const void* b, lt::Layout,
        const void* beta, const void*, lt::Layout, void* d, lt::Layout, const lt::Algorithm*, void*, size_t,
        cudaStream_t) {
-        said << "matmul " << alpha << ' ' << a << ' ' << b << ' ' << beta << ' ' << d << '\n';
+        say("matmul %p %p %p %p %p\n", alpha, a, b, beta, d);
         return lt::kSuccess;
     }};
 
@@ -79,8 +90,7 @@ const void* at(uintptr_t address) { return reinterpret_cast<const void*>(address
 // at 0x800.
 extern "C" const char* product(size_t version, int inputs, int output, bool accumulate,
                                uint32_t bias_alignment, int heuristic) {
-    static std::string text;
-    said.str("");
+    said.clear();
     own_version = version;
     answer = heuristic;
     const ProductProblem problem{48,
@@ -98,14 +108,13 @@ extern "C" const char* product(size_t version, int inputs, int output, bool accu
     try {
         LtProduct made(recorder, nullptr, static_cast<const float*>(at(0x800)), problem);
         if (made.choose(problem)) {
-            said << "run\n";
+            say("run\n");
             made.run({at(0x100), at(0x200), at(0x300), at(0x400), static_cast<const float*>(at(0x500)),
                       bias_alignment ? at(0x600) : nullptr, const_cast<void*>(at(0x700)), nullptr},
                      nullptr);
         }
     } catch (const std::exception& error) {
-        said << error.what() << '\n';
+        say("%s\n", error.what());
     }
-    text = said.str();
-    return text.c_str();
+    return said.c_str();
 }
