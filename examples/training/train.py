@@ -253,9 +253,12 @@ def run(options: argparse.Namespace, text: Text, world: World) -> int:
 
 
 def compute_deterministically() -> None:
-    """The same sums in every run of this process from now on."""
+    """The same sums in every run of this process from now on.
+
+    Not with warn_only: attention would then warn and keep adding its gradients in any order.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads such memory
 
 
