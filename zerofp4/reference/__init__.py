@@ -20,3 +20,4 @@ from zerofp4.reference.shards import *
 from zerofp4.reference.step import *
 from zerofp4.reference.stochastic import *
 from zerofp4.reference.vote import *
+from zerofp4.reference.wire import *
