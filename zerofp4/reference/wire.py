@@ -107,14 +107,14 @@ def wire_bytes(
 ) -> torch.Tensor:
     """uint8 [rows, cols, count]: the random bytes of each element, `count` of them.
 
-    A Philox block has those of 16 / count neighbors in a row. The key is host + 1, and the counter holds the
-    number of the block, counted row by row (64 bits), the step, and the number of the parameter.
+    Element i of a parameter, counted row by row, has the bytes from i * count on. The key is host + 1, and the
+    counter holds the number of a block of 16 bytes (64 bits), the step, and the number of the parameter.
     """
-    blocks = -(-cols * count // 16)
-    block = torch.arange(rows * blocks, dtype=torch.int64) + first_row * blocks
+    begin, end = first_row * cols * count, (first_row + rows) * cols * count
+    block = torch.arange(begin // 16, -(-end // 16), dtype=torch.int64)
     zero = torch.zeros((), dtype=torch.int64)
     drawn = philox_bytes((block & LOW, block >> 32, zero + step, zero + number), (zero + host + 1, zero))
-    return drawn.view(rows, -1, count)[:, :cols]
+    return drawn[begin % 16 :][: end - begin].view(rows, cols, count)
 
 
 def float_to_bfloat16_stochastic(x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
