@@ -31,18 +31,20 @@ def error(found: torch.Tensor, x: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("wire", "most"), [("bf16", 6e-6), ("mxfp8", 1.4e-3), ("nvfp4", 0.022)])
 def test_the_mean_of_many_steps_has_no_bias(wire, most):
-    """The variance of a mean falls with the number of its terms, and a bias would stay."""
+    """The variance of a mean falls with the number of its terms, and a bias stays: scales of NVFP4 rounded to
+    the nearest make the last number 1.8 times the other. 0.2 is the noise of 200 steps.
+    """
     x, steps = gradient(), 200
     found = [received(x, wire, step) for step in range(steps)]
     once = sum(error(each, x) for each in found) / steps
     assert 0 < once < most
-    assert error(torch.stack(found).mean(0), x) * steps == pytest.approx(once, rel=0.12)
+    assert error(torch.stack(found).mean(0), x) * steps == pytest.approx(once, rel=0.2)
 
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_hosts_round_independently(wire):
     x = gradient()
-    assert error(received(x, wire, hosts=4), x) * 4 == pytest.approx(error(received(x, wire), x), rel=0.15)
+    assert error(received(x, wire, hosts=4), x) * 4 == pytest.approx(error(received(x, wire), x), rel=0.2)
 
 
 @pytest.mark.parametrize("wire", WIRES)

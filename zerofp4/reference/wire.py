@@ -107,7 +107,7 @@ def wire_bytes(
 ) -> torch.Tensor:
     """uint8 [rows, cols, count]: the random bytes of each element, `count` of them.
 
-    Element i of a parameter, counted row by row, has the bytes from i * count on. The key is host + 1, and the
+    Element i of a parameter, counted row by row, has the bytes from i * count on. The key is host + 1. The
     counter holds the number of a block of 16 bytes (64 bits), the step, and the number of the parameter.
     """
     begin, end = first_row * cols * count, (first_row + rows) * cols * count
