@@ -138,6 +138,18 @@ void bind_optim(py::module_& m) {
             on_either(target, [&](const auto& kernels, auto where) { kernels.average(args, where); });
         },
         NoGil());
+    using Rounded = RoundMeansArgs;
+    struct_class<Rounded>(
+        m, "RoundMeansArgs",
+        {FIELD(Rounded, values), FIELD(Rounded, output), FIELD(Rounded, pieces), FIELD(Rounded, count),
+         FIELD(Rounded, numel), FIELD(Rounded, step), FIELD(Rounded, host)});
+    m.def(
+        "round_means",
+        [](const Target& target, const RoundMeansArgs& args) {
+            on_either(target, [&](const auto& kernels, auto where) { kernels.round_means(args, where); });
+        },
+        NoGil());
+    m.attr("ROUNDED_AT_ONCE") = kRoundedAtOnce;
     using Decide = DecideArgs;
     struct_class<Decide>(
         m, "DecideArgs",

@@ -10,6 +10,7 @@
 #include "common/args/grouped_values.h"
 #include "common/args/mxfp8.h"
 #include "common/args/nonfinite.h"
+#include "common/args/round_means.h"
 #include "common/args/scale_layout.h"
 #include "common/args/squares.h"
 #include "common/args/transpose.h"
@@ -40,6 +41,7 @@ struct Kernels {
     void (*adamw_update)(const AdamWTable&, int threads);
     void (*compact_update)(const AdamWTable&, int threads);
     void (*average)(const AverageArgs&, int threads);
+    void (*round_means)(const RoundMeansArgs&, int threads);
     void (*find_nonfinite)(const NonfiniteArgs&, int threads);
     void (*add_squares)(const SquaresArgs&, int threads);
     void (*decide)(const DecideArgs&, int threads);

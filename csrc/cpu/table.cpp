@@ -29,6 +29,7 @@
     DO(adamw_update)     \
     DO(compact_update)   \
     DO(average)          \
+    DO(round_means)      \
     DO(find_nonfinite)   \
     DO(add_squares)      \
     DO(decide)           \

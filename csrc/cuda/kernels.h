@@ -12,6 +12,7 @@
 #include "common/args/mxfp8.h"
 #include "common/args/nonfinite.h"
 #include "common/args/peers.h"
+#include "common/args/round_means.h"
 #include "common/args/scale_layout.h"
 #include "common/args/squares.h"
 #include "common/args/transpose.h"
@@ -62,6 +63,7 @@ struct Kernels {
     void (*adamw_update)(const AdamWTable&, cudaStream_t stream);
     void (*compact_update)(const AdamWTable&, cudaStream_t stream);
     void (*average)(const AverageArgs&, cudaStream_t stream);
+    void (*round_means)(const RoundMeansArgs&, cudaStream_t stream);
     void (*find_nonfinite)(const NonfiniteArgs&, cudaStream_t stream);
     void (*add_squares)(const SquaresArgs&, cudaStream_t stream);
     void (*decide)(const DecideArgs&, cudaStream_t stream);

@@ -61,9 +61,9 @@ def test_slices_have_the_bytes_of_the_whole(wire, first_row):
 
 @pytest.mark.parametrize("name", ["number", "step", "host"])
 def test_other_parameters_steps_and_hosts_draw_other_bytes(name):
-    where = {"number": 1, "step": 2, "host": 0}
-    drawn = reference.wire_bytes(4, 20, 2, **where)
-    other = reference.wire_bytes(4, 20, 2, **where | {name: 5})
+    where = {"first": 0, "number": 1, "step": 2, "host": 0}
+    drawn = reference.wire_bytes((4, 20), 2, **where)
+    other = reference.wire_bytes((4, 20), 2, **where | {name: 5})
     assert (drawn == other).float().mean() < 0.05
     assert drawn.shape == (4, 20, 2)
 

@@ -32,6 +32,7 @@ from zerofp4.engine.exchange import (
     collective_exchanges,
     in_place,
 )
+from zerofp4.engine.hosts import hosts_exchanges
 from zerofp4.engine.late_gather import LateGathers
 from zerofp4.engine.offload import Offload, OffloadedExchange, OffloadedPlan
 from zerofp4.engine.overlap import BackwardSchedule, SumSchedule, UpdateSchedule

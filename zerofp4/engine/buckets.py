@@ -192,6 +192,11 @@ class Bucket:
             own.copy_(self.masters)
 
     @property
+    def bytes_to_others(self) -> int:
+        """Bytes of gradients that this rank sends if each goes to its owner."""
+        return (self.world_size - 1) * self.slice_numel * self.sent_as.itemsize
+
+    @property
     def gathered(self) -> list[torch.Tensor]:
         """The flat tensors of a gather of weights, with an equal slice of each rank."""
         return [self.weights] if self.scales is None else [self.weights, self.scales.view(-1)]

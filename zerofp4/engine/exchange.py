@@ -62,6 +62,8 @@ class BucketExchange(Protocol):
     before that row leave while the rest is cast; None if that gains nothing.
     """
     error: OwnError  # of this rank in the last send(), raised by receive() and average()
+    gradient_bytes: int  # that this rank sends to other ranks
+    bytes_between_hosts: int | None = None  # the part of them that leaves the host; None if nobody counts
     bring_down: Callable[[bool], None] | None = None
     """Called after send(), or with False if the means are in `bucket.gradients`: begins what receive() waits
     for on the host. None if the host waits for nothing.
@@ -91,6 +93,7 @@ class LocalExchange(BucketExchange):
     """A bucket of one rank, whose gradients are the means, and are read in place."""
 
     memory = received = halfway = None
+    gradient_bytes = 0
 
     def __init__(self, bucket: Bucket):
         self.bucket = bucket
@@ -154,6 +157,7 @@ class CollectiveExchange(BucketExchange):
     ):
         self.bucket, self.memory, self.received = bucket, memory, received
         self._of_replicas, self._ordered, self._before = of_replicas, ordered, before
+        self.gradient_bytes = bucket.bytes_to_others
         fits_update = ordered and bucket.world_size > 1 and bucket.replica_count == 1
         fits_update &= bucket.sent_as in UPDATE_DTYPES
         self.arrives_as = bucket.sent_as if fits_update else None

@@ -221,6 +221,7 @@ class PeerExchange(BucketExchange):
         self, bucket: Bucket, memory: GradientMemory, peers: Peers, means: torch.Tensor | None = None
     ):
         self.bucket, self.memory, self._peers = bucket, memory, peers
+        self.gradient_bytes = bucket.bytes_to_others
         self.arrives_as = bucket.sent_as if bucket.sent_as in UPDATE_DTYPES else None
         self._means = None if means is None else means[: bucket.slice_numel]
         if self._means is not None:

@@ -243,7 +243,8 @@ class Step:
                     "whole_matrices": bucket.is_of_whole_matrices,
                     "gradients_travel_as": str(bucket.sent_as).removeprefix("torch."),
                     "gathered_in": None if size == 1 else "forward" if self._is_late(exchange) else "step",
-                    "gradients": others * bucket.slice_numel * bucket.sent_as.itemsize,
+                    "gradients": exchange.gradient_bytes,
+                    "between_hosts": exchange.bytes_between_hosts,
                     # A ring sends every byte twice, except a rank's own share.
                     "amaxes": 2 * others * amaxes // size,
                     "weights": others * sum(flat.nbytes for flat in bucket.gathered) // size,

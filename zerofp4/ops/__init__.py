@@ -53,6 +53,8 @@ from zerofp4.ops.optimizer import (
     average,
     find_nonfinite,
     norm_of_squares,
+    round_means,
+    rounded_pieces,
 )
 from zerofp4.ops.product import add_scaled_product, product_alpha, product_values, scaled_product
 from zerofp4.ops.quantize import Quantization, choice_arguments, draw_rng_state, quantize_into

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zerofp4.cast import check_castable, number_groups
 from zerofp4.distributed import attempt, first_difference, rank_and_size
-from zerofp4.engine import Trained, find_bucket_mb, gradient_dtype, host_name
+from zerofp4.engine import Trained, find_bucket_mb, find_hosts, gradient_dtype, host_name
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_names, find_places, parameter_name
@@ -44,6 +44,7 @@ _CHOICES = {
     "overlap": (None, "backward", "forward", "both", "update"),
     "gradient_dtype": (None, torch.float32),
     "gradient_wire": (None, *WEIGHT_DTYPES),
+    "between_hosts": (None, "bf16"),
 }
 
 
@@ -62,6 +63,8 @@ class Communication:
     bucket_mb: megabytes of gradients that are sent at once; None is a 14th of all, from 256 to 1024.
     gradient_dtype: torch.float32 to add up micro-batches in FP32; None is the parameter's dtype.
     gradient_wire: the dtype that gradients are rounded to before they are sent; None keeps their own.
+    between_hosts: "bf16" averages gradients inside each host and rounds these means once, at random, to
+        bfloat16 for the other hosts. Sums are ordered. Those of parameters that are not NVFP4 stay FP32.
 
     Raises ValueError or TypeError for options that are not among these, or exclude each other.
     """
@@ -72,6 +75,7 @@ class Communication:
     bucket_mb: float | None = None
     gradient_dtype: torch.dtype | None = None
     gradient_wire: torch.dtype | None = None
+    between_hosts: str | None = None
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -83,8 +87,14 @@ class Communication:
             if isinstance(mb, bool) or not isinstance(mb, int | float) or not 0 < mb < math.inf:
                 raise ValueError(f"bucket_mb must be a positive number of megabytes, got {mb!r}")
             object.__setattr__(self, "bucket_mb", float(mb))  # 1 and 1.0 are the same
-        if self.reduction == "reduce_scatter" and self.transport == "peer":
-            raise ValueError("reduction='reduce_scatter' is not supported with transport='peer'")
+        excluding = {
+            "reduction='reduce_scatter'": self.reduction == "reduce_scatter",
+            "transport='peer'": self.transport == "peer",
+            f"between_hosts={self.between_hosts!r}": self.between_hosts is not None,
+        }
+        first, second, *_ = [*(name for name, is_used in excluding.items() if is_used), None, None]
+        if second is not None:
+            raise ValueError(f"{first} is not supported with {second}")
 
 
 # One rank
@@ -249,7 +259,11 @@ class Checked:
             why = "offload_gradients brings the mean of each backward pass to the host"
         elif is_of_all:
             return None
-        for name, refused in (("overlap", ("backward", "both", "update")), ("transport", ("peer",))):
+        for name, refused in (
+            ("overlap", ("backward", "both", "update")),
+            ("transport", ("peer",)),
+            ("between_hosts", ("bf16",)),
+        ):
             value = getattr(self.communication, name)
             if value in refused:
                 raise ValueError(f"{name}={value!r} is not supported because {why}")
@@ -556,6 +570,14 @@ def choose_way(checked: Checked, by_rank: Sequence[Announcement]) -> tuple[str, 
         for i in range(len(one.ranks))
     )
     reduction = options.reduction or ("reduce_scatter" if is_across else "ordered")
+    if options.between_hosts is not None:
+        hosts = find_hosts(names)
+        if hosts is None or hosts[0] == 1:
+            raise ValueError(
+                f"between_hosts={options.between_hosts!r} needs two hosts or more, and as many consecutive "
+                f"ranks on each; the ranks are on {names}"
+            )
+        return "collective", "ordered", f"between_hosts={options.between_hosts!r} uses collectives"
     why, origin = checked.why_collective, "" if options.reduction else ", the default over several hosts,"
     if reduction == "reduce_scatter":
         why = why or f"reduction='reduce_scatter'{origin} is a collective"

@@ -30,6 +30,7 @@ from zerofp4.engine import (
     collective_exchanges,
     find_hosts,
     find_peers,
+    hosts_exchanges,
     peer_exchanges,
     write_master,
 )
@@ -142,7 +143,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._shards = ShardedParameters(checked, group, bucket_mb, self._peers, late)
         free_frozen(checked.parameters)
         with error:
-            exchanges, self._schedule = self._make_exchanges(reduction == "ordered", offload_gradients)
+            hosts = find_hosts([one.host for one in announced])
+            exchanges, self._schedule = self._make_exchanges(
+                reduction == "ordered", offload_gradients, hosts and hosts[0]
+            )
             self._shards.offload.allocate(exchanges, offload_gradients)
             masters = dict(zip(map(id, self._shards.parameters), self._shards.optimized, strict=True))
             self.inners = InnerOptimizers(checked.classes, self.param_groups, masters)
@@ -189,7 +193,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._described = {
             "transport": "none" if self.world_size == 1 else shared_by,
             "why_collective": why_collective or why_no_peers,
-            "hosts": find_hosts([one.host for one in announced]),
+            "hosts": hosts,
             "reduction": reduction,
             "in_buckets": why_at_once is None,
             "obstacle": why_at_once,
@@ -200,7 +204,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         }
 
     def _make_exchanges(
-        self, ordered: bool, sums: bool
+        self, ordered: bool, sums: bool, hosts: int | None
     ) -> tuple[list[BucketExchange], BackwardSchedule | None]:
         """The exchange of each bucket, and the schedule that sends gradients in backward passes, if any."""
         shards, overlap = self._shards, self.communication.overlap
@@ -208,8 +212,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if self._peers is not None:
             exchanges = peer_exchanges(shards.buckets, self._peers, early=early, in_turns=in_turns)
         else:
-            ways = {"ordered": ordered, "early": early, "aliased": not (in_turns or sums)}
-            exchanges = collective_exchanges(shards.buckets, **ways)
+            ways = {"early": early, "aliased": not (in_turns or sums)}
+            if self.communication.between_hosts is not None:
+                ways["taken"] = lambda: self._agreement.steps
+                exchanges = hosts_exchanges(shards.buckets, hosts, **ways)
+            else:
+                exchanges = collective_exchanges(shards.buckets, ordered=ordered, **ways)
         if in_turns and any(exchange.arrives_as is None for exchange in exchanges):
             shards.share_gradients()
         offload = shards.offload
@@ -301,7 +309,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         word, present = self._vote(Call(reduces=reduces), gradients, error)
         try:
             self._agreement.decide(word, found_inf=self.found_inf, looks=reduces)
-            self._agreement.count_step()
             if error:  # the other ranks' kernels change nothing, by the vote
                 with error:
                     self._run_program(None, ABSTAIN if reduces and self._sums is None else None)
@@ -311,6 +318,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     self._update_at_once(sent, present)
                 else:
                     self._run_program(self._fused.update_bucket, sent)
+            self._agreement.count_step()
             if self._sums is not None:
                 self._sums.drop()
         finally:
@@ -779,7 +787,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         world_size, bucket_mb. host_waits: why the host waits for the vote of each step, or None. buckets: in
         their order, each with its kind, parameters, elements, optimizer, gathered_in ("step", "forward" or
         None), state ("compact24" has masters of 24 bits), masters (on "host" or "device"), and the bytes of
-        gradients, amaxes and weights that this rank sends for it in a step. bytes_sent: the same of all
+        gradients, amaxes and weights that this rank sends for it in a step; between_hosts: how many bytes of
+        these gradients leave the host, None without that option. bytes_sent: bytes by phase, of all
         buckets. shared_bytes: memory that other ranks can access. waiting_bytes: memory where gradients of
         other ranks wait for the update. host_bytes: offloaded masters with their present state, and gradients
         that wait there. pinned_bytes: the slots for gradients, amaxes and weights on their way between host

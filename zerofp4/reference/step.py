@@ -19,6 +19,7 @@ from zerofp4.format import BLOCK, SCALE_DTYPE, STATE_GROUP
 from zerofp4.reference.adamw import adamw_step, average, norm_of_squares, square_sums
 from zerofp4.reference.compact import CompactMoments, compact_adamw_step, no_moments, round_master
 from zerofp4.reference.shards import partial_amax, partial_cast
+from zerofp4.reference.wire import float_to_bfloat16_stochastic, wire_bytes
 
 CHUNK = 256
 """Slices begin at multiples of this many elements of a parameter."""
@@ -44,6 +45,7 @@ class ShardedParameter:
         sent_as: torch.dtype | None = None,
     ):
         self.shape, self.dtype, self.sent_as, self.step = values.shape, dtype, sent_as or dtype, 0
+        self.index = number
         # Slices of n elements in flat order. A slice has whole groups of compact state.
         compact = compact and values.dim() > 1 and values.shape[-1] >= STATE_GROUP
         unit = 1 if not compact else self.shape[-1] if self.shape[-1] % STATE_GROUP else STATE_GROUP
@@ -76,6 +78,7 @@ def zero_step(
     clips: Sequence[tuple[float, float]] = (),
     ordered: bool = True,
     earlier: Sequence[Sequence[torch.Tensor | None]] = (),
+    between: tuple[int, int] | None = None,
     **options: Any,
 ) -> tuple[bool, list[torch.Tensor]]:
     """Take one step. Collective. Returns found_inf, and the norm that each clip finds.
@@ -83,11 +86,16 @@ def zero_step(
     gradients: p.grad of this rank by parameter. clips: (max_norm, norm_type) of clip_grad_norm_() calls.
     ordered: whether gradients are added in rank order, or by torch's reduce-scatter.
     earlier: with offload_gradients, the gradients of each backward pass before the last one, in their order.
+    between: with between_hosts="bf16", the number of hosts, and of the steps taken before.
     options: lr, betas, eps, weight_decay and maximize of AdamW.
     """
     sent = [_as_sent(p, gradient) for p, gradient in zip(parameters, gradients, strict=True)]
 
-    means = [_mean(rows, ordered, group) for rows in sent]
+    if between is None:
+        means = [_mean(rows, ordered, group) for rows in sent]
+    else:
+        pairs = zip(parameters, sent, strict=True)
+        means = [_mean_of_hosts(p, _received(rows, group), *between) for p, rows in pairs]
     for i in range(len(parameters)) if earlier else ():  # in FP32, from the first pass to the last one
         before = [_as_sent(parameters[i], each[i]) for each in earlier]
         total, *others = [_mean(rows, ordered, group) for rows in before] + [means[i]]
@@ -128,12 +136,27 @@ def _as_sent(p: ShardedParameter, gradient: torch.Tensor | None) -> torch.Tensor
 def _mean(rows: torch.Tensor, ordered: bool, group: dist.ProcessGroup | None) -> torch.Tensor:
     """float32 [n]: the mean of this rank's slice over all ranks."""
     if ordered:  # ((g0 + g1) + g2) / 3 in float32
-        received = torch.empty_like(rows)
-        dist.all_to_all_single(received.view(torch.uint8), rows.view(torch.uint8), group=group)
-        return average(received)
+        return average(_received(rows, group))
     total = torch.empty_like(rows[0])  # in the dtype that is sent, and in the order of the library
     dist.reduce_scatter(total, list(rows), group=group)
     return average(total.view(1, -1), len(rows))
+
+
+def _received(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """[ranks, n]: this rank's slice of each rank's gradient."""
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received.view(torch.uint8), rows.view(torch.uint8), group=group)
+    return received
+
+
+def _mean_of_hosts(p: ShardedParameter, received: torch.Tensor, hosts: int, taken: int) -> torch.Tensor:
+    """float32 [n]: the mean of all hosts' means, those of NVFP4 weights rounded to bfloat16 at random."""
+    means = [average(own) for own in received.unflatten(0, (hosts, -1))]
+    if p.scale is not None:
+        where = {"first": p.start, "number": p.index, "step": taken}
+        drawn = [wire_bytes(mean.shape, 2, host=host, **where) for host, mean in enumerate(means)]
+        means = [float_to_bfloat16_stochastic(*pair) for pair in zip(means, drawn, strict=True)]
+    return average(torch.stack(means))
 
 
 def _norm(means: Sequence[torch.Tensor], norm_type: float, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -42,21 +42,20 @@ def send_mean(
     host: number of the host that sends. first_row: of the parameter, if these are not all of its rows; for
     NVFP4 a multiple of 16.
     """
-    where = {"number": number, "step": step, "host": host, "first_row": first_row}
+    x = hadamard_rows(mean) if wire == "nvfp4" else mean
+    where = {"first": first_row * x.shape[1], "number": number, "step": step, "host": host}
+    drawn = wire_bytes(x.shape, 2 if wire == "bf16" else 1, **where)
     if wire == "bf16":
-        return SentMean(float_to_bfloat16_stochastic(mean, wire_bytes(*mean.shape, 2, **where)))
+        return SentMean(float_to_bfloat16_stochastic(x, drawn))
     if wire == "mxfp8":
-        scale = mxfp8_scale(mxfp8_block_amax(mean))
-        factor = mxfp8_encode(scale).repeat_interleave(MXFP8_BLOCK, 1)[:, : mean.shape[1]]
-        drawn = wire_bytes(*mean.shape, 1, **where)[..., 0]
-        return SentMean(float_to_e4m3_stochastic(mean * factor, drawn), scale)
-    x = hadamard_rows(mean)
+        scale = mxfp8_scale(mxfp8_block_amax(x))
+        factor = mxfp8_encode(scale).repeat_interleave(MXFP8_BLOCK, 1)[:, : x.shape[1]]
+        return SentMean(float_to_e4m3_stochastic(x * factor, drawn[..., 0]), scale)
     amax = _strips(magnitude(x)).amax((2, 3))
     per_block = _of_blocks(amax, x)
     scale = covering_scale(block_amax(x, 1), per_block)
     scaled = x * spread(block_encode(scale, per_block), 1, *x.shape)
-    drawn = wire_bytes(*x.shape, 1, **where)[..., 0]
-    return SentMean(pack(float_to_e2m1_stochastic(scaled, drawn)), scale, amax)
+    return SentMean(pack(float_to_e2m1_stochastic(scaled, drawn[..., 0])), scale, amax)
 
 
 def mean_of_hosts(sent: Sequence[SentMean], wire: str, cols: int) -> torch.Tensor:
@@ -103,18 +102,18 @@ def covering_scale(amax_of_blocks: torch.Tensor, amax: torch.Tensor) -> torch.Te
 
 
 def wire_bytes(
-    rows: int, cols: int, count: int, *, number: int, step: int, host: int, first_row: int = 0
+    shape: Sequence[int], count: int, *, first: int, number: int, step: int, host: int
 ) -> torch.Tensor:
-    """uint8 [rows, cols, count]: the random bytes of each element, `count` of them.
+    """uint8 [*shape, count]: the random bytes of elements, `count` each. first: number of the first one.
 
     Element i of a parameter, counted row by row, has the bytes from i * count on. The key is host + 1. The
     counter holds the number of a block of 16 bytes (64 bits), the step, and the number of the parameter.
     """
-    begin, end = first_row * cols * count, (first_row + rows) * cols * count
+    begin, end = first * count, (first + torch.Size(shape).numel()) * count
     block = torch.arange(begin // 16, -(-end // 16), dtype=torch.int64)
     zero = torch.zeros((), dtype=torch.int64)
     drawn = philox_bytes((block & LOW, block >> 32, zero + step, zero + number), (zero + host + 1, zero))
-    return drawn[begin % 16 :][: end - begin].view(rows, cols, count)
+    return drawn[begin % 16 :][: end - begin].view(*shape, count)
 
 
 def float_to_bfloat16_stochastic(x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:

@@ -98,6 +98,41 @@ def test_the_default_over_several_hosts(world, transport):
     assert (on_one["hosts"], on_one["reduction"]) == ((1, world.world_size), "ordered")
 
 
+@on_ranks(2, 4)
+def test_bytes_between_hosts(world):
+    """bfloat16 of NVFP4 weights, float32 of others; inside a host each gradient in its own dtype."""
+    local = world.world_size // 2
+    way = Communication(between_hosts="bf16")
+    with mock.patch.dict(os.environ, {"NCCL_HOSTID": str(world.rank // local)}):
+        described = ZeroFP4Optimizer(
+            parameters_of(world), FusedAdamW, communication=way, **OPTIONS
+        ).describe()
+        groups = [{"params": parameters_of(world), "process_group": expert_group(world)}]
+        message = raised_everywhere(world, ValueError, ZeroFP4Optimizer, groups, lr=0.1, communication=way)
+        assert "between_hosts='bf16' is not supported because parameter groups name" in message
+    assert [described[k] for k in ("hosts", "reduction", "transport")] == [
+        (2, local),
+        "ordered",
+        "collective",
+    ]
+    for bucket in described["buckets"]:
+        numel = bucket["between_hosts"] // (2 if bucket["kind"] == "nvfp4" else 4)
+        assert numel * world.world_size >= bucket["elements"] > 0
+        itemsize = 4 if bucket["gradients_travel_as"] == "float32" else 2
+        assert bucket["gradients"] == bucket["between_hosts"] + 2 * (local - 1) * numel * itemsize
+    message = raised_everywhere(
+        world, ValueError, ZeroFP4Optimizer, parameters_of(world), lr=0.1, communication=way
+    )
+    assert "between_hosts='bf16' needs two hosts or more" in message
+
+
+@pytest.mark.parametrize("other", [{"reduction": "reduce_scatter"}, {"transport": "peer"}])
+def test_options_that_exclude_few_bits_between_hosts(other):
+    ((name, value),) = other.items()
+    with pytest.raises(ValueError, match=f"{name}='{value}' is not supported with between_hosts='bf16'"):
+        Communication(between_hosts="bf16", **other)
+
+
 @on_ranks(4)
 def test_the_default_of_parameters_that_are_sharded_inside_of_hosts(world):
     mesh, group = init_device_mesh(world.device.type, (2, 2)), expert_group(world)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from cases.optim import keywords, make_parameters, plain_masters
@@ -39,6 +42,10 @@ class Pair:
         self.ordered = options.get("reduction", "ordered") == "ordered"
         self.overlap = options.get("overlap")
         self.sums = options.get("offload_gradients", False)
+        size = dist.get_world_size(group)
+        self.hosts = (size // 2 if size == 4 else size) if options.get("between_hosts") else None
+        """Of two ranks if they are four, else of one."""
+        self.steps = 0
         compact = options.get("state") == "compact"
         self.gradient_dtypes = [options.get("gradient_dtype") or p.dtype for p in self.parameters]
         self.expected = [
@@ -55,9 +62,11 @@ class Pair:
         ]
         reference.cast_and_gather(self.expected, group)
         named = [(f"weight {i}", p) for i, p in enumerate(self.parameters)]
-        self.optimizer = ZeroFP4Optimizer(
-            named, FusedAdamW, process_group=group, **keywords(self.hypers, options)
-        )
+        host = None if self.hosts is None else dist.get_rank(group) // (size // self.hosts)
+        with mock.patch.dict(os.environ, {} if host is None else {"NCCL_HOSTID": str(host)}):
+            self.optimizer = ZeroFP4Optimizer(
+                named, FusedAdamW, process_group=group, **keywords(self.hypers, options)
+            )
         self.forget()
         self.skipped_steps = 0
 
@@ -92,6 +101,9 @@ class Pair:
     def step(self) -> bool:
         """The reference's step after the optimizer's. Returns whether it was skipped."""
         options = self.hypers | {"ordered": self.ordered, "clips": self.clips}
+        if self.hosts is not None:
+            options["between"] = self.hosts, self.steps
+        self.steps += 1
         if self.passes:
             *options["earlier"], self.gradients = self.passes
         if self.overlap == "update":

@@ -34,6 +34,7 @@ EXCHANGES = {
     "reduce_scatter": {"transport": "collective", "reduction": "reduce_scatter"},
     "early peers": {"transport": "peer"},
     "late peers": {"transport": "peer"},
+    "hosts": {"between_hosts": "bf16"},
 }
 
 
@@ -47,6 +48,12 @@ def test_the_bytes_of_the_reference(world, exchange, overlap, state, clips):
         take_steps(world, exchange, overlap, clips, state=state)
 
 
+@on_ranks(2, 4)
+@pytest.mark.parametrize("dtypes", [{"gradient_dtype": torch.float32}, {"gradient_wire": torch.float16}])
+def test_gradients_of_other_dtypes_inside_hosts(world, dtypes):
+    take_steps(world, "hosts", "both", True, **dtypes)
+
+
 DTYPES = [
     {"gradient_wire": torch.float32},
     {"gradient_wire": torch.float16},
@@ -56,7 +63,7 @@ DTYPES = [
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", [name for name in EXCHANGES if name != "hosts"])
 @pytest.mark.parametrize("overlap", [None, "both", "update"])
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_gradients_of_other_dtypes(world, exchange, overlap, dtypes):

@@ -1,0 +1,179 @@
+"""The exchange of a bucket over several hosts: each averages its gradients, and these means are exchanged."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zerofp4 import ops
+from zerofp4.distributed import OwnError, Pending, start_exchange, start_gather
+from zerofp4.engine.buckets import Bucket, GradientMemory, Gradients, gradient_memory, in_slots, zeros_on
+from zerofp4.engine.exchange import ABSTAIN, Abstain, Arrived, BucketExchange
+from zerofp4.shard import intersect
+
+
+class HostsExchange(BucketExchange):
+    """Local rank l of every host averages its host's gradients, in FP32 and in rank order, for the slices
+    that local rank l of all hosts owns. The owner receives each host's mean, and adds them in host order.
+
+    A mean of NVFP4 weights travels as bfloat16, rounded at random (page on numerics); those of other
+    parameters, which are norms, embeddings and heads, as the float32 that they are. The mean of the owner's
+    own host is rounded, too: so no sum depends on who owns an element.
+
+    On a GPU all this runs on a stream of its own, which waits for the network; on a CPU the host waits for
+    the exchange inside its own host, also in a backward pass.
+
+    hosts: their number, each with as many consecutive ranks.
+    memory: of this rank's gradients. inside: [ranks of a host, hosts, slice_numel] for gradients of this
+        host. means: float32 [hosts, slice_numel], made of them. sent: the same as they travel. All buckets
+        share these three. received: [hosts, slice_numel].
+    before: the bucket that is sent before this one. user: the last one that is sent from the same `memory`.
+    stream: None on a CPU. taken: returns the number of steps taken so far.
+    """
+
+    halfway = None
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        hosts: int,
+        memory: GradientMemory,
+        inside: torch.Tensor,
+        means: torch.Tensor,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        before: "HostsExchange | None",
+        user: "HostsExchange | None",
+        stream: torch.cuda.Stream | None,
+        taken: Callable[[], int],
+    ):
+        self.bucket, self.memory, self.received = bucket, memory, received
+        self._inside, self._means, self._sent = inside, means, sent
+        self._before, self._user, self._stream, self._taken = before, user, stream, taken
+        local_size = bucket.world_size // hosts
+        self._host, self._local = divmod(bucket.rank, local_size)
+        self._neighbours = range(self._host * local_size, (self._host + 1) * local_size)
+        self._counterparts = range(self._local, bucket.world_size, local_size)
+        self._rows = memory.flat.view(hosts, local_size, -1)  # by owner
+        self.arrives_as: torch.dtype | None = received.dtype
+        self._rounds = received.dtype != torch.float32
+        self._pieces = ops.rounded_pieces(self._find_pieces(hosts), bucket.device) if self._rounds else None
+        self._own_views = bucket.own_views(received[self._host])
+        slices = hosts * (local_size - 1) * bucket.slice_numel * bucket.sent_as.itemsize
+        self.bytes_between_hosts = (hosts - 1) * received[0].nbytes
+        self.gradient_bytes = slices + self.bytes_between_hosts
+        self._pending: Pending | None = None
+        self._left: torch.cuda.Event | None = None  # gradients have been read from `memory`
+        self.error = OwnError()
+        self.present: Sequence[bool] | None = None  # the device knows
+
+    def _find_pieces(self, hosts: int) -> list[tuple[int, int, int, int]]:
+        """The parts of parameters in `means`, as of ops.rounded_pieces()."""
+        bucket, found = self.bucket, []
+        for row, owner in enumerate(self._counterparts):
+            begin, end = owner * bucket.slice_numel, (owner + 1) * bucket.slice_numel
+            for i, offset, shape in zip(bucket.indices, bucket.offsets, bucket.shapes, strict=True):
+                shard = intersect(offset, shape.numel(), begin, end)
+                if shard.numel:
+                    place = row * bucket.slice_numel + offset + shard.start - begin
+                    found.append((place, shard.numel, shard.start, i))
+        return found
+
+    def send(self, gradients: Gradients | Abstain) -> None:
+        self.finish()  # of an aborted step
+        self.error, is_given = OwnError(), gradients is not ABSTAIN
+        if self._user is not None and self._user._left is not None:
+            self._user._left.wait()
+        if is_given:
+            with self.error:  # the others wait for this rank's rows, whatever they hold
+                self.memory.take(gradients)
+        with self._on_own_stream():
+            self._exchange_inside()
+            if self._before is not None:
+                self._before.leave()  # it sends from the same memory
+            ops.average(self._inside.flatten(1), self._means.view(-1))
+            if self._rounds and is_given:
+                with self.error:
+                    where = {"step": self._taken(), "host": self._host}
+                    ops.round_means(self._means, self._sent, self._pieces, **where)
+            self.received[self._host].copy_(self._sent[self._host])
+            rows = (self._messages(self._counterparts, each) for each in (self.received, self._sent))
+            self._pending = start_exchange(*rows, self.bucket.group(), "averaging gradients over hosts")
+
+    def _exchange_inside(self) -> None:
+        """Send each rank of this host its rows of this rank's gradients."""
+        self._inside[self._local].copy_(self._rows[:, self._local])
+        if len(self._neighbours) > 1:
+            sent = self._messages(self._neighbours, self._rows.unbind(1))
+            received = self._messages(self._neighbours, self._inside)
+            start_exchange(received, sent, self.bucket.group(), "averaging gradients inside hosts").wait()
+        if self._stream is not None:
+            self._left = self._stream.record_event()
+
+    def _messages(self, ranks: Sequence[int], rows: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """By rank of the group, its messages: the contiguous rows of one of `ranks`, in their order."""
+        messages: list[list[torch.Tensor]] = [[] for _ in range(self.bucket.world_size)]
+        for rank, row in zip(ranks, rows, strict=True):
+            if rank != self.bucket.rank:
+                messages[rank] = list(row) if row.dim() > 1 else [row]
+        return messages
+
+    def _on_own_stream(self) -> contextlib.AbstractContextManager:
+        if self._stream is None:
+            return contextlib.nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self.bucket.device))
+        return torch.cuda.stream(self._stream)
+
+    def leave(self) -> None:
+        """Wait until the means have left `sent`: on a GPU the stream that exchanges gradients does."""
+        if self._stream is None:
+            self.finish()  # gloo is waited for once
+        elif self._pending is not None:
+            self._pending.wait()
+
+    def finish(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def receive(self) -> Arrived:
+        self.finish()
+        self.error.raise_if_any()
+        rows = ops.RankGradients(self.received, self.bucket.masters, self._host)
+        return Arrived(self._own_views, rows)
+
+    def average(self, squares: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
+        self.finish()
+        ops.average(self.received, self.bucket.gradients if into is None else into, squares=squares)
+        self.error.raise_if_any()
+
+    def gather(self) -> Pending | None:
+        return start_gather(self.bucket.gathered, self.bucket.group(), "gathering weights")
+
+
+def hosts_exchanges(
+    buckets: Sequence[Bucket], hosts: int, taken: Callable[[], int], *, early: bool, aliased: bool
+) -> list[BucketExchange]:
+    """By bucket, a HostsExchange. early, aliased: as of collective_exchanges()."""
+    device, zeros = buckets[0].device, zeros_on(buckets[0].device)
+    ranks, most = buckets[0].world_size, max(bucket.slice_numel for bucket in buckets)
+    wires = [torch.bfloat16 if bucket.is_packed else torch.float32 for bucket in buckets]
+    memory = gradient_memory(buckets, zeros, 2, aliased)
+    layouts = [((hosts, b.slice_numel), wire) for b, wire in zip(buckets, wires, strict=True)]
+    received = in_slots(layouts, zeros, None if early else 2)
+    itemsize = max(bucket.sent_as.itemsize for bucket in buckets)
+    inside = zeros(ranks * most * itemsize, dtype=torch.uint8)
+    means, rounded = zeros(hosts * most, dtype=torch.float32), zeros(hosts * most, dtype=torch.bfloat16)
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    made: list[HostsExchange] = []
+    users: dict[int, HostsExchange] = {}  # by the address of memory, the last one that sends from there
+    for bucket, own, rows in zip(buckets, memory, received, strict=True):
+        shape, numel = (hosts, bucket.slice_numel), hosts * bucket.slice_numel
+        local = inside[: ranks * bucket.slice_numel * bucket.sent_as.itemsize].view(bucket.sent_as)
+        mean = means[:numel].view(shape)
+        sent = mean if rows.dtype == torch.float32 else rounded[:numel].view(shape)
+        parts = local.view(ranks // hosts, *shape), mean, sent
+        before, user = made[-1] if made else None, users.get(own.flat.data_ptr())
+        made.append(HostsExchange(bucket, hosts, own, *parts, rows, before, user, stream, taken))
+        users[own.flat.data_ptr()] = made[-1]
+    return list(made)
