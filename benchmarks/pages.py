@@ -16,7 +16,7 @@ from benchmarks.workloads import CONFIGS, ROOT
 from zerofp4.inspect.memory import WAYS, memory_kept, model_of
 
 FLASH = {"FlashAdamW": 7, "FlashAdamW, gradient release": 5}
-"""Bytes a parameter that the paper of FlashOptim states (arXiv 2602.23349), with gradients in bfloat16,
+"""Bytes per parameter that the paper of FlashOptim states (arXiv 2602.23349), with gradients in bfloat16,
 masters of 24 bits and moments of 8.
 """
 EARLY = 'NVFP4, state="compact", overlap="update"'
@@ -82,13 +82,13 @@ def shapes(config: str, layers: int | None) -> nn.Module:
 
 
 def kept(run: Run, way: str) -> dict[str, float]:
-    """Bytes a parameter that one of the WAYS keeps of a run's model on the GPU."""
+    """Bytes per parameter that one of the WAYS keeps of a run's model on the GPU."""
     sizes = memory_kept(shapes(run.config, run.layers), **WAYS[way])
     return {part: size / run.parameters for part, size in sizes.items() if part != "host"}
 
 
 def beyond(run: Run) -> float:
-    """Bytes a parameter of the run's peak that are not kept: activations, logits and buffers."""
+    """Bytes per parameter of the run's peak that are not kept: activations, logits and buffers."""
     return run.peak / run.parameters - sum(kept(run, run.way).values())
 
 
@@ -114,8 +114,8 @@ def training_runs() -> Table:
         )
         for run in (*runs(), *other_runs())
     ]
-    sizes = ("peak", "bytes a parameter", "activations and buffers")
-    return Table(("model", "trained with", "parameters", *sizes, "tokens a second"), "<<>>>>>", rows)
+    sizes = ("peak", "bytes per parameter", "activations and buffers")
+    return Table(("model", "trained with", "parameters", *sizes, "tokens per second"), "<<>>>>>", rows)
 
 
 def side_by_side() -> Table:

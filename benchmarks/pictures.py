@@ -139,7 +139,7 @@ NAMES = {
 
 
 def kept(way: str, ranks: int = 1) -> dict[str, float]:
-    """Bytes a parameter by what they are, on a GPU: masters and moments are sharded over the ranks."""
+    """Bytes per parameter, by use, on a GPU: masters and moments are sharded over the ranks."""
     run = pages.runs()[0]
     parts = pages.kept(run, way)
     return {part: size / ranks if part in ("masters", "moments") else size for part, size in parts.items()}
@@ -183,7 +183,7 @@ def draw_memory() -> Path:
         panel.set_title(f"Llama-3-8B, {title}", loc="left", fontsize=10)
         panel.set_xlim(0, 19)
         panel.invert_yaxis()
-    axes[-1, 0].set_xlabel("bytes a parameter")
+    axes[-1, 0].set_xlabel("bytes per parameter")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     options = {"loc": "outside lower center", "frameon": False, "fontsize": 9, "ncols": len(COLORS)}
     figure.legend(handles[: len(COLORS)], labels[: len(COLORS)], **options)

@@ -54,10 +54,9 @@ def test_the_first_snippet_of_own_step_is_the_example():
     assert example.endswith(f'"""\n\n{blocks(DOCS / "own-step.md", "python")[0].code}')
 
 
-def test_the_training_snippet_is_that_of_the_readme():
-    readme, page = (
-        blocks(page, "python")[0].code.splitlines() for page in (ROOT / "README.md", DOCS / "index.md")
-    )
+@pytest.mark.parametrize("language", ["python", "text"])
+def test_the_first_program_and_its_output_are_those_of_the_readme(language):
+    readme, page = (blocks(page, language)[0].code for page in (ROOT / "README.md", DOCS / "index.md"))
     assert readme == page
 
 
@@ -145,31 +144,43 @@ def test_the_table_has_each_option_of_each_public_callable_once():
         assert callables == ", ".join(taken[option]), f"docs/api.md: who takes {option}"
 
 
-# README.md is short, and what it says is so
+# The first pages are short, and what README.md says is so
 
 README = (ROOT / "README.md").read_text()
-MOST_LINES = 120
+MOST_LINES = {"README.md": 110, "docs/index.md": 150}
+FIRST_SCREEN = 40
+"""Lines."""
 
 
-def test_it_is_short():
-    assert len(README.splitlines()) <= MOST_LINES
+@pytest.mark.parametrize("page", MOST_LINES)
+def test_the_page_is_short(page):
+    assert len((ROOT / page).read_text().splitlines()) <= MOST_LINES[page]
 
 
-def test_the_picture_of_memory_and_the_bytes_beside_it():
-    assert f"]({pictures.MEMORY.relative_to(ROOT)})" in README and pictures.MEMORY.exists()
+def test_the_first_screen_has_the_way_in_and_no_figure():
+    screen = "\n".join(README.splitlines()[:FIRST_SCREEN])
+    for said in ("What it does not do", "pip install", "python train.py", "torchrun", "convert_model(model)"):
+        assert said in screen, f"{said} is not among the first {FIRST_SCREEN} lines"
+    for page in ("index", "install", "large-models", "step"):
+        assert f"](docs/{page}.md)" in screen, f"docs/{page}.md is not among the first {FIRST_SCREEN} lines"
+    assert not re.search(r"\d (?:ms|GB|tokens)\b", screen)
+
+
+def test_the_table_of_bytes_per_parameter():
+    assert f"]({pictures.MEMORY.relative_to(DOCS)})" in (DOCS / "index.md").read_text()
+    assert pictures.MEMORY.exists()
     pytest.importorskip("transformers")
-    said = " ".join(README.replace("(docs/optimizer.md#compact-state)", "").split())
-    alone, shared = (
-        [f"{sum(pictures.kept(way, ranks).values()):.1f}" for way in pictures.NAMES]
-        for ranks in pictures.RANKS
-    )
-    plain, full, compact, early, offloaded = alone
-    assert f"{full} bytes a parameter on one GPU in place of {plain}." in said
-    assert f"They take {compact} with [compact state]" in said
-    assert f"[compact state], and {early} if backward passes also update." in said
-    assert f"It is {offloaded} with [masters, moments and sums of gradients in host memory]" in said
-    plain, full, compact, *_ = shared
-    assert f"8 GPUs it is {full}, or {compact} with compact state, in place of {plain}." in said
+    rows = re.findall(r"^\|.*\|$", README.split("## Bytes per parameter")[1].split("\n## ")[0], re.MULTILINE)
+    for way, row in zip(pictures.NAMES, rows[2:], strict=True):
+        kept = pictures.kept(way)
+        parts = [f"{kept[part]:.1f}" if part in kept else "host" for part in list(pictures.COLORS)[:4]]
+        shared = sum(pictures.kept(way, 8).values())
+        several = "" if way in (pages.EARLY, pages.OFFLOADED) else f"{shared:.1f}"
+        assert [cell.strip() for cell in row.split("|")[2:-1]] == [
+            *parts,
+            f"{sum(kept.values()):.1f}",
+            several,
+        ]
 
 
 def test_the_bars_of_one_gpu_end_at_the_peak_of_the_run():

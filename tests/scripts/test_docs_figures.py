@@ -54,15 +54,7 @@ def tokens_of_step() -> int:
 
 
 def speed(run: pages.Run) -> str:
-    return f"{run.peak / 1e9:.1f} GB | {run.tokens_per_second:,.0f}"
-
-
-def prediction(way: str, gpus: int) -> list[str]:
-    """Milliseconds and their ratio to bf16, of docs/predictions.md at 50 GB/s between hosts."""
-    lines = [line.split("|")[1:-1] for line in (ROOT / "docs" / "predictions.md").read_text().splitlines()]
-    (names,) = (cells for cells in lines if " 64 GPUs " in cells)
-    (row,) = (cells for cells in lines if cells and cells[0] == f" `{way}`, 50 ")
-    return re.findall(r"[\d.]+", row[names.index(f" {gpus} GPUs ")])
+    return f"peak {run.peak / 1e9:.1f} GB, {run.tokens_per_second:,.0f} tokens per second"
 
 
 def predictions() -> list[str]:
@@ -75,14 +67,10 @@ def readme() -> list[str]:
     assert result("step_1_ranks_cuda")["device"] == result("step_2_ranks_cuda")["device"] == "NVIDIA H200"
     assert result("step_4_ranks_cuda")["device"].startswith("NVIDIA H100")
 
-    def predicted(way: str, gpus: int) -> str:
-        ms, ratio = prediction(way, gpus)
-        return f"{ms} ms | {ratio} | |"
-
     def measured(prefix: str, gpus: int) -> str:
         ours, bf16 = (of_step(name, gpus) / 1e3 for name in (f"{prefix}memory", "memory_bf16"))
         ms, ratio = of_step(f"{prefix}step", gpus), of_step(f"{prefix}step_over_bf16", gpus)
-        return f"{ms:.1f} ms | {ratio:.2f} | {ours:.1f} GB in place of {bf16:.1f} |"
+        return f"{ms:.1f} ms | {ratio:.2f} | {ours:.1f} GB instead of {bf16:.1f} |"
 
     linear = figure("layers_cuda", "linear_over_bf16/16384x8192x8192")
     gather, tokens, kept = (
@@ -91,20 +79,16 @@ def readme() -> list[str]:
     )
     small, large = pages.runs()
     return [
-        f"for four of them the model says {prediction('peer', 4)[0]} ms, and four H100s, whose memory is "
-        f"slower, took {of_step('peer_step', 4):.1f} ms.",
-        f"| {small.model} within {small.card / 1e9:.0f} GB | {speed(small)} |",
-        f"| Llama with {large.parameters / 1e9:.2f} billion parameters | {speed(large)} |",
+        f"{small.model} trained in full within {small.card / 1e9:.0f} GB ({speed(small)})",
+        f"a Llama with {large.parameters / 1e9:.2f} billion parameters ({speed(large)})",
         f"Both ran {train_options()['steps']} steps of {tokens_of_step():,} tokens and recomputed",
         f"| 1 H200 | {measured('', 1)}",
         f"| 2 H200s, shared memory | {measured('peer_', 2)}",
         f"| 4 H100s, shared memory | {measured('peer_', 4)}",
-        f"| 8 of a host, **predicted** | {predicted('peer', 8)}",
-        f"| 64, 50 GB/s each between hosts, **predicted** | {predicted('reduce_scatter', 64)}",
         f"it takes {of_step('peer_step_clipped_over_bf16'):.2f} of the time in bf16 on two GPUs",
-        f"a linear layer takes {linear:.2f} times as long as in bf16",
-        f"Without resharding after the forward pass it trains {kept:.2f}x",
-        f"take {gather:.2f} of the time in bf16, on two GPUs; a step trains {tokens:.2f}x as many tokens",
+        f"A linear layer takes {linear:.2f} times as long as in bf16",
+        f"take {gather:.2f} of the time in bf16, on two GPUs; a step trains {tokens:.2f}x as many tokens, "
+        f"{kept:.2f}x if none reshards",
     ]
 
 
@@ -157,7 +141,7 @@ def large_models() -> list[str]:
     assert len(early) == len(plain) == 1
     guesses = " and ".join(f"{math.log(run.vocabulary):.2f}" for run in pages.runs())
     return [
-        f"keep {early.pop()} bytes a parameter.** AdamW",
+        f"keep {early.pop()} bytes per parameter.** AdamW",
         f"with FP32 state and bf16 > weights keeps {plain.pop()}.",
         f"Both ran {train_options()['steps']} steps of {tokens_of_step():,} tokens",
         f"ended at {small.loss:.2f} for {small.model} and at {large.loss:.2f} for the other",
