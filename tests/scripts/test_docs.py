@@ -60,6 +60,27 @@ def test_the_first_program_and_its_output_are_those_of_the_readme(language):
     assert readme == page
 
 
+INDEXES = ("api.md",)
+"""Its table of options has a cell with every callable that takes one."""
+MOST_WORDS = 25
+"""In a cell of a table."""
+
+
+def cells(page: Path) -> Iterator[str]:
+    """The text of each cell of a page's tables. A link counts as its text."""
+    for line in re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines():
+        if line.startswith("|"):
+            text = re.sub(r"\]\([^)]*\)", "]", line.strip().strip("|"))
+            yield from re.split(r"(?<!\\)\|", text)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in INDEXES], ids=lambda page: page.name
+)
+def test_cells_are_short(page):
+    assert [cell for cell in cells(page) if len(cell.split()) > MOST_WORDS] == []
+
+
 @pytest.mark.parametrize("page", pages.SECTIONS)
 def test_the_tables_are_those_of_the_result_files(page):
     if page == "large-models.md":
