@@ -124,9 +124,9 @@ def fsdp2() -> list[str]:
     four = [figure("fsdp2_4_ranks_cuda", f"{case}/tokens_over_bf16/4xcuda") for case in ("keep", "reshard")]
     return [
         f"with {tokens:,} tokens a rank the benchmark had {kept:.2f}x of the",
-        f"tokens a second of bf16, and {resharded:.2f}x where layers reshard;",
+        f"tokens per second of bf16, and {resharded:.2f}x where layers reshard;",
         f"on four H100s it had {four[0]:.2f}x and {four[1]:.2f}x.",
-        f"{rates[0]:.0f} GB/s in place of {rates[1]:.0f}), the resharding benchmark had {gained[0]:.2f}x of",
+        f"{rates[0]:.0f} GB/s instead of {rates[1]:.0f}), the resharding benchmark had {gained[0]:.2f}x of",
         f"{rates[2]:.0f} GB/s) {gained[1]:.2f}x",
     ]
 
