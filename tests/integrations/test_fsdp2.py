@@ -166,6 +166,17 @@ def test_masters_that_are_assigned_are_float32():
         model.load_state_dict(state, assign=True)
 
 
+def test_initializers_join_pieces_of_a_master(mesh):
+    """As torchtitan's do with the matrix of q, k and v."""
+    model = shard(prepared(), mesh)
+    for one in (prepared().second.weight, model.second.weight):
+        with torch.no_grad():
+            pieces = [one.new_empty(rows, 22).fill_(rows) for rows in (100, 30)]
+            one.copy_(torch.cat(pieces))
+    expected = torch.cat([torch.full((rows, 22), float(rows)) for rows in (100, 30)])
+    assert_bytes_equal(model.state_dict()["second.weight"].to_local(), expected, "the master")
+
+
 # attach
 
 
@@ -208,6 +219,8 @@ def test_one_dtype_for_all_parameters_of_a_group(mesh):
     model = shard(prepared(torch.bfloat16), mesh)
     with pytest.raises(ValueError, match=r"bias of a FSDPLinear is torch.bfloat16.*call model.float\(\)"):
         fsdp2.attach(model, sgd(model))
+    with pytest.raises(TypeError, match=r"must be a torch.float32 .*, got torch.bfloat16: call model.float"):
+        zerofp4.optim.FusedAdamW(model.parameters())
 
 
 def test_a_model_gets_its_dtype_before(mesh):

@@ -40,15 +40,17 @@ class FusedAdamW(torch.optim.Optimizer):
     lr: a float, or a tensor of one element. On a GPU it must be float32, and only the kernels read it.
     betas, eps, weight_decay, maximize, capturable: as in torch.optim.AdamW. amsgrad=True raises ValueError.
     state: "full" keeps float32 moments. "compact" keeps them in 8 bits each for parameters of at least two
-        dimensions with rows of at least 64 elements. A group may choose with its own "state".
+        dimensions with rows of at least 64 elements. A group may choose with a "state" of its own.
 
     Parameters are contiguous float32 on one device, CPU or CUDA; gradients are contiguous float32 or
     bfloat16. Each rank updates its own shard of a DTensor, as fully_shard makes it, and keeps DTensors as its
     state. An update is reference.adamw_step or reference.compact_adamw_step with float32 masters, bit for bit
-    on every device. Groups (but for "state") and full state are as in torch.optim.AdamW(fused=True), and each
-    class loads a state dict of the other without amsgrad. Compact state is exp_avg_codes, int8, and
-    exp_avg_sq_codes, uint8, in the shape of the parameter, and float32 scales (docs/numerics.md).
-    load_state_dict() converts state of the other kind.
+    on every device.
+
+    Groups and full state (step, exp_avg, exp_avg_sq) are as in torch.optim.AdamW(fused=True), and each class
+    loads state dicts and distributed checkpoints of the other without amsgrad. Compact state is
+    exp_avg_codes, int8, and exp_avg_sq_codes, uint8, in the shape of the parameter, and float32 scales
+    (docs/numerics.md). load_state_dict() converts state of the other kind.
 
     step() neither synchronizes nor copies anything back. With capturable=True it can be captured in a CUDA
     graph, after a step with the same parameters and gradient dtypes; gradients may have moved since.
@@ -92,6 +94,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's. Raises the constructor's errors, and then leaves the group out."""
+        chooses = "state" in param_group
         super().add_param_group(param_group)
         group, g = self.param_groups[-1], len(self.param_groups) - 1
         try:
@@ -105,11 +108,21 @@ class FusedAdamW(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        if not chooses:  # a checkpoint must have every option of a group, and AdamW's has no such option
+            del group["state"]
+
+    def _state_of(self, group: Mapping[str, Any]) -> str:
+        """The kind of state of a group, "full" or "compact"."""
+        return group.get("state", self.defaults["state"])
+
+    def _is_compact(self, p: torch.Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether the state of a parameter of this group is compact."""
+        return slice_of(p) is not None or (self._state_of(group) == "compact" and suits_compact(p.shape))
 
     def _members_of(self, g: int) -> list["Member"]:
         group, found = self.param_groups[g], []
         for i, p in enumerate(group["params"]):
-            member = Member(p, g, parameter_name(g, i, group), _is_compact(p, group))
+            member = Member(p, g, parameter_name(g, i, group), self._is_compact(p, group))
             if member.compact:
                 check_rows(member.name, p)
             found.append(member)
@@ -139,10 +152,14 @@ class FusedAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take state and groups from load_state_dict(), or for a copy, which has no plan."""
         if not hasattr(self, "_parts"):
+            self.defaults = state["defaults"]
             self._start()
         groups, states = state["param_groups"], state["state"]
         for group, present in zip(groups, vars(self).get("param_groups", groups), strict=True):
-            group |= present | group | _TORCH_OPTIONS | {"state": present["state"]}
+            own = present.get("state")
+            group |= present | group | _TORCH_OPTIONS | {"state": own}
+            if own is None:
+                del group["state"]
             _check_options(group)
             for p in filter(states.get, group["params"]):
                 entries = states[p]
@@ -150,7 +167,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     pairs = vars(entries).items()
                     entries = {name: v.to(p.device) if torch.is_tensor(v) else v for name, v in pairs}
                 if slice_of(p) is None:  # else ZeroFP4Optimizer has converted it
-                    entries = converted(p, entries, _is_compact(p, group))
+                    entries = converted(p, entries, self._is_compact(p, group))
                 step = torch.as_tensor(entries["step"], dtype=torch.float32, device=p.device)
                 states[p] = entries | {"step": step}
         super().__setstate__(state)
@@ -261,7 +278,7 @@ class FusedAdamW(torch.optim.Optimizer):
         device = self._device()
         for g, group in enumerate(self.param_groups):
             _check_options(group, f"param_groups[{g}]", device)
-        divided = [[group["state"], *map(id, group["params"])] for group in self.param_groups]
+        divided = [[self._state_of(group), *map(id, group["params"])] for group in self.param_groups]
         if divided != self._divided:
             self._divide()
             self._divided = divided
@@ -308,8 +325,9 @@ class FusedAdamW(torch.optim.Optimizer):
         for (p, g, name, compact), dtype in zip(self._members, dtypes, strict=True):
             state = self.state.get(p)
             if state and not state.keys() >= KEPT[compact].keys():
+                kind = self._state_of(self.param_groups[g])
                 raise ValueError(
-                    f"param_groups[{g}]['state'] is {self.param_groups[g]['state']!r} now, and that of "
+                    f"param_groups[{g}]['state'] is {kind!r} now, and that of "
                     f"{name} is not: load_state_dict() this optimizer's state_dict(), which converts it"
                 )
             if not state and dtype is not None:
@@ -453,11 +471,6 @@ def _find_pieces(plan: CastPlan, params: _Tensors) -> dict[torch.Tensor, tuple[o
     return found
 
 
-def _is_compact(p: torch.Tensor, group: Mapping[str, Any]) -> bool:
-    """Whether the state of a parameter of this group is compact."""
-    return slice_of(p) is not None or (group["state"] == "compact" and suits_compact(p.shape))
-
-
 def _is_offloaded(p: torch.Tensor) -> bool:
     """Whether it is a master of ZeroFP4Optimizer on the host, whose weight may be on a GPU."""
     return getattr(p, "zerofp4_offloaded", False)
@@ -474,8 +487,8 @@ def _check_options(options: dict[str, Any], name: str = "options", device: _Devi
     """
     if options["amsgrad"]:
         raise ValueError(f"{name}: amsgrad=True is not supported: use torch.optim.AdamW")
-    if options["state"] not in ("full", "compact"):
-        raise ValueError(f'{name}: state must be "full" or "compact", got {options["state"]!r}')
+    if (state := options.get("state", "full")) not in ("full", "compact"):
+        raise ValueError(f'{name}: state must be "full" or "compact", got {state!r}')
     lr, betas = options["lr"], options["betas"]
     if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
         _check_scalar(f"{name}['lr']", lr, device or lr.device)
@@ -507,6 +520,11 @@ def _check_parameter(name: str, p: torch.Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} must be on a CPU or CUDA device, got {p.device}")
     of = slice_of(p)
     dtype = torch.float32 if of is None or of.low is None else torch.bfloat16
+    if dtype == torch.float32 and p.dtype in (torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"{name} must be a torch.float32 tensor, got {p.dtype}: call model.float() first, before "
+            "fsdp2.prepare, and give MixedPrecisionPolicy(param_dtype=torch.bfloat16) to fully_shard"
+        )
     check_buffer(name, p, p.shape, dtype, device)
 
 

@@ -175,6 +175,30 @@ def test_a_run_goes_on_in_another_mesh(world, case, saver):
         dist.barrier()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize(("saver", "loader"), [("foreach", "fused"), ("fused", "torch's fused")])
+def test_adamw_and_fusedadamw_load_checkpoints_of_each_other(world, saver, loader):
+    """step, exp_avg and exp_avg_sq have the same names, and groups the same options."""
+    path, run = shared_folder(world), start(world, optimizer=OPTIMIZERS[saver])
+    run.inject(range(2))
+    run.optimizer.param_groups[0]["lr"] = 0.125
+    dcp.save(state_of(run), checkpoint_id=path)
+    other = other_run(world, optimizer=OPTIMIZERS[loader])
+    state = state_of(other)
+    dcp.load(state, checkpoint_id=path)
+    states.set_optimizer_state_dict(other.model, other.optimizer, state["optimizer"])
+    assert other.optimizer.param_groups[0]["lr"] == 0.125
+    assert_same_masters(run.model, other.model)
+    for p, q in zip(run.model.parameters(), other.model.parameters(), strict=True):
+        found, expected = other.optimizer.state[q], run.optimizer.state[p]
+        assert found.keys() == expected.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for name, value in expected.items():
+            mine, theirs = (getattr(v, "_local_tensor", v).cpu() for v in (found[name], value))
+            assert_bytes_equal(mine, theirs, name)
+    other.inject(range(2, 4))
+    other.check()
+
+
 def zero_run(world, seed: int = 0) -> Run:
     """A run of ZeroFP4Optimizer with the options of OPTIMIZERS["fused"]."""
     model = make_model(world, seed)

@@ -84,7 +84,7 @@ class Expected:
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.masters = [p.detach().clone() for p in self.parameters]
-        groups = [group for group in optimizer.param_groups for _ in group["params"]]
+        groups = [optimizer.defaults | group for group in optimizer.param_groups for _ in group["params"]]
         pairs = zip(self.parameters, groups, strict=True)
         self.compact = [group["state"] == "compact" and is_compact(p) for p, group in pairs]
         self.moments = [

@@ -202,7 +202,6 @@ _SHARED = {_aten.alias.default, _aten.detach.default}
 _KEPT = {
     _aten.as_strided.default,
     _aten.empty_like.default,
-    _aten.new_empty.default,
     _aten.new_zeros.default,
     _aten.slice.Tensor,
     _aten.split.Tensor,
