@@ -12,9 +12,9 @@ import sys
 import zerofp4
 assert not {"zerofp4.integrations", "zerofp4.testing"} & sys.modules.keys()
 zerofp4.testing.assert_bytes_equal
-for name in ("fsdp2", "megatron", "transformer_engine"):
+for name in ("fsdp2", "megatron", "torchtitan", "transformer_engine"):
     getattr(zerofp4.integrations, name)
-assert not {"megatron", "transformer_engine", "transformers"} & sys.modules.keys()
+assert not {"megatron", "torchtitan", "transformer_engine", "transformers"} & sys.modules.keys()
 """
 
 

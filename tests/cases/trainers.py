@@ -85,7 +85,7 @@ CHECKS = [
     has_merged_adapters,
     has_trained_sharded,
 ]
-"""Of the page's programs, in order."""
+"""Of the page's programs, in order, but for the last, which is torchtitan's."""
 
 PACKAGES = ["transformers", "accelerate", "lightning", "peft", "safetensors"]
 """That the page needs."""

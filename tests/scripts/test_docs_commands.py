@@ -31,7 +31,11 @@ CONSOLE = re.search(r'^zerofp4 = "([\w.]+):main"$', (ROOT / "pyproject.toml").re
 """The module of the command `zerofp4`."""
 PROGRAMS = {"benchmarks": "benchmarks.__main__", "examples.training": "examples.training.train"}
 """The modules of packages that have parse_options."""
-FOREIGN = [["pip", "install"], ["python", "-m", "mkdocs"]]
+FOREIGN = [
+    ["pip", "install"],
+    ["python", "-m", "mkdocs"],
+    ["torchrun", "--nproc-per-node", "8", "-m", "torchtitan.train"],
+]
 """How commands of other people's programs begin."""
 LANGUAGES = {"python", "shell", "text"}
 

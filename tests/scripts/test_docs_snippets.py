@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from cases import te_stand_in, trainers
+from cases import te_stand_in, torchtitan_stand_in, trainers
 from cases import transformer_engine as te_cases
 from cases.docs import BROUGHT, PAGES, Brought, Ran, blocks, names_read, programs, run
 from cases.trainers import causal_loss
@@ -134,6 +134,11 @@ def replays_lower_the_loss(ran: Ran) -> None:
     assert ran["loss"].item() < ran["first"]
 
 
+def changes_a_config(ran: Ran) -> None:
+    config = ran["llama3_8b_nvfp4"]()
+    assert [group.optimizer_name for group in config.optimizer.param_groups] == ["FusedAdamW"]
+
+
 PROGRAMS: dict[str, list[tuple[int, Callable[[Ran], None]]]] = {
     "README.md": [(1, trains_the_first_model)],
     "checkpoints.md": [(1, has_saved), (2, has_exported_averages)],
@@ -147,7 +152,7 @@ PROGRAMS: dict[str, list[tuple[int, Callable[[Ran], None]]]] = {
     "optimizer.md": [(1, has_trained), (1, has_trained), (1, has_trained), (1, replays_lower_the_loss)],
     "own-step.md": [(1, casts_its_piece), (5, shares_amaxes)],
     "serving.md": [(3, has_served)],
-    "trainers.md": [(1, check) for check in trainers.CHECKS],
+    "trainers.md": [(1, check) for check in (*trainers.CHECKS, changes_a_config)],
     "transformer_engine.md": [(2, casts_for_transformer_engine)],
 }
 """Pages with Python blocks: of each program the number of blocks, and what must hold afterwards."""
@@ -215,6 +220,7 @@ def framework(page: str, monkeypatch) -> Iterator[None]:
             base.WeightSource, base.ParamMeta = object, serving.Served
             monkeypatch.setitem(sys.modules, base.__name__, base)
         if page == "trainers.md":
+            stack.enter_context(torchtitan_stand_in.torchtitan_stands_in())
             stack.enter_context(trainers.with_fsdp_on_cpus(monkeypatch))
             zerofp4.launch.init_process_group()
         yield

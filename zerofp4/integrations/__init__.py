@@ -4,6 +4,6 @@ import importlib
 
 
 def __getattr__(name: str):
-    if name in ("fsdp2", "megatron", "transformer_engine"):
+    if name in ("fsdp2", "megatron", "torchtitan", "transformer_engine"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
