@@ -145,6 +145,7 @@ def served_modules(model: nn.Module) -> dict[str, tuple[torch.Tensor, slice]]:
 
 
 def global_scale(format: str, amax: torch.Tensor, most: float = 2688) -> torch.Tensor:
+    most = torch.full_like(amax, most)  # torch would divide a number by multiplying by 1 / amax, rounded
     return (most / amax).view(1) if format == "compressed-tensors" else (amax / most).view(())
 
 

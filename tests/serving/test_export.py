@@ -31,6 +31,7 @@ import zerofp4
 from zerofp4 import serving
 from zerofp4.optim import AveragedMasters
 from zerofp4.serving import files
+from zerofp4.serving.plan import FORMATS
 
 formats = pytest.mark.parametrize("format", FIELDS)
 
@@ -124,6 +125,22 @@ def test_a_weight_of_zeros(tmp_path):
         serving.save_pretrained(model, tmp_path, format=format)
         found = {field: read(tmp_path)[f"model.layers.0.self_attn.o_proj.{field}"] for field in fields}
         assert found[fields[2]] == 1 and not found[fields[0]].any()
+
+
+@pytest.mark.parametrize(
+    ("amax", "e4m3_max", "expected"),
+    [
+        (7.0, 448, 384.0),
+        (1.75, 448, 1536.0),
+        (0.21875, 448, 12288.0),
+        (147.0, 448, 128 / 7),
+        (7.0, 256, 1536 / 7),
+    ],
+)
+def test_a_global_scale_is_rounded_once(amax, e4m3_max, expected):
+    """2688 * (1 / 7), of which the reciprocal is rounded too, is 384.00003."""
+    scale = FORMATS["compressed-tensors"].global_of(amax, e4m3_max)
+    assert scale.tolist() == [torch.tensor(expected).item()]
 
 
 @formats

@@ -94,7 +94,7 @@ class Format:
         if amax == 0:
             return torch.ones(self.scalar_shape, dtype=torch.float32, device="cpu")
         own = torch.full(self.scalar_shape, amax, dtype=torch.float32, device="cpu")
-        most = E2M1_MAX * e4m3_max
+        most = torch.full_like(own, E2M1_MAX * e4m3_max)  # a number / own would multiply by 1 / own, rounded
         return most / own if self.divides else own / most
 
 
