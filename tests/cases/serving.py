@@ -56,6 +56,7 @@ FIELDS = {
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale"),
     "modelopt": ("weight", "weight_scale", "weight_scale_2"),
 }
+INPUT_FIELDS = {"compressed-tensors": "input_global_scale", "modelopt": "input_scale"}
 DENSE = ("Llama", "Qwen3", "Mistral", "Gemma2")
 
 UNFUSED = ("o_proj", "down_proj", "q_b_proj", "kv_b_proj")

@@ -118,6 +118,7 @@ NOT_CALLED_BY_USERS = {
     "zerofp4.nn.Conv1D",
     "zerofp4.nn.Experts",
     "zerofp4.nn.FilterFn",
+    "zerofp4.serving.ExportReport",
     "zerofp4.serving.FUSED",
     "zerofp4.serving.Part",
     "zerofp4.serving.Served",

@@ -12,7 +12,9 @@ import torch
 from cases.optim import make_net
 from cases.serving import (
     ARCHITECTURES,
+    DENSE,
     FIELDS,
+    INPUT_FIELDS,
     check_quantized,
     global_scale,
     make_plain,
@@ -45,12 +47,15 @@ def test_fields_of_an_architecture(name, format, tmp_path):
     count = check_quantized(model, found, format)
     quantized = {f"{module}.{field}" for module in served_modules(model) for field in FIELDS[format]}
     assert len(quantized) == 3 * count and quantized <= found.keys()
+    # Experts have an input scale of 1 although only weights are quantized, for vLLM.
+    of_inputs = {f"{m}.{INPUT_FIELDS[format]}" for m in served_modules(model) if ".experts." in m}
+    assert bool(of_inputs) == (name not in DENSE) and all(found[key] == 1 for key in of_inputs)
     # The rest is what transformers writes, without what is tied.
     ordinary = make_plain(name)
     ordinary.save_pretrained(tmp_path / "ordinary")
     names = read(tmp_path / "ordinary").keys()
     others = names - {f"{module}.weight" for module in served_modules(model)}
-    assert found.keys() == quantized | others
+    assert found.keys() == quantized | of_inputs | others
     values = dict(model.named_parameters()) | dict(model.named_buffers())
     for key in others:
         own = key.replace(".block_sparse_moe.", ".mlp.")
@@ -151,7 +156,6 @@ def test_scales_of_inputs_make_engines_quantize_activations(format, tmp_path):
     found, config = read(tmp_path), json.loads((tmp_path / "config.json").read_text())
     (group,) = config["quantization_config"]["config_groups"].values()
     assert group["input_activations"]["num_bits"] == 4 and group["input_activations"]["group_size"] == 16
-    field = {"compressed-tensors": "input_global_scale", "modelopt": "input_scale"}[format]
     if format == "modelopt":
         assert config["quantization_config"]["quant_algo"] == "NVFP4"
     for name in amaxes:
@@ -159,7 +163,7 @@ def test_scales_of_inputs_make_engines_quantize_activations(format, tmp_path):
         groups = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), (last,)
         fused = next(group for group in groups if last in group)
         largest = torch.tensor([max(amaxes[f"{parent}.{member}"] for member in fused)])
-        assert_bytes_equal(found[f"{name}.{field}"], global_scale(format, largest), name)
+        assert_bytes_equal(found[f"{name}.{INPUT_FIELDS[format]}"], global_scale(format, largest), name)
     del amaxes["model.layers.1.mlp.up_proj"]
     with pytest.raises(ValueError, match=r"input_amaxes lacks model\.layers\.1\.mlp\.up_proj"):
         serving.save_pretrained(model, tmp_path, optimizer, format=format, input_amaxes=amaxes)

@@ -200,9 +200,10 @@ def served(model: nn.Module, folder: str) -> None:
     optimizer = zerofp4.optim.ZeroFP4Optimizer(model.named_parameters(), lr=1e-3, amax_groups=groups)
     zerofp4.serving.FUSED.append(("wq", "wkv"))
     amaxes = {"model.layers.0.mlp.down_proj": 8.0}
-    zerofp4.serving.save_pretrained(
+    report = zerofp4.serving.save_pretrained(
         model, folder, optimizer, format="modelopt", input_amaxes=amaxes, progress=print
     )
+    assert_type(report.ties, dict[str, int])
     served = zerofp4.serving.weights(model, dtype=torch.bfloat16)
     assert_type(served.served[0].shape, tuple[int, ...])
     assert_type(dict(served.whole()), dict[str, Tensor])

@@ -4,10 +4,12 @@ from zerofp4.serving.files import save_safetensors
 from zerofp4.serving.fused import FUSED, amax_groups
 from zerofp4.serving.plan import Part, Served
 from zerofp4.serving.refit import ServedWeights, weights
+from zerofp4.serving.report import ExportReport
 from zerofp4.serving.save import save_pretrained
 
 __all__ = [
     "FUSED",
+    "ExportReport",
     "Part",
     "Served",
     "ServedWeights",

@@ -13,6 +13,7 @@ from torch import nn
 from zerofp4.format import BLOCK, E2M1_MAX, E4M3_MAX, FLOAT32_MAX, SCALE_DTYPE
 from zerofp4.layout import ceil_div
 from zerofp4.serving.fused import experts_of, fused_groups
+from zerofp4.serving.report import Comparison, compare
 from zerofp4.serving.sources import Source
 from zerofp4.storage import NVFP4Storage
 from zerofp4.tensors import QuantizedTensor
@@ -155,9 +156,25 @@ class Matrix:
             Served(f"{self.module}.weight_scale", SCALE_DTYPE, (count, columns // BLOCK)),
             Served(f"{self.module}.{format.global_scale}", torch.float32, format.scalar_shape),
         ]
-        if self.input_amax is not None:
+        if self.input_scale() is not None:
             found.append(Served(f"{self.module}.{format.input_scale}", torch.float32, format.scalar_shape))
         return found
+
+    def input_scale(self) -> torch.Tensor | None:
+        """The global scale of inputs, None for weights only. Experts have 1 then: vLLM allocates a scale for
+        them all the same, and leaves it uninitialized if the file has none.
+        """
+        if self.input_amax is None and experts_of(self.module) is None:
+            return None
+        return self.format.global_of(self.input_amax or 0, int(E4M3_MAX))
+
+    def compare(self, tensors: Mapping[str, torch.Tensor]) -> Comparison:
+        """What engines compute differently. tensors: the whole ones of the export, by name."""
+        codes, scales, global_scale = (tensors[served.name] for served in self.served()[:3])
+        if self.format.divides:
+            global_scale = 1 / global_scale
+        most, dtype = E2M1_MAX * self.record.e4m3_max, self.record.dtype
+        return compare(codes, scales, self.amax, most, global_scale, dtype)
 
     def scales(self, compact: torch.Tensor, first: int, count: int) -> torch.Tensor:
         """E4M3 [count, K/16], a scale per row: from row `first` of the weight flattened to two dimensions."""
@@ -176,8 +193,8 @@ class Matrix:
             return
         tensors = [codes[first - start : end - start], self.scales(scales, first, end - first)]
         tensors.append(self.format.global_of(self.amax, self.record.e4m3_max))
-        if self.input_amax is not None:
-            tensors.append(self.format.global_of(self.input_amax, int(E4M3_MAX)))
+        if self.input_scale() is not None:
+            tensors.append(self.input_scale())
         for served, tensor in zip(self.served(), tensors, strict=True):
             at = first - self.rows.first if tensor.dim() == 2 else 0
             yield served.name, tensor, Part(served.shape, at)

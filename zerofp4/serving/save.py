@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from zerofp4.distributed import OwnError, attempt, exchange, rank_and_size, reso
 from zerofp4.optim import AveragedMasters, ZeroFP4Optimizer, gather_masters
 from zerofp4.serving.files import Export
 from zerofp4.serving.fused import fused_groups
-from zerofp4.serving.plan import Plan
+from zerofp4.serving.plan import Plan, QuantizedWeight
+from zerofp4.serving.report import Comparison, ExportReport, make_report
 from zerofp4.serving.sources import Averaged, Source, find_sources
 from zerofp4.tensors import NVFP4Tensor
 
@@ -41,7 +43,7 @@ def save_pretrained(
     input_amaxes: Mapping[str, float] | None = None,
     tokenizer: Any = None,
     progress: Callable[[int, int], None] | None = None,
-) -> None:
+) -> ExportReport:
     """Write a model of transformers as a folder that vLLM, SGLang and transformers load, with the codes and
     scales that were trained.
 
@@ -59,6 +61,8 @@ def save_pretrained(
     tokenizer: a tokenizer or processor, with save_pretrained(folder); None copies the files of the folder
         that the model was loaded from, if there is one.
     progress: called on the rank that writes as progress(bytes written, bytes in all).
+
+    Returns the same report on every rank. Rank 0 warns of blocks that Marlin makes zeros (docs/serving.md).
 
     Raises, before anything is written, ValueError for fused weights with unequal amaxes (amax_groups), a
     number of columns that is not a multiple of 16, a name that exists twice, ranks with other models;
@@ -83,13 +87,16 @@ def save_pretrained(
                 export.begin()
                 _write_configurations(plan, model, export, tokenizer)
         exchange(None, error, group, "save_pretrained()")
-        _write(plan, export, error, progress)
+        compared = _write(plan, export, error, progress)
         if export is not None and not error:
             _, error = attempt(export.publish)
     finally:
         if export is not None:
             export.end()
-    exchange(None, error, group, "save_pretrained()")
+    report = make_report(compared, sum(served.nbytes for served in plan.served))
+    if report.flushed and not error:
+        warnings.warn(f"save_pretrained: {report.flushed_blocks()}", stacklevel=2)
+    return exchange(report, error, group, "save_pretrained()")[0]
 
 
 def _group_of(optimizer: Any) -> Any:
@@ -145,17 +152,27 @@ def _write_configurations(plan: Plan, model: Any, export: Export, tokenizer: Any
 
 
 @torch.no_grad()
-def _write(plan: Plan, export: Export | None, error: OwnError, progress: Callable | None) -> None:
-    """Write all tensors on the rank that has an export. After an error it still joins the others' gathers."""
+def _write(
+    plan: Plan, export: Export | None, error: OwnError, progress: Callable | None
+) -> dict[str, Comparison]:
+    """Write all tensors on the rank that has an export. After an error it still joins the others' gathers.
+    Returns what it has compared of them, by module.
+    """
     sizes, done = {served.name: served.nbytes for served in plan.served}, 0
+    compared: dict[str, Comparison] = {}
     for part in plan.parts:
         if export is None and not part.is_collective:
             continue
         with error:
+            written: dict[str, torch.Tensor] = {}
             for name, tensor in part.tensors():
                 if export is None or error:
                     break
                 export.add(name, tensor)
+                written[name] = tensor
                 done += sizes[name]
                 if progress is not None:
                     progress(done, sum(sizes.values()))
+            if written and isinstance(part, QuantizedWeight):
+                compared |= {matrix.module: matrix.compare(written) for matrix in part.matrices}
+    return compared
