@@ -63,6 +63,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """The public names. What else is an attribute, like a room of the package, is left out."""
+    return sorted([*__all__, "integrations", "testing"])
+
+
 def __getattr__(name: str):
     """zerofp4.integrations and zerofp4.testing are imported when somebody asks for them."""
     if name in ("integrations", "testing"):

@@ -19,12 +19,12 @@ from zerofp4.storage import Side
 from zerofp4.tensors import NVFP4Tensor
 
 SHOWN = 100
-"""Matrices that str() of a report shows: those with the lowest SQNR where there are more."""
+"""Matrices that repr() of a report shows: those with the lowest SQNR if there are more."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class QuantizationReport:
-    """What quantization_error returns. str() is a table.
+    """What quantization_error returns. repr() is a table.
 
     records: a dict of plain values for each matrix, in the model's order; None is what could not be computed.
     An expert of a weight [E, N, K] is a matrix of its own, called name[e].
@@ -44,9 +44,9 @@ class QuantizationReport:
 
     records: list[dict[str, Any]]
     other_parameters: int
-    codes: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict, repr=False)
+    codes: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if not self.records:
             return f"no NVFP4 weight ({self.other_parameters} other parameters)"
         shown = self.records

@@ -37,9 +37,9 @@ class Chosen(NamedTuple):
         return self.module._parameters[self.parameter_name]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class ConversionReport:
-    """What convert_model did, and did not, with every parameter that has a matrix. str() is a table.
+    """What convert_model did, and did not, with every parameter that has a matrix. repr() is a table.
 
     converted: names of the modules whose weight was converted, and of stacked weights in other modules.
     skipped: why another parameter was not, by its name. shares: by name, the elements of each of them in all
@@ -67,7 +67,7 @@ class ConversionReport:
     def _already(self) -> list[str]:
         return [name for name, reason in self.skipped.items() if reason == ALREADY]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """A table: how much is in NVFP4, and for each reason what was left out."""
         already, total = len(self._already()), len(self.converted) + len(self.skipped)
         count = len(self.converted) + already

@@ -5,7 +5,7 @@ from torch import nn
 
 from zerofp4.nn.linear import by_autocast, refuse_shared
 from zerofp4.nn.operators import layer_product
-from zerofp4.nn.quantizers import check_primary, weight_state, with_columns
+from zerofp4.nn.quantizers import check_primary, shown, weight_state, with_columns
 from zerofp4.nn.recipe import Recipe, current_recipe
 from zerofp4.storage import NVFP4Storage
 from zerofp4.tensors import NVFP4Tensor
@@ -36,7 +36,7 @@ class Conv1D(nn.Module):
         module.__class__ = cls
 
     def extra_repr(self) -> str:
-        return f"nf={self.nf}, nx={self.weight.shape[0]}"
+        return shown(self, f"nf={self.nf}, nx={self.weight.shape[0]}")
 
 
 @torch.compiler.disable

@@ -17,7 +17,7 @@ from zerofp4.nn.conv1d import Conv1D
 from zerofp4.nn.experts import Experts
 from zerofp4.nn.fuse import Fusions
 from zerofp4.nn.linear import Linear
-from zerofp4.nn.quantizers import primary_parameter, watch_assignments
+from zerofp4.nn.quantizers import primary_parameter, show_weights, watch_assignments
 from zerofp4.tensors import NVFP4Tensor, quantize, weight_columns
 
 _converted: list[weakref.ref[nn.Module]] = []
@@ -105,6 +105,7 @@ def convert_model(
     if fusions is not None:
         fusions.fuse()
     watch_assignments(model)
+    show_weights()
     _converted[:] = [*(ref for ref in _converted if ref() is not None), weakref.ref(model)]
     _warn_of_shards(model, report)
     if not _step_hook:

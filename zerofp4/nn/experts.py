@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from zerofp4.nn.grouped_linear import GroupedLinear, why_one_by_one
 from zerofp4.nn.linear import by_autocast
+from zerofp4.nn.quantizers import shown
 from zerofp4.nn.recipe import Recipe, current_recipe
 from zerofp4.tensors import NVFP4Tensor
 
@@ -57,6 +58,9 @@ class Experts(nn.Module):
         if current_recipe(self) is None:
             return super().forward(hidden_states, top_k_index, top_k_weights)
         return _by_recipe(self, hidden_states, top_k_index, top_k_weights)
+
+    def extra_repr(self) -> str:
+        return shown(self, super().extra_repr())
 
     @classmethod
     def _adopt(cls, module: nn.Module) -> bool:

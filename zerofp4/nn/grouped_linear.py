@@ -12,7 +12,14 @@ from torch.nn import functional as F
 from zerofp4.gemm import chosen_backend, why_not_grouped
 from zerofp4.nn.linear import Linear, by_autocast, gradient_after_sum, main_grad_of, plain_weight, sets_flag
 from zerofp4.nn.operators import layer_product, outside_of_the_graph
-from zerofp4.nn.quantizers import WeightCache, check_primary, make_primary, quantizers_of, weight_state
+from zerofp4.nn.quantizers import (
+    WeightCache,
+    check_primary,
+    make_primary,
+    quantizers_of,
+    shown,
+    weight_state,
+)
 from zerofp4.nn.recipe import NVFP4Recipe, Recipe, current_recipe, recipe_of_key
 from zerofp4.storage import NVFP4Storage, Storage
 from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, host_sizes, sizes_on
@@ -85,6 +92,11 @@ class GroupedLinear(nn.Module):
         super()._apply(fn, recurse)
         self._weight_cache.follow(self.weight)
         return self
+
+    def extra_repr(self) -> str:
+        _, out_features, in_features = self.weight.shape
+        sizes = f"num_gemms={self.num_gemms}, in_features={in_features}, out_features={out_features}"
+        return shown(self, f"{sizes}, bias={self.bias is not None}")
 
     # State dicts
 

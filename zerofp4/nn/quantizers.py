@@ -331,7 +331,37 @@ def make_primary(layer: nn.Module) -> None:
     if layer.weight.is_meta:
         raise RuntimeError("primary_weights=True quantizes the weight, which is on the meta device")
     layer.weight = primary_parameter(layer.weight, "")
+    show_weights()
     watch_assignments(layer)
+
+
+def shown(module: nn.Module, others: str) -> str:
+    """For extra_repr: others, and the NVFP4 weights of the module as `weight=NVFP4(16x16)`."""
+    records = {name: p.record for name, p in module._parameters.items() if isinstance(p, NVFP4Tensor)}
+    weights = [f"{name}=NVFP4({r.block[0]}x{r.block[1]})" for name, r in records.items()]
+    return ", ".join([*([others] if others else []), *weights])
+
+
+def show_weights() -> None:
+    """Have print(model) show NVFP4 weights of every nn.Linear, after the first call.
+
+    The class is changed, since a method given to a module would be a reference cycle, and would keep the
+    module's memory from being freed with it.
+    """
+    original = nn.Linear.extra_repr
+    if original in _showing:
+        return
+
+    @functools.wraps(original)
+    def extra_repr(self: nn.Linear) -> str:
+        return shown(self, original(self))
+
+    _showing.append(extra_repr)
+    nn.Linear.extra_repr = extra_repr
+
+
+_showing: list[Callable[..., str]] = []
+"""The extra_repr that show_weights() has given nn.Linear."""
 
 
 def watch_assignments(module: nn.Module) -> None:

@@ -252,6 +252,23 @@ class ShardedParameters:
         kept = planes + [value for state in states for value in state.values()]
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
+    def held(
+        self, state_of: Callable[[torch.Tensor], Mapping[str, Any]]
+    ) -> dict[str, list[torch.Tensor | None]]:
+        """The tensors in the memory of the parameters, masters, state and gradients of this rank."""
+        states = [state_of(master) for masters in self.optimized for master in masters]
+        buckets = self.buckets
+        weights = [b.weights for b in buckets]
+        for parameter in self.parameters:
+            record = record_of(parameter)
+            weights += [parameter] if record is None else [buffer for _, buffer in record.places()]
+        return {
+            "weights": weights,
+            "masters": [plane for b in buckets for plane in (b.masters, b.low)],
+            "state": [v for state in states for v in state.values() if isinstance(v, torch.Tensor)],
+            "gradients": [*(p.grad for p in self.parameters), *(vars(b).get("gradients") for b in buckets)],
+        }
+
     def _build_plan(
         self, bucket: Bucket, amax_groups: Sequence[Sequence[torch.Tensor]]
     ) -> CastPlan | OffloadedPlan:

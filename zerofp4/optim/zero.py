@@ -40,6 +40,7 @@ from zerofp4.ops import is_capturing
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.agreement import Agreement, Call, Clipped, OwnGradients, global_norm
 from zerofp4.optim.build import Checked, Communication, check_announcements, choose_way
+from zerofp4.optim.description import Description, bytes_by_use
 from zerofp4.optim.inner import InnerOptimizers
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state_dict import SavedState, agree_on_save, read_state_dict
@@ -779,7 +780,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         return "\n".join([*lines, ")"])
 
     def describe(self) -> dict[str, Any]:
-        """How steps are taken; plain values, not collective.
+        """How steps are taken, and the memory that this rank has for them. Not collective.
+
+        Returns a dict of plain values, which prints as a table of the memory.
+
+        memory: bytes by what they are for: weights, masters, state, gradients (autograd's, those to be sent
+        and averages), received gradients, pinned slots; each a dict with "device" and "host". Memory that
+        serves several counts for the first of them: FP32 parameters that are their own masters are weights.
 
         transport: "peer", "collective", or "none" in a world of one; why_collective. hosts: the number of
         hosts and of ranks on each; None if these differ. reduction: "ordered" or "reduce_scatter".
@@ -800,13 +807,23 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             entry["optimizer"] = type(self.inners.all[self._shards.trained[bucket.indices[0]].by]).__name__
             entry["state"] = bucket.state
             entry["masters"] = "host" if bucket.is_offloaded else "device"
-        memory = {
+        beyond = {
+            "memory": self._memory(),
             "shared_bytes": 0 if self._peers is None else self._peers.nbytes,
             "host_bytes": self._shards.host_bytes(self.inners.state_of),
             "pinned_bytes": self._shards.offload.pinned_bytes,
             "offload_threads": self._shards.offload.threads,
         }
-        return self._described | memory | described
+        return Description(self._described | beyond | described)
+
+    def _memory(self) -> dict[str, dict[str, int]]:
+        held = self._shards.held(self.inners.state_of)
+        exchanges = self._step.exchanges
+        held["gradients"] += [None if each.memory is None else each.memory.flat for each in exchanges]
+        held["received gradients"] = [each.received for each in exchanges]
+        found = bytes_by_use(held)
+        pinned = self._shards.offload.pinned_bytes
+        return found | {"pinned slots": {"device": 0, "host": pinned}}
 
     @torch.no_grad()
     def check(self) -> None:

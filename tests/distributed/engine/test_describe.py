@@ -15,6 +15,7 @@ from distributed.optim.cases import SPECIFICATIONS, built, model_bytes
 from distributed.optim.group_cases import OPTIONS, expert_group
 from distributed.run import on_ranks
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
+from zerofp4.optim.description import bytes_by_use
 
 
 @on_ranks(1, 2)
@@ -50,6 +51,37 @@ def test_what_a_step_does_and_the_bytes_of_it(world):
         assert (nbytes > 0) == (size > 1)
     obstacle = built(world, torch.optim.SGD)[1].describe()["obstacle"]
     assert size == 1 or "SGD updates all" in obstacle
+
+
+@on_ranks(1, 2)
+def test_memory_by_use(world):
+    """It counts all parameters, this rank's part of masters and moments, and each byte once."""
+    parameters, optimizer = built(world, FusedAdamW)
+    size = world.world_size
+    set_gradients(parameters, make_gradients(parameters, 0))
+    optimizer.step()
+    described = optimizer.describe()
+    uses = ["weights", "masters", "state", "gradients", "received gradients", "pinned slots"]
+    assert list(described["memory"]) == uses
+    memory = {name: each["device"] for name, each in described["memory"].items()}
+    assert not any(each["host"] for each in described["memory"].values())
+    weights = sum(parameter.nbytes for parameter in parameters)
+    padding = 256 * 4 * size * (len(parameters) + 1)
+    assert weights <= memory["weights"] <= weights + padding
+    others = sum(p.numel() for p in parameters if p.dtype != torch.float32)
+    assert 4 * others // size <= memory["masters"] <= (4 * others + padding) // size + padding
+    assert memory["state"] > memory["masters"]  # two moments of all parameters
+    assert (memory["received gradients"] > 0) == (size > 1 and described["transport"] == "collective")
+    lines = repr(described).splitlines()
+    assert lines[0].split() == ["MB", "device", "host"] and lines[7].startswith("sum ")
+    assert float(lines[7].split()[1]) == pytest.approx(sum(memory.values()) / 1e6, abs=1e-3)
+    assert dict(described) == described and str(described) == repr(described)
+
+
+def test_bytes_count_once():
+    flat = torch.zeros(100, dtype=torch.float32)
+    used = bytes_by_use({"a": [flat[10:20], None, flat[15:30]], "b": [flat], "c": [flat[:5], torch.zeros(2)]})
+    assert used == {name: {"device": n, "host": 0} for name, n in (("a", 80), ("b", 320), ("c", 8))}
 
 
 @on_ranks(1, 2)
