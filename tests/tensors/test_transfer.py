@@ -264,6 +264,30 @@ def test_nbytes_are_those_of_the_buffers(make_format):
     assert codes_and_scales.nbytes == 128 * 128 + 8 * 16 + 4
 
 
+@pytest.mark.parametrize(
+    ("options", "per_element"),
+    [
+        ({}, 1 / 2 + 1 / 256),
+        ({"block": (1, 16)}, 1 / 2 + 1 / 16),
+        ({"columnwise": True}, 1 + 1 / 128),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_sums_over_the_parameters_of_a_model(dtype, options, per_element):
+    """nbytes is the truth, also if an optimizer owns the codes. element_size() cannot be a fraction."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(3)))
+    zerofp4.convert_model(model, **options)
+    numel = 3 * 64 * 64
+    amaxes = 3 * 4
+    optimizer = None
+    for _ in range(2):
+        weights = list(model.parameters())
+        assert sum(p.nbytes for p in weights) == numel * per_element + amaxes
+        assert sum(p.data.nbytes for p in weights) == sum(p.nbytes for p in weights)
+        assert {p.element_size() for p in weights} == {p.itemsize for p in weights} == {dtype.itemsize}
+        optimizer = optimizer or zerofp4.ZeroFP4Optimizer(weights, lr=1e-3)
+
+
 def test_all_of_a_tensor_as_it_is_strided_is_the_tensor(device):
     """So FSDP2 takes what it has gathered; any other view is of values."""
     t = make(device)

@@ -27,6 +27,8 @@ class QuantizedTensor(torch.Tensor):
     - Operations not named here dequantize and give plain tensors; gradients flow through them. Writing to a
       view changes no codes: it is one of a dequantized copy. (A matrix of a stack, t[e], is a tensor over t's
       own buffers.)
+    - `nbytes` counts the bytes of the buffers. element_size() and itemsize are those of the logical dtype,
+      since they cannot be fractions: numel() * element_size() is the size of the dequantized values.
     - `dequantize()` gives the values in the logical dtype; `float()`, `half()`, `double()` and `.to(dtype)`
       convert these. Only `dequantize(torch.float32)` gives the codes' exact values.
     - F.linear, matmul, mm, addmm and @ save the quantized tensor and dequantize it again in the backward
@@ -94,7 +96,7 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, which is less than numel() * element_size()."""
+        """Bytes of all buffers. To sum the memory of a model, add up the nbytes of its parameters."""
         return sum(buffer.nbytes for _, buffer in self.record.places())
 
     @classmethod
