@@ -105,6 +105,30 @@ def test_safetensors(trained, tmp_path, capsys, place):
     assert found["totals"]["bf16"] == {"tensors": 4, "elements": 2179, "bytes": 4358}
 
 
+@pytest.mark.parametrize("with_inputs", [False, True], ids=["weights", "inputs too"])
+@pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
+def test_an_nvfp4_weight_of_an_export_is_one_row(tmp_path, capsys, monkeypatch, format, with_inputs):
+    """Also if its parts are in several files, and with an amax that its own scales give."""
+    serving = pytest.importorskip("cases.serving")
+    monkeypatch.setattr("zerofp4.serving.files.SHARD_BYTES", 4000)
+    model, optimizer = serving.trained("Qwen3Moe")
+    modules = serving.served_modules(model)
+    amaxes = dict.fromkeys(modules, 1.0) if with_inputs else None
+    zerofp4.serving.save_pretrained(model, tmp_path, optimizer, format=format, input_amaxes=amaxes)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    capsys.readouterr()
+    found = inspected(capsys, tmp_path)
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
+    for name, (matrix, rows) in modules.items():
+        row, values = found["tensors"][f"{name}.weight"], matrix.dequantize(torch.float32)[rows]
+        has_scale = with_inputs or ".experts." in name
+        assert (row["kind"], row["shape"]) == (f"NVFP4 1x16, {format}", list(values.shape))
+        assert row["elements"] == values.numel() and row["is_weight"]
+        assert row["bytes"] == values.numel() * 9 // 16 + 4 + 4 * has_scale
+        assert row["amax"] == pytest.approx(values.abs().max().item(), rel=2**-22)
+    assert len(found["tensors"]) == len(modules) + found["totals"]["bf16"]["tensors"]
+
+
 def test_only_files_of_the_index_are_read(tmp_path, capsys):
     safetensors = pytest.importorskip("safetensors.torch")
     for name in ("old", "new"):
@@ -257,4 +281,6 @@ def test_safetensors_without_the_package(tmp_path, capsys):
     (tmp_path / "x.safetensors").touch()
     with mock.patch.dict(sys.modules, safetensors=None):
         assert main(["inspect", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.endswith("x.safetensors: to read safetensors, pip install safetensors\n")
+    assert capsys.readouterr().err.endswith(
+        "x.safetensors: safetensors is not installed, pip install zerofp4[serving]\n"
+    )

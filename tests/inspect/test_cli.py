@@ -88,6 +88,22 @@ def test_sources_that_shadow_the_installation(early):
     assert f"{shadowed}run zerofp4 instead of python -m zerofp4, " in last
 
 
+def into_a_closed_pipe(folder):
+    """zerofp4 inspect of enough tensors for a write before the end, to a reader that takes one line."""
+    torch.save({f"layers.{i}.weight": torch.zeros(2, 4) for i in range(2000)}, folder / "m.pt")
+    command = f"{sys.executable} -m zerofp4 inspect {folder / 'm.pt'} | head -1; echo ${{PIPESTATUS[0]}}"
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.heavy
+@waits_for(into_a_closed_pipe)
+def test_a_closed_pipe_is_no_error(early):
+    run = early(into_a_closed_pipe)
+    first, code = run.stdout.splitlines()
+    assert first.split() == ["tensor", "kind", "shape", "bytes", "amax"] and code == "0"
+    assert run.stderr == ""
+
+
 def test_info_of_this_machine(capsys):
     code, text = shown(capsys)
     problems = [line for line in text.splitlines() if line.startswith("problem: ")]

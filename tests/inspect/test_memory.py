@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import re
+import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -133,6 +135,12 @@ def test_a_model_that_reads_its_number_of_layers_elsewhere(capsys, tmp_path, mon
     monkeypatch.setattr(memory, "elements", lambda _: 10**9)
     assert main(["memory", str(tmp_path), "--card", "2"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split()[-3:] == ["1.0", "1.0", "-"]
+
+
+def test_without_transformers(capsys, tmp_path):
+    with mock.patch.dict(sys.modules, transformers=None):
+        assert main(["memory", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith(": pip install zerofp4[serving]\n")
 
 
 def test_what_is_no_configuration(capsys, tmp_path):

@@ -1,6 +1,7 @@
 """The subcommand `inspect`: the tensors of a checkpoint, read on the CPU and without a process group."""
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import json
@@ -15,13 +16,15 @@ from typing import Any
 
 import torch
 
+from zerofp4.format import BLOCK, E2M1_VALUES
 from zerofp4.inspect.table import print_table
 from zerofp4.storage import NVFP4Storage, record_of
 
 SUMMARY = "list the tensors of a checkpoint: format, shape, bytes, amax"
 DESCRIPTION = """\
 List the tensors of a checkpoint with their format, shape, bytes and amax (the largest magnitude), then the
-bytes of each kind, in all and for each parameter, and how many steps the optimizers have taken.
+bytes of each kind, in all and for each parameter, and how many steps the optimizers have taken. An NVFP4
+weight is one row, also if an export has its codes and scales under several names.
 
 CHECKPOINT is a folder of torch.distributed.checkpoint, a safetensors file or a folder of them, or a file of
 torch.save. It is read on the CPU, a tensor at a time.
@@ -32,6 +35,13 @@ Keys = tuple[Any, ...]
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 """What the table calls the dtypes that have a short name."""
+
+
+EXPORTED = {
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
+    "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
+}
+"""By serving format, the tensors of an NVFP4 weight: codes, scales, global scale, that of its inputs."""
 
 
 class CheckpointError(Exception):
@@ -100,6 +110,19 @@ class Contents:
         row = self.rows.setdefault(name, Row(name, kind, dtype, tuple(shape), 0, 0, None, is_weight))
         row.elements, row.bytes = row.elements + tensor.numel(), row.bytes + size
         row.amax = _larger(row.amax, amax)
+
+    def add_exported(self, module: str, format: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Add an NVFP4 weight of a serving format. tensors: codes, scales, global scale, and perhaps that of
+        its inputs. Its amax is that of its values.
+        """
+        codes, scales, global_scale = tensors[:3]
+        largest = torch.maximum(codes & 7, codes >> 4 & 7).unflatten(-1, (-1, BLOCK // 2)).amax(-1)
+        amax = (torch.tensor(E2M1_VALUES)[largest.long()] * scales.float()).max()
+        amax = amax / global_scale if format == "compressed-tensors" else amax * global_scale
+        kind, shape = f"NVFP4 1x{BLOCK}, {format}", (codes.shape[0], 2 * codes.shape[1])
+        size = sum(tensor.nbytes for tensor in tensors)
+        row = Row(f"{module}.weight", kind, "uint8", shape, math.prod(shape), size, amax.max().item(), True)
+        self.rows[row.name] = row
 
     def optimizer(self, keys: Keys) -> dict[str, Any]:
         name = ".".join(map(str, keys)) or "optimizer"
@@ -223,14 +246,33 @@ def _read_safetensors(files: Sequence[Path]) -> Contents:
     try:
         from safetensors import safe_open
     except ImportError as error:
-        raise CheckpointError(f"{files[0]}: to read safetensors, pip install safetensors") from error
+        raise CheckpointError(
+            f"{files[0]}: safetensors is not installed, pip install zerofp4[serving]"
+        ) from error
     contents = Contents("safetensors")
-    for path in files:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():
-                tensor = file.get_tensor(name)
-                contents.add((name,), tensor, tensor.shape, is_state=False)
+    with contextlib.ExitStack() as stack:
+        file_of: dict[str, Any] = {}
+        for path in files:
+            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            file_of |= dict.fromkeys(file.keys(), file)
+        exported = dict(_exported(file_of))
+        for module, (format, names) in exported.items():
+            contents.add_exported(module, format, [file_of[name].get_tensor(name) for name in names])
+        merged = {name for _, names in exported.values() for name in names}
+        for name in file_of.keys() - merged:
+            tensor = file_of[name].get_tensor(name)
+            contents.add((name,), tensor, tensor.shape, is_state=False)
     return contents
+
+
+def _exported(names: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, list[str]]]]:
+    """Modules with an NVFP4 weight, the serving format, and the names of its tensors in their order."""
+    for format, fields in EXPORTED.items():
+        codes = f".{fields[0]}"
+        for module in [name.removesuffix(codes) for name in names if name.endswith(codes)]:
+            found = [name for field in fields if (name := f"{module}.{field}") in names]
+            if all(f"{module}.{field}" in names for field in fields[:3]):
+                yield module, (format, found)
 
 
 def _read_torch_file(path: Path) -> Contents:

@@ -1,6 +1,8 @@
 """The command `zerofp4`, or `python -m zerofp4`: one module for each subcommand."""
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,4 +39,11 @@ def _about(description: str) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, sys.argv's by default. Returns the exit code; a wrong one raises SystemExit(2)."""
     options = parse_options(arguments)
-    return COMMANDS[options.command].run(options)
+    try:
+        code = COMMANDS[options.command].run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as by `| head -1`, which has read enough
+        # Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code

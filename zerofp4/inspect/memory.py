@@ -99,10 +99,13 @@ def model_of(config: Path, layers: int | None = None) -> nn.Module:
     """The causal language model of a configuration of transformers, in bfloat16, on the meta device. layers:
     how many, if not as many as it says.
 
-    Raises FileNotFoundError where there is no such file or folder, ValueError for fewer than one layer.
+    Raises FileNotFoundError if there is no such file or folder, ValueError for fewer than one layer,
+    ImportError without transformers.
     """
-    import transformers
-
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install zerofp4[serving]") from error
     if not config.exists():  # transformers would look for a model of that name on its hub
         raise FileNotFoundError("no such file or folder")
     if layers is not None and layers < 1:
