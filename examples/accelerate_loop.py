@@ -51,4 +51,6 @@ accelerator.load_state(folder)  # in a world of any size
 assert all(map(torch.equal, optimizer.gathered_masters(), saved))
 print(f"rank {world.rank} of {world.world_size}: loss {losses[0]:.3f}, then {losses[-1]:.3f}")
 assert losses[-1] < losses[0]
+if world.rank == 0:
+    print("Accelerate trained NVFP4 weights, and load_state() brought the saved masters back to the bit.")
 zerofp4.launch.destroy_process_group()

@@ -70,3 +70,4 @@ for data in batches[WARM_UP:]:
 
 print(f"loss {replayed[0]:.4f}, then {replayed[-1]:.4f}; without a graph {eager[-1]:.4f}")
 assert replayed == eager and replayed[-1] < replayed[0] and optimizer.skipped_steps == 0
+print("Replays of a captured step gave the losses of the same steps without a graph.")

@@ -43,4 +43,6 @@ master = layer.weight.full_tensor().detach()
 model[0].unshard()
 assert torch.equal(layer.weight, zerofp4.quantize(master.bfloat16()).dequantize())
 model[0].reshard()
+if world.rank == 0:
+    print("The loss fell, and FSDP2 gathered the values of the whole master, quantized on one machine.")
 zerofp4.launch.destroy_process_group()

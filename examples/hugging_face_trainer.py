@@ -66,4 +66,6 @@ trainer.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
 losses.append(trainer.evaluate()["eval_loss"])
 print(f"rank {world.rank} of {world.world_size}: evaluation losses {losses}")
 assert losses[0] > losses[1] > losses[2]
+if world.rank == 0:
+    print("Trainer trained NVFP4 weights, and another run went on from its checkpoint.")
 zerofp4.launch.destroy_process_group()

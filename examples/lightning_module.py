@@ -60,4 +60,6 @@ first = fit(max_steps=15)
 second = fit(max_steps=30, ckpt_path=checkpoint)  # as in another run, in a world of any size
 print(f"rank {world.rank} of {world.world_size}: loss {first[0]:.3f}, then {second[-1]:.3f}")
 assert len(second) == 15 and second[-1] < first[0]
+if world.rank == 0:
+    print("Lightning trained NVFP4 weights, and another run went on from its checkpoint.")
 zerofp4.launch.destroy_process_group()

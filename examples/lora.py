@@ -40,4 +40,6 @@ assert torch.equal(base.model.layers[0].mlp.down_proj.base_layer.weight.rowwise_
 zerofp4.unconvert_model(model, values="codes")  # merging adds to ordinary weights
 merged = model.merge_and_unload()
 assert not any("lora" in name for name, _ in merged.named_parameters())
+if world.rank == 0:
+    print("Adapters were trained on frozen NVFP4 weights, which kept their codes, and were merged.")
 zerofp4.launch.destroy_process_group()

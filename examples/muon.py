@@ -36,4 +36,6 @@ assert losses[-1] < losses[0]
 # The master, gradient and momentum of a matrix lie whole with one rank; those of the rest are cut anywhere.
 buckets = [(b["optimizer"], b["whole_matrices"]) for b in optimizer.describe()["buckets"]]
 assert buckets == [("Muon", True), ("FusedAdamW", False)]
+if world.rank == 0:
+    print("Muon updated whole matrices, FusedAdamW everything else, and the loss fell.")
 zerofp4.launch.destroy_process_group()

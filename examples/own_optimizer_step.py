@@ -36,4 +36,6 @@ assert torch.equal(weight.columnwise_data, expected.columnwise_data)
 print(f"rank {world.rank} of {world.world_size}: {weight}")
 y = torch.nn.functional.linear(torch.randn(4, 512, device=device, dtype=torch.bfloat16), weight)
 print(f"rank {world.rank}: linear gives {tuple(y.shape)} {y.dtype}")
+if world.rank == 0:
+    print("Every rank has the bytes of the whole weight, quantized on one machine.")
 zerofp4.launch.destroy_process_group()

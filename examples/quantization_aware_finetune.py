@@ -193,7 +193,9 @@ train("NVFP4", model, optimizer, options.steps, original if options.teacher else
 losses["fine-tuned"] = validation_loss(model)
 say("export")
 zero = None if options.fsdp else optimizer
-zerofp4.serving.save_pretrained(model, options.folder, zero, format=options.format, dtype=torch.bfloat16)
+report = zerofp4.serving.save_pretrained(
+    model, options.folder, zero, format=options.format, dtype=torch.bfloat16
+)
 if options.control:
     train("control", original, zero_optimizer(original, options.lr), options.steps)
     losses["bfloat16, as long"] = validation_loss(original)
@@ -205,4 +207,5 @@ if world.rank == 0 and options.json is not None:
     told = {name: value for name, value in vars(options).items() if name not in ("folder", "json")}
     result |= {"options": told, "seconds": time.perf_counter() - started}
     options.json.write_text(json.dumps(result, indent=1, default=str) + "\n")
+say(f"{options.folder} has the codes that were trained, of {report.matrices} matrices, for engines to load.")
 zerofp4.launch.destroy_process_group()

@@ -46,4 +46,6 @@ state["loss"] = loss_of(test).item()
 dcp.save(state, checkpoint_id=folder / f"step-{state['step']:04d}")
 print(f"rank {world.rank} of {world.world_size}: loss {before:.3f}, then {state['loss']:.3f}")
 assert state["loss"] < before
+if world.rank == 0:
+    print(f"The loss fell; step {state['step']} is saved. Another run, on any number of ranks, goes on.")
 zerofp4.launch.destroy_process_group()

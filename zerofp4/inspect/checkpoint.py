@@ -259,7 +259,7 @@ def _read_safetensors(files: Sequence[Path]) -> Contents:
         for module, (format, names) in exported.items():
             contents.add_exported(module, format, [file_of[name].get_tensor(name) for name in names])
         merged = {name for _, names in exported.values() for name in names}
-        for name in file_of.keys() - merged:
+        for name in [name for name in file_of if name not in merged]:
             tensor = file_of[name].get_tensor(name)
             contents.add((name,), tensor, tensor.shape, is_state=False)
     return contents

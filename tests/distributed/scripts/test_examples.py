@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
@@ -170,6 +171,20 @@ def test_quantization_aware_finetune_refuses(what, tmp_path, monkeypatch, capsys
         runpy.run_path(str(ROOT / "examples" / f"{FINETUNE}.py"))
     assert what in capsys.readouterr().err and not list(tmp_path.iterdir())
     assert not dist.is_initialized()
+
+
+def test_examples_end_with_what_they_have_shown():
+    """A sentence that rank 0 prints when all assertions have held."""
+    for path in (ROOT / "examples").glob("[!_]*.py"):
+        said = [node for node in ast.walk(ast.parse(path.read_text())) if is_print(node)]
+        last = max(said, key=lambda node: node.lineno)
+        after = path.read_text().splitlines()[last.end_lineno :]
+        assert all("destroy" in line for line in after), path.name
+        assert re.search(r"[a-z]\.['\"]\)$", ast.unparse(last)), f"{path.name}: {ast.unparse(last)}"
+
+
+def is_print(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("print", "say")
 
 
 def test_no_example_is_left_out():
