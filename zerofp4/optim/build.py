@@ -256,6 +256,8 @@ class Checked:
         if self.offload_gradients:
             if not is_of_all:
                 raise ValueError(f"offload_gradients is not supported because {why}")
+            if self.communication.between_hosts is not None:
+                raise ValueError("offload_gradients is not supported with between_hosts")
             why = "offload_gradients brings the mean of each backward pass to the host"
         elif is_of_all:
             return None

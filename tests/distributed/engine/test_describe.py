@@ -152,9 +152,13 @@ def test_bytes_between_hosts(world):
         assert numel * world.world_size >= bucket["elements"] > 0
         itemsize = 4 if bucket["gradients_travel_as"] == "float32" else 2
         assert bucket["gradients"] == bucket["between_hosts"] + 2 * (local - 1) * numel * itemsize
+    arguments = {"optimizer_class": FusedAdamW, "lr": 0.1, "communication": way}
+    sums = {"offload": 1.0, "offload_gradients": True}
     message = raised_everywhere(
-        world, ValueError, ZeroFP4Optimizer, parameters_of(world), lr=0.1, communication=way
+        world, ValueError, ZeroFP4Optimizer, parameters_of(world), **arguments, **sums
     )
+    assert "offload_gradients is not supported with between_hosts" in message
+    message = raised_everywhere(world, ValueError, ZeroFP4Optimizer, parameters_of(world), **arguments)
     assert "between_hosts='bf16' needs two hosts or more" in message
 
 

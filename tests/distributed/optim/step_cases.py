@@ -45,7 +45,6 @@ class Pair:
         size = dist.get_world_size(group)
         self.hosts = (size // 2 if size == 4 else size) if options.get("between_hosts") else None
         """Of two ranks if they are four, else of one."""
-        self.steps = 0
         compact = options.get("state") == "compact"
         self.gradient_dtypes = [options.get("gradient_dtype") or p.dtype for p in self.parameters]
         self.expected = [
@@ -102,8 +101,7 @@ class Pair:
         """The reference's step after the optimizer's. Returns whether it was skipped."""
         options = self.hypers | {"ordered": self.ordered, "clips": self.clips}
         if self.hosts is not None:
-            options["between"] = self.hosts, self.steps
-        self.steps += 1
+            options["between"] = self.hosts, self.optimizer._agreement.look() - 1
         if self.passes:
             *options["earlier"], self.gradients = self.passes
         if self.overlap == "update":

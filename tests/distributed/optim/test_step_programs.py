@@ -76,6 +76,8 @@ def worlds(draw) -> tuple[int, dict]:
         options["transport"] = "collective"
     if options["transport"] == "collective":
         options["reduction"] = draw(st.sampled_from(["ordered", "reduce_scatter"]))
+        is_possible = size > 1 and options["reduction"] == "ordered" and not options.get("offload_gradients")
+        options["between_hosts"] = draw(st.sampled_from([None, "bf16"])) if is_possible else None
     if options["overlap"] != "update":
         options["bucket_mb"] = draw(st.sampled_from([None, 0.001, TINY]))
         options["on_nonfinite"] = draw(st.sampled_from(["skip", "raise"]))
