@@ -1,6 +1,5 @@
 """The exchange of a bucket over several hosts: each averages its gradients, and these means are exchanged."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,13 +19,13 @@ class HostsExchange(BucketExchange):
     parameters, which are norms, embeddings and heads, as the float32 that they are. The mean of the owner's
     own host is rounded, too: so no sum depends on who owns an element.
 
-    On a GPU all this runs on a stream of its own, which waits for the network; on a CPU the host waits for
-    the exchange inside its own host, also in a backward pass.
+    On a GPU all this runs on a stream of its own, which waits for the network. On a CPU the host waits, so
+    means are made and sent when they are needed: a backward pass never waits.
 
     hosts: their number, each with as many consecutive ranks.
     memory: of this rank's gradients. inside: [ranks of a host, hosts, slice_numel] for gradients of this
-        host. means: float32 [hosts, slice_numel], made of them. sent: the same as they travel. All buckets
-        share these three. received: [hosts, slice_numel].
+        host. means: float32 [hosts, slice_numel], made of them. sent: the same as they travel, shared by all
+        buckets like means. received: [hosts, slice_numel].
     before: the bucket that is sent before this one. user: the last one that is sent from the same `memory`.
     stream: None on a CPU. taken: returns the number of steps taken so far.
     """
@@ -62,7 +61,10 @@ class HostsExchange(BucketExchange):
         slices = hosts * (local_size - 1) * bucket.slice_numel * bucket.sent_as.itemsize
         self.bytes_between_hosts = (hosts - 1) * received[0].nbytes
         self.gradient_bytes = slices + self.bytes_between_hosts
+        self._from_inside: Pending | None = None
         self._pending: Pending | None = None
+        self._has_means = True  # nothing was sent without its means
+        self._rounds_now = False  # not if this rank abstains
         self._left: torch.cuda.Event | None = None  # gradients have been read from `memory`
         self.error = OwnError()
         self.present: Sequence[bool] | None = None  # the device knows
@@ -81,34 +83,48 @@ class HostsExchange(BucketExchange):
 
     def send(self, gradients: Gradients | Abstain) -> None:
         self.finish()  # of an aborted step
-        self.error, is_given = OwnError(), gradients is not ABSTAIN
+        self.error, self._rounds_now = OwnError(), self._rounds and gradients is not ABSTAIN
         if self._user is not None and self._user._left is not None:
             self._user._left.wait()
-        if is_given:
+        if gradients is not ABSTAIN:
             with self.error:  # the others wait for this rank's rows, whatever they hold
                 self.memory.take(gradients)
-        with self._on_own_stream():
-            self._exchange_inside()
-            if self._before is not None:
-                self._before.leave()  # it sends from the same memory
-            ops.average(self._inside.flatten(1), self._means.view(-1))
-            if self._rounds and is_given:
-                with self.error:
-                    where = {"step": self._taken(), "host": self._host}
-                    ops.round_means(self._means, self._sent, self._pieces, **where)
-            self.received[self._host].copy_(self._sent[self._host])
-            rows = (self._messages(self._counterparts, each) for each in (self.received, self._sent))
-            self._pending = start_exchange(*rows, self.bucket.group(), "averaging gradients over hosts")
+        if self._stream is None:
+            self._send_inside()
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self.bucket.device))
+            with torch.cuda.stream(self._stream):
+                self._send_inside()
+                self._send_means()
 
-    def _exchange_inside(self) -> None:
-        """Send each rank of this host its rows of this rank's gradients."""
+    def _send_inside(self) -> None:
+        """Begin to send each rank of this host its rows of this rank's gradients."""
         self._inside[self._local].copy_(self._rows[:, self._local])
-        if len(self._neighbours) > 1:
-            sent = self._messages(self._neighbours, self._rows.unbind(1))
-            received = self._messages(self._neighbours, self._inside)
-            start_exchange(received, sent, self.bucket.group(), "averaging gradients inside hosts").wait()
+        sent = self._messages(self._neighbours, self._rows.unbind(1))
+        received = self._messages(self._neighbours, self._inside)
+        if any(sent):
+            stage = "averaging gradients inside hosts"
+            self._from_inside = start_exchange(received, sent, self.bucket.group(), stage)
+        self._has_means = False
+
+    def _send_means(self) -> None:
+        """Average the gradients of this host, and begin to send the means to other hosts."""
+        if self._from_inside is not None:
+            self._from_inside.wait()
+            self._from_inside = None
+        self._has_means = True
         if self._stream is not None:
             self._left = self._stream.record_event()
+            if self._before is not None and self._before._pending is not None:
+                self._before._pending.wait()  # it sends from the same memory
+        ops.average(self._inside.flatten(1), self._means.view(-1))
+        if self._rounds_now:
+            with self.error:
+                where = {"step": self._taken(), "host": self._host}
+                ops.round_means(self._means, self._sent, self._pieces, **where)
+        self.received[self._host].copy_(self._sent[self._host])
+        rows = (self._messages(self._counterparts, each) for each in (self.received, self._sent))
+        self._pending = start_exchange(*rows, self.bucket.group(), "averaging gradients over hosts")
 
     def _messages(self, ranks: Sequence[int], rows: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """By rank of the group, its messages: the contiguous rows of one of `ranks`, in their order."""
@@ -118,20 +134,9 @@ class HostsExchange(BucketExchange):
                 messages[rank] = list(row) if row.dim() > 1 else [row]
         return messages
 
-    def _on_own_stream(self) -> contextlib.AbstractContextManager:
-        if self._stream is None:
-            return contextlib.nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self.bucket.device))
-        return torch.cuda.stream(self._stream)
-
-    def leave(self) -> None:
-        """Wait until the means have left `sent`: on a GPU the stream that exchanges gradients does."""
-        if self._stream is None:
-            self.finish()  # gloo is waited for once
-        elif self._pending is not None:
-            self._pending.wait()
-
     def finish(self) -> None:
+        if not self._has_means:
+            self._send_means()
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
@@ -157,23 +162,22 @@ def hosts_exchanges(
     """By bucket, a HostsExchange. early, aliased: as of collective_exchanges()."""
     device, zeros = buckets[0].device, zeros_on(buckets[0].device)
     ranks, most = buckets[0].world_size, max(bucket.slice_numel for bucket in buckets)
+    # On a CPU nothing leaves a slot in a backward pass.
+    slots, places = None if early else 2, None if early and device.type == "cpu" else 2
+    memory = gradient_memory(buckets, zeros, places, aliased)
+    layouts = [((ranks // hosts, hosts, b.slice_numel), b.sent_as) for b in buckets]
+    inside = in_slots(layouts, zeros, places)
     wires = [torch.bfloat16 if bucket.is_packed else torch.float32 for bucket in buckets]
-    memory = gradient_memory(buckets, zeros, 2, aliased)
     layouts = [((hosts, b.slice_numel), wire) for b, wire in zip(buckets, wires, strict=True)]
-    received = in_slots(layouts, zeros, None if early else 2)
-    itemsize = max(bucket.sent_as.itemsize for bucket in buckets)
-    inside = zeros(ranks * most * itemsize, dtype=torch.uint8)
+    received = in_slots(layouts, zeros, slots)
     means, rounded = zeros(hosts * most, dtype=torch.float32), zeros(hosts * most, dtype=torch.bfloat16)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     made: list[HostsExchange] = []
     users: dict[int, HostsExchange] = {}  # by the address of memory, the last one that sends from there
-    for bucket, own, rows in zip(buckets, memory, received, strict=True):
-        shape, numel = (hosts, bucket.slice_numel), hosts * bucket.slice_numel
-        local = inside[: ranks * bucket.slice_numel * bucket.sent_as.itemsize].view(bucket.sent_as)
-        mean = means[:numel].view(shape)
-        sent = mean if rows.dtype == torch.float32 else rounded[:numel].view(shape)
-        parts = local.view(ranks // hosts, *shape), mean, sent
+    for bucket, own, local, rows in zip(buckets, memory, inside, received, strict=True):
+        mean = means[: rows.numel()].view(rows.shape)
+        sent = mean if rows.dtype == torch.float32 else rounded[: rows.numel()].view(rows.shape)
         before, user = made[-1] if made else None, users.get(own.flat.data_ptr())
-        made.append(HostsExchange(bucket, hosts, own, *parts, rows, before, user, stream, taken))
+        made.append(HostsExchange(bucket, hosts, own, local, mean, sent, rows, before, user, stream, taken))
         users[own.flat.data_ptr()] = made[-1]
     return list(made)
