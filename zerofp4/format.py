@@ -36,12 +36,16 @@ MXFP8_SCALE_LAYOUTS = ("compact", "swizzled")
 
 @dataclasses.dataclass(frozen=True)
 class FourOverSix:
-    """Choose for every block between a scale that maps its largest magnitude to 6 and one that maps it to 4,
-    whichever gives the smaller error.
+    """Options of four over six, which chooses the scale of each block by its error.
 
-    e4m3_max: what the scale of the block with the largest magnitude becomes, 448 or 256; E4M3 ends at 448, so
-    only 256 leaves room for 1.5 times that scale.
-    error: "mae", the sum of absolute errors, or "mse", that of squares.
+    A block's scale maps its largest magnitude to 6, or to 4, whichever gives the smaller error.
+
+    e4m3_max: the scale of the block with the largest magnitude, 448 or 256. E4M3 ends at 448, so only 256
+        leaves room for 1.5 times that scale.
+    error: "mae", the sum of absolute errors, or "mse", the sum of squares.
+
+    Examples:
+        >>> quantized = zerofp4.quantize(x, four_over_six=zerofp4.FourOverSix())
 
     The choice needs a whole block: a cast raises ValueError for a shard with a part of one, and
     ZeroFP4Optimizer cuts between blocks. quantize_grouped raises ValueError: quantize each group by itself.

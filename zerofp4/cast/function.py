@@ -26,21 +26,25 @@ def cast_master_weights_to_nvfp4(
     on_nonfinite: str = "skip",
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """Cast sharded masters into NVFP4 weights: one step of the CastPlan that belongs to these arguments.
+    """Cast sharded master weights into NVFP4 weights: one step of the CastPlan for these arguments.
 
-    See CastPlan for the arguments; masters are 1D, float32 or bfloat16. The plan is built, collectively, when
-    no earlier call had these weights, shards and options; it is kept with the first weight. If masters or
-    buffers have moved since, this rank takes their addresses, without a collective (RuntimeError while a CUDA
-    graph is captured). A call with the same tensors in the same places as the last one is only compared with
-    it. Masters are kept only of a call that a CUDA graph captures: as long as the first weight.
+    The arguments are those of CastPlan. manual_post_all_gather_processing must be True (else ValueError):
+    this call makes no columnwise copy, post_all_gather_processing does.
 
-    Afterwards call all_gather_nvfp4 (or gather the shard buffers), then post_all_gather_processing. An
-    argument that is invalid on one rank only raises there, and on the other ranks in the same way as CastPlan
-    and CastPlan.step say; a rank that calls with other weights than its peers is found out by the process
-    group's timeout only.
+    Examples:
+        >>> weight = zerofp4.empty((64, 64))
+        >>> master = torch.randn(64 * 64)
+        >>> zerofp4.cast_master_weights_to_nvfp4([weight], [master], [0])
+        >>> zerofp4.all_gather_nvfp4([weight], [0], [64 * 64])
+        >>> zerofp4.post_all_gather_processing([weight])
 
-    Raises ValueError for manual_post_all_gather_processing=False: the columnwise copy is never made behind
-    the caller's back, call post_all_gather_processing.
+    The first call with these weights, shards and options builds the plan, which is collective, and keeps it
+    with the first weight. Later calls find it. If masters or buffers have moved, this rank takes their new
+    addresses without a collective (RuntimeError while a CUDA graph is captured). Masters are kept alive only
+    if a CUDA graph captured the call.
+
+    An argument that is invalid on one rank raises there, and on the others as CastPlan and CastPlan.step say.
+    If a rank calls with other weights than its peers, only the process group's timeout ends the wait.
     """
     group = resolve_group(group)
     cache = PlanCache("cast_plans", model_weights, group)

@@ -23,13 +23,19 @@ def all_gather_nvfp4(
     shard_numels: Sequence[int],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Give every rank the codes of all shards of all weights, in one all-gather of packed bytes, and the
-    compact scales of weights in blocks of 1x16.
+    """Give every rank the codes of all shards, in one all-gather of packed bytes.
 
-    Rank-local start_offsets[i] and shard_numels[i] say what this rank owns of weight i (None and 0 for
-    nothing); the shards of the group must cover every weight exactly once, at any offset. A byte at an odd
-    boundary is completed from both its owners. The first call with these weights and shards is a collective
-    agreement and allocates staging; both are kept with the first weight.
+    model_weights: as for the cast. Of weights in blocks of 1x16 the compact scales travel, too.
+    start_offsets, shard_numels: what this rank owns of each weight; None and 0 for nothing. The shards of the
+        group cover every weight exactly once, at any offset.
+    group: the process group of the shards.
+
+    Examples:
+        >>> weight = zerofp4.quantize(torch.randn(64, 64))
+        >>> zerofp4.all_gather_nvfp4([weight], [0], [64 * 64])  # alone, a rank owns all
+
+    A byte at an odd boundary is completed from both its owners. The first call with these weights and shards
+    is a collective agreement and allocates staging; both are kept with the first weight.
 
     Raises TypeError or ValueError, the same on every rank, for invalid arguments, overlapping or missing
     shards. An error on one rank in a later call raises RuntimeError on the others, and none changes a weight.
@@ -93,12 +99,19 @@ def _build_gather(parsed, error: OwnError, group: dist.ProcessGroup | None) -> K
 
 
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
-    """Columnwise data of every weight that has a columnwise buffer, from its gathered codes; expanded and
-    swizzled scales of every weight in blocks of 1x16 that has such buffers, from its compact ones. A launch
-    for each of both. (The cast writes all scales of 16x16 blocks.)
+    """Complete weights whose codes were gathered: make their columnwise copies and padded scales.
 
-    The weights' autograd versions advance. A CUDA graph that captures a call uses its buffers in every
-    replay; they are kept alive with the first weight.
+    model_weights: distinct weights on one device. Of those with a columnwise buffer the columnwise data is
+        made from the codes. Of those in blocks of 1x16 expanded and swizzled scales are made from the compact
+        ones, if they have such buffers. (The cast writes all scales of 16x16 blocks.)
+
+    Examples:
+        >>> weight = zerofp4.quantize(torch.randn(64, 64), columnwise=True)
+        >>> zerofp4.post_all_gather_processing([weight])
+
+    It takes one launch for all columnwise data, and one for all scales. The weights' autograd versions
+    advance. A CUDA graph that captures a call uses its buffers in every replay; they are kept alive with the
+    first weight.
 
     Raises TypeError or ValueError for anything but a list of distinct weights on one device that can be cast.
     """

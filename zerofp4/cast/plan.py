@@ -34,37 +34,43 @@ class Amaxes(enum.Enum):
 
 
 class CastPlan:
-    """Casts a list of sharded masters into a list of NVFP4 weights, any number of times.
+    """Casts sharded master weights into NVFP4 weights, once in each step().
 
-    model_weights: NVFP4Tensors, or their records, the same list on every rank. A stack [E, N, K] of matrices
-    is E weights in all that follows, each with an amax, a group and skipping of its own; its
-    shard is one of its E * N * K elements, and may begin and end inside any of them. Those with block (1, 16)
-    have no columnwise copy.
-    master_weights[i]: the 1D float32 or bfloat16 elements of weight i that this rank owns, start_offsets[i]
-    the flat index of the first one; None and None where it owns nothing. Any offset and length will do, also
-    inside a tile or a byte; no element may be owned twice. An element that no rank owns keeps its code and
-    does not count for the amax. Of a weight with four over six a shard has whole blocks, or whole rows of
-    tiles. bfloat16 masters give the bytes of the same values in float32.
-
-    group: process group that the masters are sharded over; None is the default group, or a world of one where
-    torch.distributed is not initialized (RuntimeError where a launcher started several ranks).
-    fsdp_shard_model_weights[i]: 1D uint8 of (start + n + 1) // 2 - start // 2 bytes that the codes go to
-    instead of the weight's rowwise_data; scales and amax still go to the weight.
-    amax_groups: lists of weights that share one amax (each keeps a copy of it); of weights [E, N, K], all
-    with the same E, the experts with the same index do.
+    model_weights: NVFP4Tensors or their records, the same list on every rank. A stack [E, N, K] counts as E
+        weights, each with an amax, an amax group and skipping of its own.
+    master_weights: the elements of each weight that this rank owns, 1D float32 or bfloat16; None for nothing.
+    start_offsets: the flat index of each first element, None for nothing. A shard may begin and end anywhere,
+        inside a tile, a byte or an expert, except with four over six: whole blocks, or whole rows of tiles.
+    group: the process group that the masters are sharded over. None is the default group, or one rank alone
+        if torch.distributed is not initialized (RuntimeError if a launcher started several ranks).
+    fsdp_shard_model_weights: 1D uint8 buffers of (start + n + 1) // 2 - start // 2 bytes. Codes go there
+        instead of to the weights' rowwise_data; scales and amaxes still go to the weights.
+    amax_groups: lists of weights that share one amax, of which each keeps a copy. Stacks in a group have the
+        same E, and experts with the same index share an amax.
     on_nonfinite: "skip" leaves the weights of an amax group with a NaN or Inf master as they were, on every
-    rank, and sets found_inf; "raise" does so too, then synchronizes and raises FloatingPointError naming the
-    weights.
-    found_inf: float32 [1] on the weights' device, set to 1 when something was skipped and never cleared; the
-    plan has one of its own (`plan.found_inf`) if none is given.
+        rank, and sets found_inf. "raise" also waits for the device and raises FloatingPointError by name.
+    found_inf: float32 [1] on the weights' device, set to 1 if something was skipped, and never cleared. None
+        makes one, `plan.found_inf`.
+
+    Examples:
+        >>> weight = zerofp4.empty((64, 64))
+        >>> master = torch.randn(64 * 64)
+        >>> plan = zerofp4.CastPlan([weight], [master], [0])
+        >>> plan.step()  # after each update of the masters
+        >>> plan.all_gather()
+        >>> plan.post()
+
+    No element may have two owners. An element without an owner keeps its code and does not count for the
+    amax. bfloat16 masters give the bytes of the same values in float32. Weights in blocks of 1x16 have no
+    columnwise copy.
+
+    Building is collective: every rank builds the same plan, and an invalid argument on any rank raises the
+    same ValueError or TypeError on all of them. docs/failures.md says who raises what, and what is left to
+    the process group's timeout.
 
     A CUDA graph that captures step(), all_gather() or post() uses the storage of the capture in every replay:
     codes, masters, shard buffers and found_inf. The plan keeps it alive, and must live as long as the graph.
     After refresh() capture again: a replay does not see the new storage.
-
-    Building is collective: every rank must build the same plan, and an invalid argument on any rank raises
-    the same ValueError or TypeError on all of them. docs/failures.md says who raises what, and what is left
-    to the process group's timeout.
     """
 
     def __init__(

@@ -6,15 +6,18 @@ from zerofp4.storage import SIDES, MXFP8Storage, NVFP4Storage, Side, record_of
 
 
 class Operand:
-    """One copy of a quantized matrix [M, K] as a factor: the rowwise copy is [M, K], contracted over K; the
-    columnwise copy is the transpose [K, M], contracted over M. Blocks of scales lie along the contraction.
+    """One copy of a quantized matrix, as a factor of zerofp4.gemm.
 
-    tensor: an NVFP4Tensor, an MXFP8Tensor, or the record of one.
-    columnwise: take its columnwise copy, and not the rowwise one.
+    tensor: an NVFP4Tensor or MXFP8Tensor [M, K], or its record.
+    columnwise: take the columnwise copy, which is the transpose [K, M] and contracted over M, instead of the
+        rowwise copy [M, K], contracted over K. Blocks of scales lie along the contraction.
 
-    Of a linear layer with input x [T, K], weight w [N, K] and gradient g [T, N] the products are
-    `gemm(x, w)`, `gemm(g, Operand(w, columnwise=True))` = g w and
-    `gemm(Operand(g, columnwise=True), Operand(x, columnwise=True))` = g^T x.
+    Examples:
+        >>> x, w, g = (zerofp4.quantize(torch.randn(64, 64), columnwise=True) for _ in range(3))
+        >>> output = zerofp4.gemm(x, w)  # x w^T, of a linear layer with weight w
+        >>> grad_input = zerofp4.gemm(g, zerofp4.Operand(w, columnwise=True))  # g w
+        >>> columns = zerofp4.Operand(g, columnwise=True), zerofp4.Operand(x, columnwise=True)
+        >>> grad_weight = zerofp4.gemm(*columns)  # g^T x
 
     Raises TypeError for what is not quantized, ValueError for a copy that the tensor does not have, and for a
     stack of matrices, of which tensor[e] is one.

@@ -23,23 +23,29 @@ def gemm(
     accumulate_into: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """a b^T of quantized a [M, K] and b [N, K], both NVFP4 or both MXFP8: a plain [M, N], without history.
+    """Multiply two quantized matrices: a [M, K] times the transpose of b [N, K], to a plain [M, N].
 
-    Float32 sums of the products of elements and block scales, times alpha =
-    (amax_a * (1/2688)) * (amax_b * (1/2688)) in float32, plus bias in float32, then one rounding to
-    out_dtype. With another e4m3_max of four over six, 6 * e4m3_max replaces 2688; MXFP8 has no alpha.
-    Backends differ in the order of the sums only.
-
-    a, b: tensors or records, which stand for their rowwise copies, flattened to [rows, last dimension]; or an
-    `Operand` of one, which names the copy. Columnwise copies must carry the same Hadamard transform, which
-    then cancels, or none.
+    a, b: both NVFP4 or both MXFP8: tensors or records, which stand for their rowwise copies, flattened to
+        [rows, last dimension]; or an `Operand` of one, which names the copy. Columnwise copies must carry the
+        same Hadamard transform, which then cancels, or none.
     out_dtype: float32, bfloat16 or float16; by default what the logical dtypes of a and b promote to.
     bias: [N] of such a dtype.
     accumulate_into: float32 [M, N], contiguous; the unrounded result is added to it, and it is returned.
     backend: "native" multiplies on FP4 tensor cores (compute capability 10.0 or newer), with the contraction
-    and N padded with zeros to multiples of 32 and 16; "exact" multiplies the exact values, in bfloat16 on
-    CUDA and in float32 on the CPU; "auto" is native if the hardware and its libraries can multiply these
-    operands. On CUDA both are products of cuBLASLt, which takes alpha, bias and accumulation into its
+        and N padded with zeros to multiples of 32 and 16. "exact" multiplies the exact values, in bfloat16 on
+        CUDA and in float32 on the CPU. "auto" is native if the hardware and its libraries can multiply these
+        operands.
+
+    Examples:
+        >>> a, b = zerofp4.quantize(torch.randn(32, 64)), zerofp4.quantize(torch.randn(48, 64))
+        >>> product = zerofp4.gemm(a, b, out_dtype=torch.float32)  # [32, 48]
+
+    The result is the float32 sum of the products of elements and block scales, times alpha, plus bias in
+    float32, rounded once to out_dtype. alpha is (amax_a * (1/2688)) * (amax_b * (1/2688)) in float32. With
+    another e4m3_max of four over six, 6 * e4m3_max replaces 2688; MXFP8 has no alpha. Backends differ in the
+    order of the sums only. The result has no autograd history.
+
+    On CUDA both backends are products of cuBLASLt, which takes alpha, bias and accumulation into its
     epilogue, where sums may be fused with them (one rounding less). For what cuBLASLt refuses, and if
     build_info() names torch instead, they cost a pass each. Nothing waits for the device.
 

@@ -133,6 +133,10 @@ def quantization_error(
     keep_codes: keep a copy of all codes in the report, half a byte of CPU memory for each element. In a loop,
         pass it in each call, and each report as the next one's `previous`.
 
+    Examples:
+        >>> report = zerofp4.quantization_error(model, optimizer)
+        >>> print(report)
+
     Raises, before any collective, TypeError for a wrong type, ValueError for a `previous` without the codes
     of a weight, or with those of another shape; RuntimeError for an optimizer that is `broken`, or whose
     parameters a later one has taken over.

@@ -40,45 +40,47 @@ def convert_model(
 ) -> ConversionReport:
     """Replace the weights of linear layers, in place, by NVFP4 parameters.
 
-    Converts the weights of modules whose forward is that of nn.Linear or of transformers' Conv1D, if the
-    dtype is one that NVFP4 can hold, both sizes are even and the weight is not tied. The output head (what
-    get_output_embeddings() returns, else a module named lm_head) needs a filter_fn that is true for it. The
-    report says why any other parameter with two dimensions or more stays. The parameters are new, with the
-    dtype, requires_grad, gradient and attributes of the old: convert before an optimizer or
-    DistributedDataParallel is built.
-
-    filter_fn: filter_fn(module, name) says whether to convert; name is the module's name in the model.
-    layers: modules whose class is nn.Linear or Conv1D become zerofp4.nn.Linear or zerofp4.nn.Conv1D: the same
-    objects, names, hooks and state_dict, which inside zerofp4.nn.autocast multiply quantized operands. The
-    experts of transformers become zerofp4.nn.Experts if filter_fn took both of their stacked parameters.
-    Otherwise products dequantize the weight.
-    block: (16, 16); or (1, 16) along the inputs, in which serving engines read weights. The latter have rows
-    only, 0.56 bytes per element; Conv1D is not converted; inside autocast they take
-    NVFP4Recipe(weight_block=(1, 16)), on FP4 tensor cores with backward="dequantized".
+    model: converted before its optimizer or DistributedDataParallel is built, since the parameters are new.
+        They keep dtype, requires_grad, gradient and attributes.
+    filter_fn: filter_fn(module, name) says whether to convert; name is the module's name in the model. None
+        converts all but the output head (what get_output_embeddings() returns, else a module named lm_head).
+    layers: whether modules whose class is nn.Linear or Conv1D become zerofp4.nn.Linear or zerofp4.nn.Conv1D,
+        and the experts of transformers zerofp4.nn.Experts, which multiply quantized operands inside
+        zerofp4.nn.autocast. Objects, names, hooks and state_dict stay. Otherwise products dequantize weights.
+    block: (16, 16); or (1, 16) along the inputs, in which serving engines read weights: rows only, 0.56 bytes
+        per element, not for Conv1D, and inside autocast with NVFP4Recipe(weight_block=(1, 16)).
     columnwise: keep the transposed copy, too: 1.01 instead of 0.51 bytes per element. None keeps it if
-    something reads it: layers of zerofp4.nn on a GPU with FP4 tensor cores, if the model is there already,
-    and zerofp4.nn.Conv1D. A reader without it makes it from the rows each time.
+        something reads it: layers of zerofp4.nn on a GPU with FP4 tensor cores, if the model is there
+        already, and zerofp4.nn.Conv1D. A reader without it makes it from the rows each time.
     four_over_six: of two scales for each block use the one with the smaller error, now and in casts.
     amax_groups: lists of weights of the model, as they are now, that share one amax from the start, as those
-    of zerofp4.serving.amax_groups(model). Give the optimizer groups of the new parameters.
+        of zerofp4.serving.amax_groups(model). Give the optimizer groups of the new parameters.
 
-    With layers and a filter_fn that is true for an nn.LayerNorm or nn.RMSNorm, too, the norm and a linear
-    layer that an nn.Sequential calls right after it become a zerofp4.nn.LayerNormLinear; norm, linear layer,
-    activation (GELU, or transformers' squared ReLU) and linear layer become a LayerNormMLP if filter_fn is
-    true for all four. Bytes stay the same, an nn.Identity fills the other places, and keys of state dicts
+    Returns a report: what was converted, and why every other matrix was not.
+
+    Examples:
+        >>> report = zerofp4.convert_model(model)
+        >>> print(report)
+        >>> optimizer = zerofp4.ZeroFP4Optimizer(model.named_parameters(), lr=1e-3)
+
+    **Which weights.** Modules whose forward is that of nn.Linear or of transformers' Conv1D, if NVFP4 can
+    hold the dtype, both sizes are even and the weight is not tied. Experts in one parameter [E, N, K], with N
+    and K even, get an amax each: the weight of zerofp4.nn.GroupedLinear as that of a linear layer, a
+    parameter of another module that is not torch's own if filter_fn(module, the parameter's name) is true.
+
+    **Initial values.** get_high_precision_init_val() of a new parameter is the old value, on the CPU, from
+    which a master weight starts. The optimizer that makes the master frees it. The value of a frozen weight
+    is freed when an optimizer of the model's other parameters is built (ZeroFP4Optimizer) or first steps
+    (torch's). A weight on the meta device stays there, without a value: give the model memory by to_empty(),
+    and the optimizer values by its masters_from.
+
+    **Fused layers.** If layers is set and filter_fn is true for an nn.LayerNorm or nn.RMSNorm, too, the norm
+    and a linear layer that an nn.Sequential calls right after it become a zerofp4.nn.LayerNormLinear. Norm,
+    linear layer, activation (GELU, or transformers' squared ReLU) and linear layer become a LayerNormMLP if
+    filter_fn is true for all four. Bytes stay the same, an nn.Identity fills the other places, and keys of
+    state dicts
     change: load other checkpoints before. The filter promises that the model calls that Sequential as a
-    whole. Modules with hooks, or used in several places, stay.
-
-    Experts in one parameter [E, N, K], with N and K even, get an amax each: the weight of
-    zerofp4.nn.GroupedLinear as that of a linear layer, a parameter of another module that is not torch's own
-    if filter_fn(module, the parameter's name) is true.
-
-    get_high_precision_init_val() of a new parameter is the old value, on the CPU, for a master weight to
-    start from. The optimizer that makes the master frees it; the value of a frozen weight is freed when an
-    optimizer of the model's other parameters is built (ZeroFP4Optimizer) or first steps (torch's).
-
-    A weight on the meta device stays there, without a value: give the model memory by to_empty(), and the
-    optimizer values by its masters_from.
+        whole. Modules with hooks, or used in several places, stay.
 
     Raises ValueError for other blocks, for columnwise=True with (1, 16), where that copy does not follow from
     the rows, and for amax groups of other weights, before anything is changed. Warns if parameters are

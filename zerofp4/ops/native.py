@@ -97,6 +97,9 @@ def build_info() -> dict[str, dict]:
      "cuda": {"compiled": bool, "version": of the toolkit, "architectures": [...],
               "products": what multiplies, and why it is not cuBLASLt,
               "devices": [{"name", "capability", "usable", "gemm": the backend that zerofp4.gemm chooses}]}}
+
+    Examples:
+        >>> zerofp4.build_info()["cpu"]["running"]
     """
     build = _C.build()
     capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))

@@ -35,17 +35,23 @@ _Device = torch.device | None
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW for float32 parameters such as master weights, in one pass over memory for them all.
+    """AdamW for float32 parameters such as master weights, all of them in one pass over memory.
 
+    params: contiguous float32 parameters on one device, CPU or CUDA, also DTensors, as fully_shard makes
+        them: each rank updates its own shard. Gradients are contiguous float32 or bfloat16.
     lr: a float, or a tensor of one element. On a GPU it must be float32, and only the kernels read it.
     betas, eps, weight_decay, maximize, capturable: as in torch.optim.AdamW. amsgrad=True raises ValueError.
     state: "full" keeps float32 moments. "compact" keeps them in 8 bits each for parameters of at least two
         dimensions with rows of at least 64 elements. A group may choose with a "state" of its own.
 
-    Parameters are contiguous float32 on one device, CPU or CUDA; gradients are contiguous float32 or
-    bfloat16. Each rank updates its own shard of a DTensor, as fully_shard makes it, and keeps DTensors as its
-    state. An update is reference.adamw_step or reference.compact_adamw_step with float32 masters, bit for bit
-    on every device.
+    Examples:
+        >>> master = torch.nn.Parameter(torch.randn(64, 64))
+        >>> optimizer = zerofp4.optim.FusedAdamW([master], lr=1e-3)
+        >>> master.grad = torch.randn(64, 64)
+        >>> optimizer.step()
+
+    An update is reference.adamw_step or reference.compact_adamw_step with float32 masters, bit for bit on
+    every device. The state of DTensors is DTensors.
 
     Groups and full state (step, exp_avg, exp_avg_sq) are as in torch.optim.AdamW(fused=True), and each class
     loads state dicts and distributed checkpoints of the other without amsgrad. Compact state is

@@ -66,6 +66,10 @@ class Communication:
     between_hosts: "bf16" averages gradients inside each host and rounds these means once, at random, to
         bfloat16 for the other hosts. Sums are ordered. Those of parameters that are not NVFP4 stay FP32.
 
+    Examples:
+        >>> communication = zerofp4.optim.Communication(overlap="backward", bucket_mb=256)
+        >>> optimizer = zerofp4.ZeroFP4Optimizer(model.parameters(), lr=1e-3, communication=communication)
+
     Raises ValueError or TypeError for options that are not among these, or exclude each other.
     """
 

@@ -22,14 +22,21 @@ class AveragedMasters:
     """An exponential moving average (EMA) of the FP32 masters of a ZeroFP4Optimizer, sharded as they are.
 
     optimizer: of the masters. The average begins with their values, or with the values of weights that were
-    written to since the last step. decay: the share of the average that an update keeps, from 0 to 1.
+        written to since the last step.
+    decay: the share of the average that an update keeps, from 0 to 1.
 
-    Call update() after each step; it is not collective. It adds masters, so later writes to the weights do
-    not change an average or its exports. The average takes 4 bytes for each element of this rank's slice,
-    and update() the same for the largest bucket while it runs, or with masters of 24 bits twice that.
-    master_state_dict(model, averages), save_safetensors(model, folder, averages) and
-    unconvert_model(model, averages) give it in the model's own keys; state_dict() and load_state_dict() are
-    for torch.distributed.checkpoint, in a world of any size.
+    Examples:
+        >>> averages = zerofp4.optim.AveragedMasters(optimizer, decay=0.999)
+        >>> averages.update()  # after each step
+        >>> zerofp4.save_safetensors(model, folder, averages)
+
+    master_state_dict, save_safetensors, serving.save_pretrained and unconvert_model take it instead of the
+    optimizer, and give the averages in the model's own keys. state_dict() and load_state_dict() are for
+    torch.distributed.checkpoint, in a world of any size.
+
+    update() is not collective. It adds masters, so later writes to the weights do not change an average or
+    its exports. The average takes 4 bytes for each element of this rank's slice. While update() runs, it
+    takes the same again for the largest bucket, or twice that with masters of 24 bits.
     """
 
     def __init__(self, optimizer: ZeroFP4Optimizer, decay: float = 0.999):
@@ -90,16 +97,22 @@ class AveragedMasters:
 def master_state_dict(
     model: nn.Module, optimizer: ZeroFP4Optimizer | AveragedMasters, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(key, tensor) for each key of model.state_dict(), in its order, whole on every rank.
+    """Iterate over the (key, tensor) pairs of a model's state dict, with FP32 masters as the values.
 
-    A parameter that the optimizer trains has the values of its FP32 master, or with AveragedMasters instead
-    of the optimizer its average; or its own values if it was written to since the last step, on every rank.
-    Other parameters have their own values. Parameters are rounded to dtype, buffers are not. Each tensor has
-    its own memory, tied ones too.
+    model: its state_dict() has the keys, and their order.
+    optimizer: the ZeroFP4Optimizer whose masters are the values of the parameters it trains, or
+        AveragedMasters for their averages. A parameter that was written to since the last step, on every
+        rank, has its own values, and so have other parameters.
+    dtype: that parameters are rounded to. Buffers are not rounded.
 
-    Collective: one tensor is gathered at a time, so that no rank holds the model in FP32, and every rank
-    takes all of them, in the same order. Raises RuntimeError for an optimizer that is `broken`, or whose
-    parameters a later one has taken over.
+    Examples:
+        >>> plain.load_state_dict(dict(zerofp4.master_state_dict(model, optimizer)))
+
+    Every tensor is whole on every rank and has its own memory, tied ones too.
+
+    Collective: one tensor is gathered at a time, so that no rank holds the model in FP32. Every rank takes
+    all of them, in the same order. Raises RuntimeError for an optimizer that is `broken`, or whose parameters
+    a later one has taken over.
     """
     return _values(model, _find_masters(optimizer, dtype)[1], dtype)
 
@@ -180,16 +193,22 @@ def unconvert_model(
 ) -> list[str]:
     """Replace quantized weights, in place, by ordinary parameters of their dtype, shape and requires_grad.
 
+    model: with weights of convert_model.
     optimizer: of the weights, or AveragedMasters of it. It cannot be used afterwards: its step() raises.
     values: "initial" gives a weight its master, or its average, which is collective; without a master the
         value from before the conversion if the weight keeps it (get_high_precision_init_val()), else the
         value of its codes. "codes" gives the value of the 4-bit codes, and is not collective.
 
+    Returns the names of the parameters.
+
+    Examples:
+        >>> names = zerofp4.unconvert_model(model, optimizer)
+
     A frozen weight keeps its value from before the conversion until an optimizer trains other parameters of
     its model, such as adapters. These are trained beside the codes, so merge them into "codes".
 
-    Returns the names of the parameters. Raises ValueError for other `values`, and RuntimeError, before
-    anything is changed, for a weight that another ZeroFP4Optimizer trains.
+    Raises ValueError for other `values`, and RuntimeError, before anything is changed, for a weight that
+    another ZeroFP4Optimizer trains.
     """
     if values not in ("initial", "codes"):
         raise ValueError(f'values must be "initial" or "codes", got {values!r}')

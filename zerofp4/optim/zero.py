@@ -47,14 +47,10 @@ from zerofp4.optim.state_dict import SavedState, agree_on_save, read_state_dict
 
 
 class ZeroFP4Optimizer(torch.optim.Optimizer):
-    """Any elementwise torch optimizer, or Muon, over sharded FP32 masters of NVFP4, bf16, fp16 and fp32
-    parameters.
+    """A ZeRO optimizer: FP32 master weights sharded over ranks, 4-bit all-gathers of NVFP4 weights.
 
-    step() averages the gradients of all ranks, updates the masters that this rank owns, casts them, and
-    gathers the weights in place: 4-bit codes for NVFP4 weights. Building, step() and clip_grad_norm_() are
-    collective. An error that a rank finds before an update changes nothing, and raises on every rank: with
-    NCCL and FusedAdamW on the others in their next step. Masters begin as rank 0's values, and from then on
-    the weights follow them, so load a model first.
+    It runs any elementwise optimizer of torch, or Muon, on the masters of NVFP4, bf16, fp16 and fp32
+    parameters.
 
     params: parameters or groups of them, as for any torch optimizer, the same on every rank that they are
         sharded over; named_parameters() for checkpoints by name. A group may carry `optimizer_class`,
@@ -76,6 +72,22 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         values: a folder of safetensors, or a function that is given a name and the parameter. Rank 0 reads
         them, one after the other.
     on_nonfinite: "skip" or "raise", for a step with a NaN or Inf in any rank's gradients.
+
+    Examples:
+        >>> zerofp4.convert_model(model)
+        >>> adamw = zerofp4.optim.FusedAdamW
+        >>> optimizer = zerofp4.ZeroFP4Optimizer(model.named_parameters(), adamw, lr=1e-3)
+        >>> model(x).square().mean().backward()
+        >>> norm = optimizer.clip_grad_norm_(1.0)
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+
+    step() averages the gradients of all ranks, updates the masters that this rank owns, casts them, and
+    gathers the weights in place: 4-bit codes for NVFP4 weights. Masters begin as rank 0's values, and from
+    then on the weights follow them, so load a model first.
+
+    Building, step() and clip_grad_norm_() are collective. An error that a rank finds before an update changes
+    nothing, and raises on every rank: with NCCL and FusedAdamW on the others in their next step.
 
     The page on the optimizer describes each option, the page on failures which error is raised where.
     """

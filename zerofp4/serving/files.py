@@ -100,16 +100,22 @@ def save_safetensors(
     optimizer: optim.ZeroFP4Optimizer | optim.AveragedMasters | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write what master_state_dict gives as safetensors, in the form that transformers reads: files of at
-    most 5 GB, and an index if there are several.
+    """Write a model with the values of its FP32 masters as safetensors, as transformers reads them.
 
+    model, dtype: as for master_state_dict.
+    folder: gets files of at most 5 GB, and an index if there are several.
     optimizer: that of the weights, or AveragedMasters of it. Without one an NVFP4 weight has the value from
         before the conversion, if it still keeps it, else that of its codes.
 
+    Examples:
+        >>> zerofp4.save_safetensors(model, folder, optimizer)
+
     Collective. Rank 0 of the optimizer's group writes, and holds one file's tensors. An older export in the
-    folder stays until the new one is written, and is gone afterwards. If rank 0 raises (OSError if the disk
-    lacks the space, ImportError without the extra `serving`), the others raise a RuntimeError. Raises
-    ValueError if ranks train different parameters, RuntimeError without the optimizer of trained parameters.
+    folder stays until the new one is written, and is gone afterwards.
+
+    If rank 0 raises (OSError if the disk lacks the space, ImportError without the extra `serving`), the
+    others raise a RuntimeError. Raises ValueError if ranks train different parameters, RuntimeError without
+    the optimizer of trained parameters.
     """
     error = OwnError()
     if optimizer is None:

@@ -16,8 +16,13 @@ from zerofp4.tensors.quantized_tensor import wrap
 
 @dataclasses.dataclass(eq=False, repr=False)
 class GroupedNVFP4(storage.Sides):
-    """Groups of consecutive rows of a [tokens, K] matrix, each quantized as a tensor of its own with blocks
-    of 1x16. A buffer that does not exist is None.
+    """Groups of consecutive rows of a [tokens, K] matrix, each quantized as a tensor of its own.
+
+    quantize_grouped makes one. Blocks are 1x16. A buffer that does not exist is None.
+
+    Examples:
+        >>> groups = zerofp4.quantize_grouped(x, [16, 0, 48])
+        >>> second = groups.tensors()[1]  # an NVFP4Tensor
 
     With R = round_up(tokens + 15 * groups, 16) and S = round_up(tokens + 127 * groups, 128), which are room
     for the groups however the tokens are split:
@@ -155,23 +160,30 @@ def quantize_grouped(
     four_over_six: FourOverSix | None = None,
     scale_layouts: Sequence[str] = ("compact",),
 ) -> GroupedNVFP4:
-    """Quantize x [tokens, K] of float32, bfloat16 or float16, K even, in groups of consecutive rows, each
-    with an amax of its own: the bytes of every group are those of quantize(its rows, block=(1, 16), ...). One
-    launch for all groups, and a pass over x before it for the amaxes that are not given.
+    """Quantize groups of consecutive rows, each with an amax of its own, in one launch.
 
+    x: [tokens, K] of float32, bfloat16 or float16, K even.
     m_splits: the rows of each group, 0 included. On the host, a sequence of ints or a CPU tensor, they are
-    checked here, and copied to x's device without waiting for it. On x's device, int32 or int64 [groups],
-    nothing waits for them and the call can be captured in a CUDA graph; what is wrong with them is seen in
-    `error` and raised by `check()`. Under torch.compile a tensor counts as one on the device.
-    amax, columnwise_amax: float32 [groups] on x's device, to use in place of each group's own.
+        checked here, and copied to x's device without waiting for it. On x's device, int32 or int64 [groups],
+        nothing waits for them and the call can be captured in a CUDA graph; what is wrong with them is seen
+        in `error` and raised by `check()`. Under torch.compile a tensor counts as one on the device.
+    amax, columnwise_amax: float32 [groups] on x's device, instead of each group's own, which take a pass over
+        x.
     rowwise, columnwise, hadamard, random_signs, scale_layouts: as in quantize, but a columnwise copy takes
-    any number of rows, because groups are padded with rows of zeros to a multiple of 16.
+        any number of rows, because groups are padded with rows of zeros to a multiple of 16.
     stochastic_rounding, generator: as in quantize, with a state drawn for each group.
-    block (16, 16) and four_over_six: not for groups.
 
-    The result has no autograd history. TypeError for a wrong dtype; ValueError for a wrong shape, option or
-    combination of options, and for host splits that are negative or do not sum to tokens; RuntimeError for
-    host splits while a CUDA graph is captured.
+    Returns a GroupedNVFP4: the bytes of every group are those of quantize(its rows, block=(1, 16), ...).
+
+    Examples:
+        >>> groups = zerofp4.quantize_grouped(x, [16, 0, 48])
+        >>> first, *others = groups.tensors()
+
+    There are no groups in blocks of (16, 16) or with four over six. The result has no autograd history.
+
+    Raises TypeError for a wrong dtype; ValueError for a wrong shape, option or combination of options, and
+    for host splits that are negative or do not sum to tokens; RuntimeError for host splits while a CUDA graph
+    is captured.
     """
     check_values(x)
     storage.check_block(block)

@@ -24,6 +24,9 @@ def dequantize_many(
     CUDA graph one for every 32.
     dtype: float32, bfloat16 or float16; by default each tensor's own.
 
+    Examples:
+        >>> values, others = zerofp4.dequantize_many([zerofp4.quantize(x), zerofp4.quantize_mxfp8(x)])
+
     Raises TypeError for what is neither and for another dtype; ValueError for tensors on several devices and
     for an NVFP4Tensor whose only copy is columnwise with hadamard; RuntimeError where a buffer was freed.
     """
@@ -62,6 +65,9 @@ def swizzle_scales(
     scale of shape (rows, ceil(cols/16)) for 1x16 blocks and (ceil(rows/16), ceil(cols/16)) for 16x16 ones.
     All on one device. One launch; in a captured CUDA graph one for every 32.
 
+    Examples:
+        >>> (scales,) = zerofp4.swizzle_scales([zerofp4.quantize(x)])
+
     Returns scales of shape (round_up(rows, 128), round_up(ceil(cols/16), 4)) with zeros as padding, of a
     tensor [E, N, K] with E before that; of a tensor that has persistent swizzled scales those. The others of
     one shape share a storage.
@@ -82,6 +88,10 @@ def unswizzle_scales(
 
     scales: pairs (swizzled scale, (rows, cols)) of matrices with blocks of `block`; or NVFP4Tensors, which
     have their own block, with persistent swizzled scales, of which `columnwise` chooses the copy.
+
+    Examples:
+        >>> t = zerofp4.quantize(x, scale_layouts=("compact", "swizzled"))
+        >>> (compact,) = zerofp4.unswizzle_scales([t])
 
     Raises TypeError or ValueError for an item that is neither, or a tensor without such scales.
     """

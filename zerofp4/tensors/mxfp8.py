@@ -23,8 +23,15 @@ def _quantize_into(x: torch.Tensor, record: MXFP8Storage, skip: torch.Tensor | N
 
 
 class MXFP8Tensor(QuantizedTensor):
-    """A tensor in MXFP8: E4M3 elements and E8M0 scales of 32 of them, which lie along a row or, in the
-    columnwise copy, along a column (see QuantizedTensor). Its buffers are those of MXFP8Storage.
+    """A tensor in MXFP8: E4M3 elements, and an E8M0 scale for each block of 32 of them.
+
+    quantize_mxfp8 makes one. Blocks lie along a row or, in the columnwise copy, along a column. It has the
+    logical shape and dtype, and the buffers of MXFP8Storage. QuantizedTensor says how operations of torch
+    treat it.
+
+    Examples:
+        >>> t = zerofp4.quantize_mxfp8(torch.randn(64, 64))
+        >>> elements, scales = t.rowwise_data, t.rowwise_scale
     """
 
     record: MXFP8Storage
@@ -45,18 +52,22 @@ def quantize_mxfp8(
     out: MXFP8Tensor | None = None,
     skip: torch.Tensor | None = None,
 ) -> MXFP8Tensor:
-    """Quantize x [..., K] of float32, bfloat16 or float16, flattened to [M, K], in one pass.
+    """Quantize a tensor to MXFP8, in one pass.
 
-    rowwise, columnwise: which copies to make; blocks of 32 elements lie along rows in the one and along
-    columns in the other, cut off at the edges.
+    x: [..., K] of float32, bfloat16 or float16, flattened to [M, K].
+    rowwise, columnwise: which copies to make. Blocks of 32 elements lie along rows in the one and along
+        columns in the other, cut off at the edges.
     scale_layouts: persistent scale buffers out of "compact" (always there) and "swizzled".
     out: a tensor of x's shape, dtype and device to write to. It must have the buffers asked for; every buffer
-    it has is written and stays where it is.
-    skip: float32 [1] on x's device, with out only: where it is not 0, out keeps what it has. The kernel reads
-    it, so that a captured CUDA graph can refresh a weight, or not.
+        it has is written and stays where it is.
+    skip: float32 [1] on x's device, with out only. If it is not 0, out keeps its bytes. The kernel reads it,
+        so a captured CUDA graph can refresh a weight, or not.
+
+    Examples:
+        >>> t = zerofp4.quantize_mxfp8(x, columnwise=True)
 
     A block with a NaN has scale 255, which makes all of it NaN; one with an Inf has scale 254. The result has
-    no autograd history. TypeError for a wrong dtype, ValueError for a wrong shape or option.
+    no autograd history. Raises TypeError for a wrong dtype, ValueError for a wrong shape or option.
     """
     check_values(x)
     layouts = check_layouts(scale_layouts, MXFP8_SCALE_LAYOUTS)

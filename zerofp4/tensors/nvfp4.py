@@ -17,11 +17,18 @@ from zerofp4.tensors.quantized_tensor import QuantizedTensor, buffer_property
 
 
 class NVFP4Tensor(QuantizedTensor):
-    """A tensor in NVFP4: 4-bit codes, E4M3 scales of blocks, a float32 amax (see QuantizedTensor). Its
-    buffers are those of NVFP4Storage.
+    """A tensor in NVFP4: 4-bit codes, an E4M3 scale for each block, and a float32 amax.
 
-    Of [E, N, K] in blocks of 16x16, t[e] and t.unbind() are NVFP4Tensors over the buffers of t: the experts'
-    own, as products want them; what is written through one is seen through the other.
+    quantize and empty make one. It has the logical shape and dtype, and the buffers of NVFP4Storage.
+    QuantizedTensor says how operations of torch treat it.
+
+    Examples:
+        >>> t = zerofp4.quantize(torch.randn(64, 64).bfloat16())
+        >>> values = t.dequantize()
+        >>> codes, scales, amax = t.rowwise_data, t.rowwise_scale, t.amax
+
+    Of [E, N, K] in blocks of 16x16, t[e] and t.unbind() are NVFP4Tensors of the experts, over the buffers of
+    t: what is written through one is seen through the other.
     """
 
     record: NVFP4Storage
@@ -86,14 +93,19 @@ def quantize_dequantize(
     four_over_six: FourOverSix | None = None,
     stacked: bool = False,
 ) -> torch.Tensor:
-    """Fake quantization: quantize(x, ...).dequantize() byte for byte, without the codes, in one kernel.
+    """Round a tensor to NVFP4 values (fake quantization): quantize(x, ...).dequantize() in one kernel.
 
-    The arguments are those of quantize, also of a stack [E, N, K]. The result is a plain tensor of x's shape
-    and dtype. Its gradient is passed straight through to x, also where x is larger than a given amax: as if
-    quantization were the identity, which is what training against it needs; detach x where that is not
-    wanted.
+    x, block, amax, stochastic_rounding, generator, four_over_six, stacked: as of quantize.
 
-    TypeError for a wrong dtype, ValueError for a wrong shape, option or combination of options.
+    Returns a plain tensor of x's shape and dtype, with the same bytes.
+
+    Examples:
+        >>> rounded = zerofp4.quantize_dequantize(x, block=(1, 16))
+
+    Its gradient is passed straight through to x, also where x is larger than a given amax: as if quantization
+    were the identity, which is what training against it needs. Detach x if that is not wanted.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, option or combination of options.
     """
     check_values(x)
     rounding = {"stochastic_rounding": stochastic_rounding, "four_over_six": four_over_six}
@@ -124,6 +136,9 @@ def empty(
     block: (16, 16), or (1, 16), in which serving engines read weights.
     columnwise: whether it has the transposed copy, too. None: in blocks of 16x16.
     four_over_six: how casts choose its scales, of two for each block.
+
+    Examples:
+        >>> weight = zerofp4.empty((256, 512), device=x.device)
 
     Raises TypeError for a dtype that cannot be quantized, ValueError for a shape that NVFP4 cannot hold and
     for a columnwise copy in blocks of 1x16, which does not follow from the rows that a cast writes.

@@ -40,11 +40,15 @@ def _like(template: NVFP4Storage, device: torch.device) -> NVFP4Storage:
 
 
 class Quantizer:
-    """quantize with its options checked once; the layout of a shape is worked out once and remembered.
+    """Calls quantize with the same options many times, and checks them once.
 
-    The options are those of quantize, which describes them: block, rowwise, columnwise, hadamard,
-    random_signs, stochastic_rounding, generator, four_over_six, scale_layouts, stacked. q(x) is
-    quantize(x, ...) and q.update_(out, x) is quantize(x, ..., out=out), byte for byte.
+    The options are those of quantize, which describes them. The layout of each shape is worked out once and
+    remembered.
+
+    Examples:
+        >>> quantizer = zerofp4.Quantizer(block=(1, 16))
+        >>> t = quantizer(x)  # quantize(x, block=(1, 16))
+        >>> quantizer.update_(t, x)  # quantize(x, block=(1, 16), out=t)
 
     Raises TypeError for an option of a wrong type, ValueError for a wrong option or combination of options.
     """
@@ -196,34 +200,43 @@ def quantize(
     straight_through: bool = False,
     stacked: bool = False,
 ) -> NVFP4Tensor:
-    """Quantize x [..., K] of float32, bfloat16 or float16, K even, flattened to [M, K].
+    """Quantize a tensor to NVFP4: 4-bit codes, a scale for each block, and a global amax.
 
-    In blocks of (16, 16) x is [M, K], or [E, N, K]: E matrices, the weights of experts, each quantized alone,
-    with E as the first dimension of every buffer and amaxes of shape [E]. One pass over x for its amax, which
-    falls away if amaxes are given, and one for all else. An x that is not contiguous is copied first.
-
+    x: [..., K] of float32, bfloat16 or float16, K even, flattened to [M, K]. In blocks of (16, 16) also [E,
+        N, K]: E matrices, the weights of experts, each quantized alone, with E as the first dimension of
+        every buffer and amaxes of shape [E].
     block: (16, 16) for weights, where the columnwise copy is exactly the transpose; (1, 16) for activations.
-    rowwise, columnwise: which copies to make; columnwise needs M even, unless hadamard completes the last
-    group of rows.
-    amax: float32 [1] on x's device, [E] for E matrices, the global amax instead of x's own; what is larger
-    saturates.
-    hadamard: the columnwise copy is of the random Hadamard transform of x along M, in groups of 16 rows, with
-    an amax of its own (columnwise_amax, if given). Block (1, 16) only. It cancels in a product over M if both
-    operands carry it; dequantize gives the rowwise copy. random_signs=False leaves out the signs.
+    rowwise, columnwise: which copies to make. columnwise needs M even, unless hadamard completes the last
+        group of rows.
+    amax: float32 [1] on x's device, [E] for E matrices, the global amax instead of x's own. Larger values
+        saturate.
+    hadamard: make the columnwise copy of the random Hadamard transform of x along M, in groups of 16 rows,
+        with an amax of its own (columnwise_amax, if given). Block (1, 16) only. It cancels in a product over
+        M if both operands carry it; dequantize gives the rowwise copy. random_signs=False leaves out the
+        signs.
     stochastic_rounding: round up with a probability that is the distance from the next lower value, in steps
-    of the grid; for gradients. In blocks of (16, 16) both copies hold the codes that the rowwise one drew.
+        of the grid; for gradients. In blocks of (16, 16) both copies hold the codes that the rowwise one
+        drew.
     generator: for the one torch.randint that draws the seed, on the generator's device (None: torch's default
-    of x's device). One on the CPU gives the same codes on every device; with one on x's device a CUDA graph
-    can capture the call.
+        of x's device). One on the CPU gives the same codes on every device; with one on x's device a CUDA
+        graph can capture the call.
     four_over_six: choose each block's scale by its error. Not with stochastic rounding.
     scale_layouts: persistent scale buffers out of "compact" (always there), "expanded", "swizzled".
     out: a tensor of x's shape, dtype and device, of this block, transform and four_over_six, with the buffers
-    asked for. Every buffer that it has is written and stays where it is.
+        asked for. Every buffer that it has is written and stays where it is.
     skip: float32 [1] on x's device, with out only: if it is not 0, out keeps what it has. The kernels read
-    it, so a captured CUDA graph can skip a weight (GradScaler's found_inf is such a flag).
+        it, so a captured CUDA graph can skip a weight (GradScaler's found_inf is such a flag).
     straight_through: the gradient of the result is x's, also where x is larger than a given amax. Not with
-    out. Otherwise the result has no autograd history.
+        out. Otherwise the result has no autograd history.
     stacked: in blocks of (1, 16), too, x is [E, N, K], E matrices. Not with hadamard.
+
+    Examples:
+        >>> weight = zerofp4.quantize(x)
+        >>> activations = zerofp4.quantize(x, block=(1, 16))
+        >>> values = weight.dequantize()
+
+    It passes over x once for its amax, unless amaxes are given, and once for everything else. An x that is
+    not contiguous is copied first.
 
     Raises TypeError for a wrong dtype or a tensor without memory of its own (for a DTensor pass to_local()),
     ValueError for a wrong shape, option or combination of options, RuntimeError for an x whose storage was
