@@ -79,9 +79,9 @@ def takes(module: nn.Module, name: str) -> bool:
     return name != "lm_head" and name.rpartition(".")[2] != "gate"
 
 
-def train(model: nn.Module, **options) -> ZeroFP4Optimizer:
+def train(model: nn.Module, block=(16, 16), four_over_six=None, **options) -> ZeroFP4Optimizer:
     """Convert it and take a step."""
-    zerofp4.convert_model(model, takes)
+    zerofp4.convert_model(model, takes, block=block, four_over_six=four_over_six)
     groups = zerofp4.serving.amax_groups(model)
     optimizer = ZeroFP4Optimizer(model.named_parameters(), lr=1e-3, amax_groups=groups, **options)
     tokens = torch.arange(16, device=model.device).view(2, 8)

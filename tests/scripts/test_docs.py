@@ -120,6 +120,7 @@ NOT_CALLED_BY_USERS = {
     "zerofp4.nn.FilterFn",
     "zerofp4.serving.ExportReport",
     "zerofp4.serving.FUSED",
+    "zerofp4.serving.LoadReport",
     "zerofp4.serving.Part",
     "zerofp4.serving.Served",
     "zerofp4.serving.ServedWeights",

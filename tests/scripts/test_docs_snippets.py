@@ -123,6 +123,7 @@ def has_served(ran: Ran) -> None:
     from safetensors.torch import load_file
 
     assert causal_loss(ran) < 4.1
+    assert ran["report"].loaded and not ran["report"].missing
     found = load_file(ran["folder"] / "model.safetensors")
     source = ran["ServedSource"](ran.brought.causal_model)
     assert [meta.name for meta in source.metadata] == [name for name, _ in source.iter_local()]
@@ -151,7 +152,7 @@ PROGRAMS: dict[str, list[tuple[int, Callable[[Ran], None]]]] = {
     "muon.md": [(1, gives_muon_its_matrices)],
     "optimizer.md": [(1, has_trained), (1, has_trained), (1, has_trained), (1, replays_lower_the_loss)],
     "own-step.md": [(1, casts_its_piece), (5, shares_amaxes)],
-    "serving.md": [(3, has_served)],
+    "serving.md": [(4, has_served)],
     "trainers.md": [(1, check) for check in (*trainers.CHECKS, changes_a_config)],
     "transformer_engine.md": [(2, casts_for_transformer_engine)],
 }

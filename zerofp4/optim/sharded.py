@@ -34,7 +34,15 @@ from zerofp4.optim.build import Checked, kind_of
 from zerofp4.optim.moments import Slice
 from zerofp4.shard import Shard, intersect
 from zerofp4.storage import record_of
-from zerofp4.tensors import INIT_VAL, Holder, NVFP4Tensor, QuantizedTensor, had_master, note_master
+from zerofp4.tensors import (
+    BEGINS_WITH_CODES,
+    INIT_VAL,
+    Holder,
+    NVFP4Tensor,
+    QuantizedTensor,
+    had_master,
+    note_master,
+)
 
 Planes = tuple[torch.Tensor | None, torch.Tensor | None]
 
@@ -153,7 +161,8 @@ class ShardedParameters:
                         read = initial_values if values_of is None else values_of
                         source = read(parameter).reshape(-1)
                     if isinstance(parameter, QuantizedTensor) and values_of is None:
-                        coarse += [i] * (INIT_VAL not in parameter.record.attachments)
+                        known = {INIT_VAL, BEGINS_WITH_CODES}
+                        coarse += [i] * known.isdisjoint(parameter.record.attachments)
                 for first in range(0, parameter.numel(), CHUNK):
                     values = chunk[: parameter.numel() - first]
                     if source is not None and not error:

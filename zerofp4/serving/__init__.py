@@ -2,6 +2,7 @@
 
 from zerofp4.serving.files import save_safetensors
 from zerofp4.serving.fused import FUSED, amax_groups
+from zerofp4.serving.load import LoadReport, load_pretrained
 from zerofp4.serving.plan import Part, Served
 from zerofp4.serving.refit import ServedWeights, weights
 from zerofp4.serving.report import ExportReport
@@ -10,10 +11,12 @@ from zerofp4.serving.save import save_pretrained
 __all__ = [
     "FUSED",
     "ExportReport",
+    "LoadReport",
     "Part",
     "Served",
     "ServedWeights",
     "amax_groups",
+    "load_pretrained",
     "save_pretrained",
     "save_safetensors",
     "weights",

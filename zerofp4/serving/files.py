@@ -19,8 +19,8 @@ from zerofp4.serving.plan import Served
 SHARD_BYTES = 5 * 10**9
 """Of tensors in a file of safetensors, at most, unless one tensor has more."""
 
-_INDEX = "model.safetensors.index.json"
-_OLDER = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|hf_quant_config\.json|" + re.escape(_INDEX))
+INDEX = "model.safetensors.index.json"
+_OLDER = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|hf_quant_config\.json|" + re.escape(INDEX))
 """Names of files of an older export, of any format, that would be read instead of the new ones."""
 
 
@@ -79,7 +79,7 @@ class Export:
         """Make this the export of the folder, and remove the older one."""
         if self._split.is_sharded:
             index = {"metadata": self._split.metadata, "weight_map": self._split.tensor_to_filename}
-            self.write_json(_INDEX, index)
+            self.write_json(INDEX, index)
         names = {path.name for path in self.draft.iterdir()}
         for name in names:
             os.replace(self.draft / name, self._folder / name)

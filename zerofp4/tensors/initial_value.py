@@ -13,6 +13,9 @@ INIT_VAL = "high_precision_init_val"
 HAD_MASTER = "had_master"
 """In a record's attachments where an optimizer has made a master of the value, whose codes it has since."""
 
+BEGINS_WITH_CODES = "begins_with_codes"
+"""In a record's attachments where its master is to begin with the values of its codes, which were loaded."""
+
 
 def note_master(parameter: torch.Tensor) -> None:
     """An optimizer has made the parameter's master."""

@@ -9,15 +9,16 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from zerofp4.storage import Storage, record_of
-from zerofp4.tensors.initial_value import HAD_MASTER, INIT_VAL, initial_value
+from zerofp4.tensors.initial_value import BEGINS_WITH_CODES, HAD_MASTER, INIT_VAL, initial_value
 
 
 def copy_record(record: Storage, function: Callable[[torch.Tensor], torch.Tensor]) -> Storage:
     """A record of function(buffer) that begins with what the record begins with."""
     record.check_memory("the tensor")
     new = record.map(function)
-    if HAD_MASTER in record.attachments:
-        new.attachments[HAD_MASTER] = True
+    for mark in (HAD_MASTER, BEGINS_WITH_CODES):
+        if mark in record.attachments:
+            new.attachments[mark] = True
     if INIT_VAL in record.attachments:
         new.attachments[INIT_VAL] = record.attachments[INIT_VAL].clone()
     return new

@@ -1,0 +1,447 @@
+"""load_pretrained: the codes of a published NVFP4 checkpoint become the weights of a model."""
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zerofp4.format import BLOCK, E4M3_MAX, WEIGHT_DTYPES, FourOverSix
+from zerofp4.layout import ceil_div
+from zerofp4.nn import Linear
+from zerofp4.serving.checkpoint import Checkpoint, amax_of, are_tiles
+from zerofp4.serving.fused import fused_groups
+from zerofp4.serving.plan import Rows, check_model, checkpoint_names, rows_as_saved
+from zerofp4.storage import NVFP4Storage, Scheme, Side
+from zerofp4.tensors import BEGINS_WITH_CODES, NVFP4Tensor, QuantizedTensor, quantize
+
+_ROOM_FOR_FOUR = 256
+"""e4m3_max of four over six that leaves room for scales of 1.5 times that."""
+
+_CHOICES: dict[int, tuple[FourOverSix | None, ...]] = {
+    _ROOM_FOR_FOUR: (FourOverSix(_ROOM_FOR_FOUR, "mae"), FourOverSix(_ROOM_FOR_FOUR, "mse")),
+    int(E4M3_MAX): (None, FourOverSix(int(E4M3_MAX), "mae"), FourOverSix(int(E4M3_MAX), "mse")),
+}
+"""By e4m3_max, how the scales of a checkpoint may have been chosen."""
+
+
+@dataclasses.dataclass
+class LoadReport:
+    """What load_pretrained found and did. str() is a table.
+
+    format: of the checkpoint, as save_pretrained takes it.
+    loaded: names of the NVFP4 weights, as the model has them.
+    unquantized: names of the other parameters and buffers that were loaded.
+    dequantized: those of them that were FP8 in the checkpoint.
+    missing: names of the model that the checkpoint does not have; they stay as they were.
+    unexpected: tensors of the checkpoint that the model has no name for.
+    kv_scales: scales for a KV cache in the checkpoint, which nothing here uses.
+    share: elements in NVFP4, in all elements of the model's parameters.
+    input_amaxes: the largest magnitude of each module's inputs, for save_pretrained; None without them.
+    amax_groups: the weights that engines fuse and that share an amax, for ZeroFP4Optimizer.
+    block, four_over_six: how the weights seem to have been quantized.
+    changed: with masters="codes", by name, the share of a weight's elements whose code or scale a step at
+        learning rate 0 would change; 0 is left out.
+    warnings: what an export or a training run should know. They are also given by warnings.warn.
+    """
+
+    format: str
+    loaded: list[str] = dataclasses.field(default_factory=list)
+    unquantized: list[str] = dataclasses.field(default_factory=list)
+    dequantized: list[str] = dataclasses.field(default_factory=list)
+    missing: list[str] = dataclasses.field(default_factory=list)
+    unexpected: list[str] = dataclasses.field(default_factory=list)
+    kv_scales: list[str] = dataclasses.field(default_factory=list)
+    share: float = 0.0
+    input_amaxes: dict[str, float] | None = None
+    amax_groups: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
+    block: tuple[int, int] = (1, BLOCK)
+    four_over_six: FourOverSix | None = None
+    changed: dict[str, float] = dataclasses.field(default_factory=dict)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        """A table: how much is in NVFP4, and what is not as an engine would have it."""
+        options = f"blocks of {self.block[0]}x{self.block[1]}"
+        options += f", {self.four_over_six}" if self.four_over_six else ""
+        lines = [
+            f"{len(self.loaded)} NVFP4 weights of a {self.format} checkpoint, {self.share:.1%} of the "
+            f"model's parameters; quantized in {options}"
+        ]
+        others = {
+            "unquantized": self.unquantized,
+            "from FP8": self.dequantized,
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "not used": self.kv_scales,
+        }
+        for kind, names in others.items():
+            shown = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+            lines += [f"  {kind:11}  {shown}"] * bool(names)
+        return "\n".join([*lines, *(f"  warning      {text}" for text in self.warnings)])
+
+
+@torch.no_grad()
+def load_pretrained(model: nn.Module, folder: str | os.PathLike, *, masters: str | None = None) -> LoadReport:
+    """Load an NVFP4 checkpoint of ModelOpt or compressed-tensors, or an export of save_pretrained, into a
+    model of transformers, with the codes and scales that the files have.
+
+    model: of the checkpoint's architecture, in the dtype to compute in, on any device. Parameters on the meta
+        device get memory on torch's default device.
+    folder: with config.json and safetensors, one file or several with an index.
+    masters: None freezes the NVFP4 weights, as a base for adapters. "codes": they are to be trained, and
+        ZeroFP4Optimizer begins with the values of the codes.
+
+    What is in NVFP4 in the files becomes an NVFP4 parameter in blocks of 1x16; FP8 weights are dequantized;
+    everything else keeps its values, in the model's dtypes. Each rank reads all files, one tensor at a time.
+
+    A checkpoint's global scale s multiplies codes and scales in dequantization (compressed-tensors has
+    1 / s). NVFP4Tensor has an amax in its place, with s = amax / (6 * e4m3_max), and e4m3_max is 448, or 256
+    for checkpoints of four over six whose scales leave room for it. The amax is chosen so that an export has
+    the same global scale, to the bit. If none has it, the nearest is taken, and the report warns.
+
+    With masters="codes" weights in tiles of 16x16 are loaded as such. Give the optimizer report.amax_groups.
+    Then a step at learning rate 0 changes no code, but for signs of zeros, if block, four over six and the
+    weights that share an amax are those of the quantization. The report says which weights change otherwise.
+
+    Raises, before the model is changed, ValueError for other formats, AWQ, SVDQuant and swizzled scales, for
+    shapes that are not the model's, and for a model with NVFP4 or sharded parameters; TypeError for a model
+    that is not of transformers; FileNotFoundError without files.
+    """
+    if masters not in (None, "codes"):
+        raise ValueError(f"masters must be None or 'codes', got {masters!r}")
+    checkpoint = Checkpoint(Path(folder))
+    loader = _Loader(check_model(model), checkpoint, trains=masters == "codes")
+    report = loader.report
+    loader.load_weights()
+    loader.load_others()
+    if masters == "codes":
+        loader.find_changes()
+    for text in report.warnings:
+        warnings.warn(f"load_pretrained: {text}", stacklevel=3)
+    return report
+
+
+class _Target(NamedTuple):
+    """A parameter or buffer of the model. rows: those of it by name in the checkpoint."""
+
+    key: str
+    rows: list[Rows]
+
+
+class _Loader:
+    """One call of load_pretrained. It checks everything when it is made, and writes afterwards."""
+
+    def __init__(self, model: nn.Module, checkpoint: Checkpoint, trains: bool):
+        self.model, self.checkpoint, self.trains = model, checkpoint, trains
+        self.report = LoadReport(checkpoint.format_name, kv_scales=checkpoint.kv_scales)
+        self.values: dict[str, torch.Tensor] = _values(model)
+        self.weights: list[_Target] = []
+        """In NVFP4 in the checkpoint."""
+        self.others: list[_Target] = []
+        self._sort()
+        if not self.weights:
+            raise ValueError("the checkpoint has no NVFP4 weight with a name that the model has")
+        self.zeros: set[str] = set()
+        """Modules whose scales are all 0."""
+        self._find_options()
+        self.amaxes: dict[str, float] = {}
+        """By the name of a module in the checkpoint, that of its weight."""
+        self._find_amaxes()
+
+    def _sort(self) -> None:
+        """Find where each value of the model is in the checkpoint, and check its shape."""
+        names, tied = checkpoint_names(self.model, self.values), set()
+        for key, value in self.values.items():
+            is_tied, name = id(value) in tied, names[key]
+            tied.add(id(value))
+            if hasattr(value, "to_local") or isinstance(value, QuantizedTensor):
+                raise ValueError(
+                    f"{key} is a {type(value).__name__}: load a model before it is converted or sharded"
+                )
+            rows = [Rows(name, 0, value.shape[:-1].numel())] if name else self._rows(key, value)
+            packed = [self.checkpoint.is_packed(each.name.removesuffix(".weight")) for each in rows]
+            target = _Target(key, rows)
+            if all(packed):
+                self._check_weight(target, value)
+                self.weights.append(target)
+            elif is_tied:  # it gets what the value that it is tied to gets
+                self.checkpoint.unread.pop(name, None)
+            elif any(packed) or 0 < sum(each.name in self.checkpoint for each in rows) < len(rows):
+                raise ValueError(
+                    f"{key} is one parameter, of which the checkpoint has a part in NVFP4, or none"
+                )
+            elif rows[0].name not in self.checkpoint:
+                self.report.missing.append(key)
+            else:
+                self._check_other(target, value)
+                self.others.append(target)
+
+    def _rows(self, key: str, value: torch.Tensor) -> list[Rows]:
+        try:
+            return rows_as_saved(self.model, key, value.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"{key} is made of tensors of a checkpoint in a way that is not known here"
+            ) from error
+
+    def _check_weight(self, target: _Target, value: torch.Tensor) -> None:
+        module = self.model.get_submodule(target.key.rpartition(".")[0])
+        if value.dim() != 3 and not isinstance(module, nn.Linear | Linear):
+            kind = type(module).__name__
+            raise ValueError(f"{target.key} is in NVFP4 in the checkpoint, and {kind} is not an nn.Linear")
+        if value.dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"{target.key} has the dtype {value.dtype}, not one of {WEIGHT_DTYPES}")
+        for rows in target.rows:
+            self.checkpoint.check_packed(_module(rows), (rows.count, value.shape[-1]))
+
+    def _check_other(self, target: _Target, value: torch.Tensor) -> None:
+        for rows in target.rows:
+            shape = tuple(value.shape) if len(target.rows) == 1 else (rows.count, value.shape[-1])
+            if self.checkpoint.check_plain(rows.name, shape):
+                self.report.dequantized.append(target.key)
+
+    def _find_options(self) -> None:
+        """Find the blocks of the quantization, and the largest scale that it makes, from all scales."""
+        largest, tiles = 0.0, True
+        for rows in self._matrices():
+            scales = self.checkpoint.read(f"{_module(rows)}.weight_scale")
+            top = scales.float().max().item()
+            self.zeros |= {_module(rows)} if top == 0 else set()
+            largest = max(largest, top)
+            tiles = tiles and rows.first % BLOCK == 0 and are_tiles(scales)
+        self.report.block = (BLOCK if tiles else 1, BLOCK)
+        has_room = 0 < largest <= 1.5 * _ROOM_FOR_FOUR
+        self.e4m3_max = _ROOM_FOR_FOUR if has_room else int(E4M3_MAX)
+        self.report.four_over_six = _CHOICES[self.e4m3_max][0]
+
+    def _matrices(self) -> Iterator[Rows]:
+        return (rows for target in self.weights for rows in target.rows)
+
+    def _find_amaxes(self) -> None:
+        """Find the amaxes of all weights, and of inputs, from global scales. Raises ValueError for one that
+        is not positive and finite, and for different ones in one matrix of the model.
+        """
+        inexact, inputs = [], {}
+        for rows in self._matrices():
+            name = _module(rows)
+            global_scale = self.checkpoint.read(f"{name}.{self.checkpoint.format.global_scale}")
+            self.amaxes[name], is_exact = self._amax(name, global_scale, self.e4m3_max)
+            if name in self.zeros and float(global_scale) == 1:  # as exports have it
+                self.amaxes[name] = 0.0
+            inexact += [name] * (not is_exact)
+            input_scale = f"{name}.{self.checkpoint.format.input_scale}"
+            if input_scale in self.checkpoint:
+                inputs[name], _ = self._amax(name, self.checkpoint.read(input_scale), int(E4M3_MAX))
+        self.report.input_amaxes = inputs or None
+        if inexact:
+            self.report.warnings.append(
+                f"no amax has exactly the global scale of {len(inexact)} weights ({inexact[0]}): an export "
+                "of them differs from it in the last bit"
+            )
+        for target in self.weights:
+            of_matrices: dict[int, str] = {}
+            for rows in target.rows:
+                other = of_matrices.setdefault(self._matrix_of(target, rows), _module(rows))
+                if self.amaxes[_module(rows)] != self.amaxes[other]:
+                    raise ValueError(
+                        f"{other} and {_module(rows)} have different global scales, and are one matrix of "
+                        f"{target.key}"
+                    )
+
+    def _amax(self, name: str, global_scale: torch.Tensor, e4m3_max: int) -> tuple[float, bool]:
+        try:
+            return amax_of(self.checkpoint.format, global_scale, e4m3_max)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+    def _matrix_of(self, target: _Target, rows: Rows) -> int:
+        """The number of the matrix, in a stack, that these rows are in."""
+        value = self.values[target.key]
+        return rows.first // value.shape[-2] if value.dim() == 3 else 0
+
+    # Weights in NVFP4
+
+    def load_weights(self) -> None:
+        elements = 0
+        for target in self.weights:
+            value = self.values[target.key]
+            record = self._read(target, value)
+            record.name = target.key
+            if self.trains:
+                record.attachments[BEGINS_WITH_CODES] = True
+            self._put(target.key, nn.Parameter(NVFP4Tensor(record), value.requires_grad and self.trains))
+            self.report.loaded.append(target.key)
+            elements += value.numel()
+        self.report.share = elements / sum(p.numel() for p in self.model.parameters())
+        self._find_groups()
+
+    def _read(self, target: _Target, value: torch.Tensor) -> NVFP4Storage:
+        """The record of a weight, or of a stack, with the bytes of the checkpoint."""
+        block = self.report.block if self.trains else (1, BLOCK)
+        scheme = Scheme(block=block, four_over_six=self.report.four_over_six, stacked=value.dim() == 3)
+        record = scheme.allocate(value.shape, value.dtype, _device(value))
+        codes = record.rowwise.data.flatten(0, -2)
+        scales = record.rowwise.scales["compact"].view(torch.uint8).flatten(0, -2)
+        for rows in target.rows:
+            name, amax = _module(rows), self.amaxes[_module(rows)]
+            packed = self.checkpoint.read(f"{name}.{self.checkpoint.format.codes}")
+            codes[rows.first :][: rows.count].copy_(packed)
+            found = self.checkpoint.read(f"{name}.weight_scale").view(torch.uint8)[:: block[0]]
+            scales[rows.first // block[0] :][: found.shape[0]].copy_(found)
+            record.amax[self._matrix_of(target, rows)] = amax
+        return record
+
+    def _find_groups(self) -> None:
+        """Find the weights that engines fuse, and those of them with unequal global scales."""
+        weights = [target for target in self.weights if self.values[target.key].dim() == 2]
+        keys = {_module(rows): target.key for target in weights for rows in target.rows}
+        unequal = []
+        for group in fused_groups(keys):
+            if len({self.amaxes[name] for name in group}) > 1:
+                unequal.append(group)
+            else:
+                self.report.amax_groups.append([self.model.get_parameter(keys[name]) for name in group])
+        if unequal:
+            self.report.warnings.append(
+                f"{len(unequal)} groups of weights that engines fuse have unequal global scales "
+                f"({', '.join(unequal[0])}): save_pretrained refuses them as they are"
+            )
+
+    # Everything else
+
+    def load_others(self) -> None:
+        report = self.report
+        for target in self.others:
+            value = self.values[target.key]
+            if value.is_meta:
+                value = torch.empty_like(value, device=_device(value))
+                self._replace_tied(target.key, value)
+            if len(target.rows) == 1:
+                value.copy_(self.checkpoint.read_plain(target.rows[0].name))
+            else:
+                flat = value.view(-1, value.shape[-1])
+                for rows in target.rows:
+                    flat[rows.first : rows.first + rows.count].copy_(self.checkpoint.read_plain(rows.name))
+            report.unquantized.append(target.key)
+        _fill_meta_buffers(self.model)
+        report.unexpected += self.checkpoint.unread
+        if report.missing:
+            report.warnings.append(
+                f"the checkpoint has no values for {len(report.missing)} names of the model "
+                f"({report.missing[0]})"
+            )
+
+    def _replace_tied(self, key: str, tensor: torch.Tensor) -> None:
+        """Put memory in the place of a value on the meta device, under all of its names."""
+        old = self.values[key]
+        if isinstance(old, nn.Parameter):
+            tensor = nn.Parameter(tensor, old.requires_grad)
+        for name in [name for name, value in self.values.items() if value is old]:
+            if name not in self.report.loaded:
+                self._put(name, tensor)
+
+    def _put(self, key: str, tensor: torch.Tensor) -> None:
+        """Make the tensor the parameter or buffer of that name. Raises RuntimeError if its module keeps
+        another.
+        """
+        prefix, _, name = key.rpartition(".")
+        module = self.model.get_submodule(prefix)
+        setattr(module, name, tensor)
+        if getattr(module, name) is not tensor:
+            raise RuntimeError(
+                f"{key} was assigned, and its module keeps another tensor: load a model that no library "
+                "offloads"
+            )
+
+    # Training from the codes
+
+    def find_changes(self) -> None:
+        """Choose the four over six with which a step at learning rate 0 changes the fewest codes."""
+        report = self.report
+        best: dict[str, float] | None = None
+        for choice in _CHOICES[self.e4m3_max]:
+            changed = dict(self._changes(choice))
+            if best is None or sum(changed.values()) < sum(best.values()):
+                best, report.four_over_six = changed, choice
+            if not any(changed.values()):
+                break
+        for target in self.weights:
+            self.model.get_parameter(target.key).record.four_over_six = report.four_over_six
+        report.changed = {key: share for key, share in best.items() if share}
+        if report.changed:
+            key, share = max(report.changed.items(), key=lambda item: item[1])
+            report.warnings.append(
+                f"a step at learning rate 0 would change codes or scales of {len(report.changed)} weights, "
+                f"for {share:.1%} of the elements of {key}: a cast of their values has other scales"
+            )
+
+    def _changes(self, choice: FourOverSix | None) -> Iterator[tuple[str, float]]:
+        """By name, the share of a weight's elements that change when its values are quantized again."""
+        weights = {target.key: self.model.get_parameter(target.key) for target in self.weights}
+        names = {id(weight): key for key, weight in weights.items()}
+        grouped = {id(weight) for group in self.report.amax_groups for weight in group}
+        alone = [[weight] for weight in weights.values() if id(weight) not in grouped]
+        for group in [*self.report.amax_groups, *alone]:
+            amax = torch.stack([_amax_of_values(weight) for weight in group]).amax(dim=0)
+            for weight in group:
+                options = {"block": weight.block, "four_over_six": choice, "stacked": weight.dim() == 3}
+                again = quantize(weight.dequantize(), amax=amax, **options)
+                yield names[id(weight)], _share_of_changes(weight.record.rowwise, again.record.rowwise)
+
+
+def _amax_of_values(weight: NVFP4Tensor) -> torch.Tensor:
+    """The amaxes that a cast finds, float32 [1], or [E] of a stack."""
+    dimensions = (1, 2) if weight.dim() == 3 else (0, 1)
+    return weight.dequantize().abs().amax(dimensions).float().view(weight.record.amax_shape)
+
+
+def _share_of_changes(old: Side, new: Side) -> float:
+    """Of the elements of two rowwise copies, those with other codes or scales."""
+    difference = old.data ^ new.data  # [N, K/2], of a stack [E, N, K/2]
+    low, high = (difference & 15).bool(), (difference >> 4).bool()
+    scales = old.scales["compact"].view(torch.uint8) != new.scales["compact"].view(torch.uint8)
+    (rows, halves), blocks = difference.shape[-2:], scales.shape[-2]
+    scales = scales.repeat_interleave(ceil_div(rows, blocks), dim=-2)[..., :rows, :]
+    scales = scales.repeat_interleave(BLOCK // 2, dim=-1)[..., :halves]
+    return ((low | scales).sum() + (high | scales).sum()).item() / (2 * difference.numel())
+
+
+def _module(rows: Rows) -> str:
+    """The name that the checkpoint has for the module of an NVFP4 matrix."""
+    return rows.name.removesuffix(".weight")
+
+
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by key of the state dict, tied ones under each name."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    values = model.state_dict(keep_vars=True)
+    return {
+        key: parameters.get(key, value) for key, value in values.items() if isinstance(value, torch.Tensor)
+    }
+
+
+def _device(value: torch.Tensor) -> torch.device:
+    return torch.get_default_device() if value.is_meta else value.device
+
+
+def _fill_meta_buffers(model: nn.Module) -> None:
+    """Give memory to buffers that no checkpoint has, such as rotary frequencies, and the values that the
+    model's class gives them.
+    """
+    for module in model.modules():
+        names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if not names:
+            continue
+        for name in names:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device=torch.get_default_device())
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        for parameter in own:
+            parameter._is_hf_initialized = True  # or _init_weights() would write to it
+        model._init_weights(module)
+        for parameter in own:
+            del parameter._is_hf_initialized
