@@ -1,5 +1,6 @@
 """convert_model: what is converted, what is not and why, and what the new parameters keep."""
 
+import collections
 import copy
 
 import pytest
@@ -227,6 +228,41 @@ def test_every_parameter_with_a_matrix_is_listed():
     extra = nn.Linear(32, 32)
     extra.lora = nn.Parameter(torch.zeros(32, 4))
     assert zerofp4.convert_model(extra).skipped == {"lora": "it is not the weight of Linear"}
+
+
+class Copies(collections.UserDict):
+    """Parameters of a module, of which an assigned one is copied into the old one, as compressed-tensors does
+    when it offloads.
+    """
+
+    def __setitem__(self, name, parameter):
+        if name in self.data:
+            self.data[name].data.copy_(parameter)
+        else:
+            super().__setitem__(name, parameter)
+
+
+def test_a_module_that_would_not_hold_the_new_parameter():
+    """Its weight stays as it is, and is not said to be converted."""
+    model = nn.ModuleDict({"held": nn.Linear(32, 32), "copied": nn.Linear(32, 32)})
+    before = model["copied"].weight.detach().clone()
+    model["copied"]._parameters = Copies(model["copied"]._parameters)
+    report = zerofp4.convert_model(model)
+    assert report.converted == ["held"] and report.share < 0.5
+    reason = "Linear has its parameters in a Copies, which may not hold another: load it without offloading"
+    assert report.skipped == {"copied.weight": reason}
+    assert_bytes_equal(model["copied"].weight.detach(), before, "weight")
+
+
+def test_a_module_that_holds_another_parameter():
+    class Restores(nn.Linear):
+        forward = nn.Linear.forward
+
+        def __setattr__(self, name, value):
+            super().__setattr__(name, getattr(self, name, value) if name == "weight" else value)
+
+    with pytest.raises(RuntimeError, match="layer was given an NVFP4 weight and keeps another"):
+        zerofp4.convert_model(nn.ModuleDict({"layer": Restores(32, 32)}))
 
 
 def test_the_report_as_a_table():

@@ -10,6 +10,7 @@ from cases.published import Tensors, blank, layers_of, write
 from cases.serving import make_plain, read
 from helpers import assert_bytes_equal
 
+import zerofp4
 from zerofp4 import serving
 from zerofp4.optim import ZeroFP4Optimizer
 from zerofp4.serving.fused import fused_groups
@@ -113,3 +114,25 @@ def test_training_goes_on_from_the_codes(folder):
         assert_bytes_equal(weight.rowwise_data & 0x77, codes[key], key)
         assert_bytes_equal(weight.rowwise_scale, found, key)
         torch.testing.assert_close(weight.dequantize(), before[key], rtol=2**-7, atol=0)
+
+
+def model_with_cache():
+    from compressed_tensors.offload import offload_module
+
+    model = blank()
+    offload_module(model.model.layers[0].mlp.up_proj, "cpu", "cpu")
+    return model
+
+
+def test_models_that_it_offloads_are_not_said_to_be_converted(folder):
+    """transformers leaves some of a compressed checkpoint's layers with its cache in place of parameters."""
+    model = model_with_cache()
+    layer = model.model.layers[0].mlp.up_proj
+    before = layer.weight.detach().clone()
+    report = zerofp4.convert_model(model)
+    assert "in a CPUCache" in report.skipped["model.layers.0.mlp.up_proj.weight"]
+    assert len(report.converted) == 13 and layer.weight.equal(before)
+    with pytest.raises(
+        ValueError, match=r"up_proj\.weight is in a CPUCache: load a model that no library offl"
+    ):
+        serving.load_pretrained(model_with_cache(), folder)

@@ -207,6 +207,11 @@ def _why_not(
     forward, tie = linear_forward(module), f"it is tied to {tied[0]}" if tied else None
     if isinstance(parameter, NVFP4Tensor):
         return ALREADY
+    if not isinstance(module._parameters, dict):  # compressed-tensors' copies into the old parameter
+        kept = type(module._parameters).__name__
+        return (
+            f"{kind} has its parameters in a {kept}, which may not hold another: load it without offloading"
+        )
     if hasattr(parameter, "to_local"):
         if not tensor_parallel:
             return f"it is a DTensor, {SHARDED}"

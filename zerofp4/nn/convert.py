@@ -83,8 +83,9 @@ def convert_model(
         whole. Modules with hooks, or used in several places, stay.
 
     Raises ValueError for other blocks, for columnwise=True with (1, 16), where that copy does not follow from
-    the rows, and for amax groups of other weights, before anything is changed. Warns if parameters are
-    sharded already, which are not converted.
+    the rows, and for amax groups of other weights, before anything is changed; RuntimeError for a module that
+    does not keep the parameter that it is given. Warns if parameters are sharded already, which are not
+    converted.
     """
     weight_columns(block, columnwise)  # raises for a copy that a cast cannot write
     options = {"block": block, "four_over_six": four_over_six}
@@ -98,6 +99,8 @@ def convert_model(
         columns = _read_columns(module, layers) if columnwise is None else columnwise
         converted = primary_parameter(choice.parameter, name, columns, amax=amax, **options)
         setattr(module, parameter_name, converted)
+        if module._parameters[parameter_name] is not converted:
+            raise RuntimeError(f"{name} was given an NVFP4 weight and keeps another: something replaces it")
         report.converted.append(name)
         if layers and (type(module) is nn.Linear or is_conv1d(module)):
             (Conv1D if is_conv1d(module) else Linear)._adopt(module)

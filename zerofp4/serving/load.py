@@ -194,6 +194,9 @@ class _Loader:
         if value.dim() != 3 and not isinstance(module, nn.Linear | Linear):
             kind = type(module).__name__
             raise ValueError(f"{target.key} is in NVFP4 in the checkpoint, and {kind} is not an nn.Linear")
+        if not isinstance(module._parameters, dict):  # compressed-tensors' copies into the old parameter
+            kept = type(module._parameters).__name__
+            raise ValueError(f"{target.key} is in a {kept}: load a model that no library offloads")
         if value.dtype not in WEIGHT_DTYPES:
             raise ValueError(f"{target.key} has the dtype {value.dtype}, not one of {WEIGHT_DTYPES}")
         for rows in target.rows:
@@ -346,17 +349,9 @@ class _Loader:
                 self._put(name, tensor)
 
     def _put(self, key: str, tensor: torch.Tensor) -> None:
-        """Make the tensor the parameter or buffer of that name. Raises RuntimeError if its module keeps
-        another.
-        """
+        """Make the tensor the parameter or buffer of that name."""
         prefix, _, name = key.rpartition(".")
-        module = self.model.get_submodule(prefix)
-        setattr(module, name, tensor)
-        if getattr(module, name) is not tensor:
-            raise RuntimeError(
-                f"{key} was assigned, and its module keeps another tensor: load a model that no library "
-                "offloads"
-            )
+        setattr(self.model.get_submodule(prefix), name, tensor)
 
     # Training from the codes
 
