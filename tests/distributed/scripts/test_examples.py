@@ -48,6 +48,7 @@ PACKAGES = {
     "accelerate_loop": ["accelerate"],
     "lightning_module": ["lightning"],
     "lora": ["peft", "transformers"],
+    "lora_on_nvfp4": ["peft", "transformers", "safetensors"],
 }
 """By the example, what it needs beside torch."""
 GRAPH, MEGATRON = "cuda_graph_step", "megatron"
