@@ -119,6 +119,22 @@ def test_a_step_at_learning_rate_0_changes_no_code(block, four_over_six, format,
 
 
 @formats
+def test_experts_that_are_not_quantized(format, tmp_path):
+    """Parts of one parameter come from several tensors."""
+    live = make_plain("Qwen3Moe")
+    zerofp4.convert_model(live, lambda module, name: name.endswith("o_proj"))
+    serving.save_pretrained(live, tmp_path, format=format)
+    for meta in (False, True):
+        model = blank("Qwen3Moe", meta=meta)
+        report = serving.load_pretrained(model, tmp_path)
+        assert len(report.loaded) == 2 and not report.missing and not report.unexpected
+        for key, value in live.state_dict().items():
+            if key not in report.loaded:
+                assert_bytes_equal(model.state_dict()[key], value, key)
+        assert_bytes_equal(logits(model), logits(live), "logits")
+
+
+@formats
 def test_several_files(format, tmp_path):
     live, _ = trained("Llama")
     with mock.patch.object(files, "SHARD_BYTES", 18_000):
@@ -335,6 +351,15 @@ def test_configurations(published, tmp_path, quantization, match):
 def test_tensors(published, tmp_path, name, tensor, match):
     tensors = read(published[0]) | {name: tensor}
     refused(write(tmp_path, blank(), {k: v for k, v in tensors.items() if v is not None}, MODELOPT), match)
+
+
+def test_experts_of_which_a_part_is_missing(tmp_path):
+    serving.save_pretrained(trained("Qwen3Moe")[0], tmp_path, format="modelopt")
+    tensors = read(tmp_path)
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    write(tmp_path, trained("Qwen3Moe")[0], tensors, MODELOPT)
+    match = r"experts\.gate_up_proj is one parameter, of which the checkpoint has only a part"
+    refused(tmp_path, match, blank("Qwen3Moe"))
 
 
 def test_experts_with_two_amaxes_in_one_matrix(tmp_path):

@@ -28,6 +28,9 @@ _CHOICES: dict[int, tuple[FourOverSix | None, ...]] = {
 }
 """By e4m3_max, how the scales of a checkpoint may have been chosen."""
 
+_TRIED = 4
+"""Groups of weights on which each of these is tried."""
+
 
 @dataclasses.dataclass
 class LoadReport:
@@ -173,7 +176,7 @@ class _Loader:
                 self.checkpoint.unread.pop(name, None)
             elif any(packed) or 0 < sum(each.name in self.checkpoint for each in rows) < len(rows):
                 raise ValueError(
-                    f"{key} is one parameter, of which the checkpoint has a part in NVFP4, or none"
+                    f"{key} is one parameter, of which the checkpoint has only a part, or only a part in NVFP4"
                 )
             elif rows[0].name not in self.checkpoint:
                 self.report.missing.append(key)
@@ -277,7 +280,9 @@ class _Loader:
             record.name = target.key
             if self.trains:
                 record.attachments[BEGINS_WITH_CODES] = True
-            self._put(target.key, nn.Parameter(NVFP4Tensor(record), value.requires_grad and self.trains))
+            parameter = nn.Parameter(NVFP4Tensor(record), value.requires_grad and self.trains)
+            self._put(target.key, parameter)
+            self.values[target.key] = parameter  # and no longer the old one, whose memory it was
             self.report.loaded.append(target.key)
             elements += value.numel()
         self.report.share = elements / sum(p.numel() for p in self.model.parameters())
@@ -356,18 +361,22 @@ class _Loader:
     # Training from the codes
 
     def find_changes(self) -> None:
-        """Choose the four over six with which a step at learning rate 0 changes the fewest codes."""
-        report = self.report
-        best: dict[str, float] | None = None
+        """Find how the scales were chosen, and the weights that a step at learning rate 0 changes.
+
+        The choice is that with the fewest changes in the first weights: trying each on all takes minutes.
+        """
+        report, groups = self.report, self._groups()
+        fewest = float("inf")
         for choice in _CHOICES[self.e4m3_max]:
-            changed = dict(self._changes(choice))
-            if best is None or sum(changed.values()) < sum(best.values()):
-                best, report.four_over_six = changed, choice
-            if not any(changed.values()):
+            count = sum(share for _, share in self._changes(groups[:_TRIED], choice))
+            if count < fewest:
+                fewest, report.four_over_six = count, choice
+            if not count:
                 break
         for target in self.weights:
             self.model.get_parameter(target.key).record.four_over_six = report.four_over_six
-        report.changed = {key: share for key, share in best.items() if share}
+        shares = self._changes(groups, report.four_over_six)
+        report.changed = {key: share for key, share in shares if share}
         if report.changed:
             key, share = max(report.changed.items(), key=lambda item: item[1])
             report.warnings.append(
@@ -375,18 +384,21 @@ class _Loader:
                 f"for {share:.1%} of the elements of {key}: a cast of their values has other scales"
             )
 
-    def _changes(self, choice: FourOverSix | None) -> Iterator[tuple[str, float]]:
-        """By name, the share of a weight's elements that change when its values are quantized again."""
-        weights = {target.key: self.model.get_parameter(target.key) for target in self.weights}
-        names = {id(weight): key for key, weight in weights.items()}
+    def _groups(self) -> list[list[NVFP4Tensor]]:
+        """The weights that share an amax, each of the others alone."""
         grouped = {id(weight) for group in self.report.amax_groups for weight in group}
-        alone = [[weight] for weight in weights.values() if id(weight) not in grouped]
-        for group in [*self.report.amax_groups, *alone]:
+        weights = [self.model.get_parameter(target.key) for target in self.weights]
+        return [*self.report.amax_groups, *([weight] for weight in weights if id(weight) not in grouped)]
+
+    @staticmethod
+    def _changes(groups: list[list[NVFP4Tensor]], choice: FourOverSix | None) -> Iterator[tuple[str, float]]:
+        """By name, the share of a weight's elements that change when its values are quantized again."""
+        for group in groups:
             amax = torch.stack([_amax_of_values(weight) for weight in group]).amax(dim=0)
             for weight in group:
                 options = {"block": weight.block, "four_over_six": choice, "stacked": weight.dim() == 3}
                 again = quantize(weight.dequantize(), amax=amax, **options)
-                yield names[id(weight)], _share_of_changes(weight.record.rowwise, again.record.rowwise)
+                yield weight.record.name, _share_of_changes(weight.record.rowwise, again.record.rowwise)
 
 
 def _amax_of_values(weight: NVFP4Tensor) -> torch.Tensor:
