@@ -176,7 +176,8 @@ class _Loader:
                 self.checkpoint.unread.pop(name, None)
             elif any(packed) or 0 < sum(each.name in self.checkpoint for each in rows) < len(rows):
                 raise ValueError(
-                    f"{key} is one parameter, of which the checkpoint has only a part, or only a part in NVFP4"
+                    f"{key} is one parameter, of which the checkpoint has only a part, or only a part in "
+                    "NVFP4"
                 )
             elif rows[0].name not in self.checkpoint:
                 self.report.missing.append(key)
