@@ -209,10 +209,10 @@ def served(model: nn.Module, folder: str) -> None:
     assert_type(dict(served.whole()), dict[str, Tensor])
     for name, tensor, part in served:
         assert_type((name, tensor, part), tuple[str, Tensor, Part])
-    report = zerofp4.serving.load_pretrained(model, folder, masters="codes")
-    assert_type(report, zerofp4.serving.LoadReport)
-    assert_type(report.amax_groups, list[list[Tensor]])
-    assert_type(report.input_amaxes, dict[str, float] | None)
+    loaded = zerofp4.serving.load_pretrained(model, folder, masters="codes")
+    assert_type(loaded, zerofp4.serving.LoadReport)
+    assert_type(loaded.amax_groups, list[list[Tensor]])
+    assert_type(loaded.input_amaxes, dict[str, float] | None)
 
 
 def fused_adamw() -> None:
