@@ -65,4 +65,6 @@ with torch.no_grad():
     assert torch.equal(again(input_ids=tokens).logits, merged(input_ids=tokens).logits)
 print(f"rank {world.rank} of {world.world_size}: loss {losses[0]:.3f}, then {losses[-1]:.3f}, exported")
 torch.distributed.barrier()  # rank 0 removes the folder when it ends
+if world.rank == 0:
+    print("Adapters were trained on an NVFP4 checkpoint and merged, and the export has the model's logits.")
 zerofp4.launch.destroy_process_group()

@@ -117,7 +117,8 @@ class Contents:
         """
         codes, scales, global_scale = tensors[:3]
         largest = torch.maximum(codes & 7, codes >> 4 & 7).unflatten(-1, (-1, BLOCK // 2)).amax(-1)
-        amax = (torch.tensor(E2M1_VALUES)[largest.long()] * scales.float()).max()
+        values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device="cpu")
+        amax = (values[largest.long()] * scales.float()).max()
         amax = amax / global_scale if format == "compressed-tensors" else amax * global_scale
         kind, shape = f"NVFP4 1x{BLOCK}, {format}", (codes.shape[0], 2 * codes.shape[1])
         size = sum(tensor.nbytes for tensor in tensors)

@@ -220,5 +220,5 @@ def amax_of(format: Format, global_scale: torch.Tensor, e4m3_max: int) -> tuple[
 
 def _bits_of(amax: float) -> int:
     """How many bits the mantissa of a float32 number needs."""
-    mantissa = int(torch.tensor(amax).view(torch.int32)) & 0x7FFFFF
+    mantissa = int(torch.tensor(amax, dtype=torch.float32).view(torch.int32)) & 0x7FFFFF
     return 23 - ((mantissa | 0x800000) & -(mantissa | 0x800000)).bit_length()
