@@ -153,9 +153,13 @@ def inject(model: nn.Module, step: int) -> None:
     """Gradients that depend on the step alone: equal on all ranks, and few bits, whose mean is exact."""
     for i, p in enumerate(model.parameters()):
         drawn = torch.randn(p.shape, generator=torch.Generator().manual_seed(7919 * step + i))
-        p.grad = drawn.bfloat16().float().to(p.device)
+        gradient = drawn.bfloat16().float()
+        p.grad = torch.empty_like(p, dtype=torch.float32)
         if isinstance(p, DTensor):  # with no source, each rank cuts its own shard and nothing is sent
-            p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements, src_data_rank=None)
+            cut = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
+            p.grad.to_local().copy_(cut.to_local())  # a mesh of GPUs has masters in host memory, too
+        else:
+            p.grad.copy_(gradient)
 
 
 def masters_of(model: nn.Module) -> dict[str, torch.Tensor]:
