@@ -94,7 +94,8 @@ def beyond(run: Run) -> float:
 
 def large_models_section() -> str:
     """The tables of docs/large-models.md."""
-    compared, predicted = "One after another in one process:", "Predicted, in bytes and in parameters:"
+    compared = "One after another in one process; a row with a dash had a process of its own:"
+    predicted = "Predicted, in bytes and in parameters:"
     which = "Which way for which machine, predicted without activations and buffers:"
     tables = training_runs(), side_by_side(), predictions(), machines()
     first, second, third, fourth = map(markdown_table, tables)
@@ -129,7 +130,7 @@ def side_by_side() -> Table:
         measured = [way for way in large.EVERY_WAY if f"{way}/tokens/1xcuda" in found]
         for way in measured:
             tokens, peak, size = (found[f"{way}/{name}/1xcuda"] for name in ("tokens", "memory", "peak"))
-            over = f"{tokens / found[f'{measured[0]}/tokens/1xcuda']:.2f}"
+            over = f"{tokens / found[f'{measured[0]}/tokens/1xcuda']:.2f}" if len(measured) > 1 else "-"
             cells = (f"{peak / 1e3:.1f} GB", f"{size:.2f}", f"{in_step:,}", f"{tokens:,.0f}", over)
             rows.append((model, large.EVERY_WAY[way].rule, *cells))
     sizes = ("peak", "bytes per parameter", "tokens per step")
