@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import json
 import re
 import runpy
@@ -54,7 +55,7 @@ PACKAGES = {
 GRAPH, MEGATRON = "cuda_graph_step", "megatron"
 
 
-@on_ranks(1, 2)
+@on_ranks(1, 2, time_limit=120.0)
 @pytest.mark.parametrize("example", PACKAGES)
 def test_training(world, example):
     """They assert what they show."""
@@ -63,7 +64,24 @@ def test_training(world, example):
     if example == "hugging_face_trainer" and world.world_size > 1 and world.device.type == "cpu":
         pytest.importorskip("transformers", "5.24", reason="an older Trainer has its ranks load to cpu:0")
     with pytest.MonkeyPatch.context() as patch:
-        assert run_in_group(patch, example)["world"] == world
+        names = run_in_group(patch, example)
+    assert names["world"] == world
+    if example == "lora_on_nvfp4" and importlib.util.find_spec("compressed_tensors"):
+        check_tokens(names)
+        dist.barrier()  # rank 0 removes the folders with its names
+
+
+def check_tokens(names: dict) -> None:
+    """transformers generates the live model's tokens with the export of merged adapters, and others with the
+    checkpoint from before.
+    """
+    live, prompt = names["merged"], names["tokens"][:, :4]
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = live.generate(prompt, **options)
+    load = importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained
+    merged, published = (load(names[f]).to(live.device) for f in ("merged_folder", "published"))
+    assert torch.equal(merged.generate(prompt, **options), expected)
+    assert not torch.equal(published.generate(prompt, **options), expected)
 
 
 @needs_gpu
