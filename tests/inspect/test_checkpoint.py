@@ -205,10 +205,10 @@ ids               int64      3     24     -
 layers.2.weight   fp32   2 x 4     32     3
 layers.10.weight  fp32   2 x 4     32    11
 
-kind   tensors  bytes  bytes a parameter
-fp32         2     64              4.000
-int64        1     24              1.500
-all          3     88              5.500
+kind   tensors  bytes  bytes per parameter
+fp32         2     64                4.000
+int64        1     24                1.500
+all          3     88                5.500
 
 torch.save; 16 parameters
 """

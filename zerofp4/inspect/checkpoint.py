@@ -379,7 +379,7 @@ def show(contents: Contents) -> None:
     print()
     parameters, totals = contents.parameters, contents.totals()
     totals["all"] = {key: sum(t[key] for t in totals.values()) for key in ("tensors", "elements", "bytes")}
-    rows = [["kind", "tensors", "bytes", "bytes a parameter"]]
+    rows = [["kind", "tensors", "bytes", "bytes per parameter"]]
     for kind, total in totals.items():
         share = f"{total['bytes'] / parameters:.3f}" if parameters else "-"
         rows.append([kind, f"{total['tensors']:,}", f"{total['bytes']:,}", share])

@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"zerofp4 memory: {options.config}: {error}", file=sys.stderr)
         return 2
     count = elements(model)
-    rows = [["", "bytes a parameter", *COLUMNS, "GB"]]
+    rows = [["", "bytes per parameter", *COLUMNS, "GB"]]
     rows[0] += [] if larger is None else ["left", "largest"]
     for name, way in WAYS.items():
         parts = memory_kept(model, **way)

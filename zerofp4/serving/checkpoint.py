@@ -38,8 +38,10 @@ _KV_CACHE = re.compile(r"\.(k_scale|v_scale|q_scale|k_zero_point|v_zero_point|ou
 class Checkpoint:
     """A folder of safetensors with an index, or one file, and its configuration. One file is open at a time.
 
-    format_name: "compressed-tensors" or "modelopt". names: of all tensors. unread: of those that nothing has
-    asked for. kv_scales: of those for a KV cache in 8 bits, which no layer needs.
+    format_name: "compressed-tensors" or "modelopt".
+    has_inputs: whether activations are quantized. Otherwise their scales, if there are any, mean nothing.
+    unread: names of the tensors that nothing has asked for.
+    kv_scales: names of scales for a KV cache in 8 bits, which no layer needs.
 
     Raises FileNotFoundError for a folder without such files, ValueError for a checkpoint that is not of these
     formats, or that no weight alone can stand for.
@@ -47,7 +49,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self.format_name = _find_format(folder)
+        self.format_name, self.has_inputs = _find_format(folder)
         self.format: Format = FORMATS[self.format_name]
         self._open: tuple[str, Any] | None = None
         self._files = self._find_files()
@@ -140,8 +142,8 @@ class Checkpoint:
 # The configuration
 
 
-def _find_format(folder: Path) -> str:
-    """The format of a folder. Raises ValueError for another than these two."""
+def _find_format(folder: Path) -> tuple[str, bool]:
+    """The format of a folder, and whether activations are quantized. Raises ValueError for other formats."""
     found = _read_json(folder / "config.json").get("quantization_config")
     if found is None:
         found = _read_json(folder / "hf_quant_config.json").get("quantization")
@@ -161,17 +163,23 @@ def _find_format(folder: Path) -> str:
         raise ValueError(f"{folder} has quant_method {method!r}, and can be read if it is one of {[*checks]}")
     for fault in checks[name](found):
         raise ValueError(f"{folder} cannot be read: {fault}")
-    return name
+    if name == "modelopt":
+        return name, any(part.get("quant_algo") == "NVFP4" for part in _parts_of_modelopt(found))
+    return name, any(group.get("input_activations") for group in _groups_of_compressed_tensors(found))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def _faults_of_modelopt(config: dict) -> Iterator[str]:
+def _parts_of_modelopt(config: dict) -> list[dict]:
+    """Of the model, and of each layer that has an algorithm of its own."""
     config = config.get("quantization", config)
-    layers = (config.get("quantized_layers") or {}).values()
-    for part in (config, *layers):
+    return [config, *(config.get("quantized_layers") or {}).values()]
+
+
+def _faults_of_modelopt(config: dict) -> Iterator[str]:
+    for part in _parts_of_modelopt(config):
         algorithm = str(part.get("quant_algo"))
         reason = next((why for word, why in _REASONS.items() if word in algorithm.lower()), None)
         if algorithm not in _MODELOPT:
@@ -182,8 +190,12 @@ def _faults_of_modelopt(config: dict) -> Iterator[str]:
             yield f"its group_size is {part['group_size']}, and blocks of NVFP4 have {BLOCK} elements"
 
 
+def _groups_of_compressed_tensors(config: dict) -> list[dict]:
+    return [*(config.get("config_groups") or {}).values()]
+
+
 def _faults_of_compressed_tensors(config: dict) -> Iterator[str]:
-    groups = list((config.get("config_groups") or {}).values())
+    groups = _groups_of_compressed_tensors(config)
     for format in (config.get("format"), *(group.get("format") for group in groups)):
         if format is not None and format not in _COMPRESSED_TENSORS:
             yield f"its format is {format}, not of {_COMPRESSED_TENSORS}"

@@ -243,7 +243,9 @@ class _Loader:
             inexact += [name] * (not is_exact)
             input_scale = f"{name}.{self.checkpoint.format.input_scale}"
             if input_scale in self.checkpoint:
-                inputs[name], _ = self._amax(name, self.checkpoint.read(input_scale), int(E4M3_MAX))
+                scale = self.checkpoint.read(input_scale)
+                if self.checkpoint.has_inputs:
+                    inputs[name], _ = self._amax(name, scale, int(E4M3_MAX))
         self.report.input_amaxes = inputs or None
         if inexact:
             self.report.warnings.append(
