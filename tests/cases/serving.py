@@ -40,6 +40,7 @@ LATENT = {
     "topk_group": 1,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
+    "topk_method": "noaux_tc",  # as published configurations have it; vLLM asks
 }
 ARCHITECTURES = {
     "Llama": {},

@@ -1,7 +1,7 @@
 """The rules by which vLLM and SGLang read an export, from their own Python files.
 
-Neither package can be imported without a GPU and its libraries. The files of a rule can, where whatever else
-they import is a mock. Nothing of the mocks is compared.
+They require torch for GPUs and their kernels. The files of a rule can be imported without these, with mocks
+of all other modules. Nothing of the mocks is compared. test_vllm.py loads exports with all of vLLM, for CPUs.
 """
 
 from __future__ import annotations
