@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import output, pages, pictures
-from benchmarks.checkpoints import checkpoint, export
+from benchmarks.checkpoints import checkpoint, export, load
 from benchmarks.fidelity import FOLDER, OPTIONS, fidelity
 from benchmarks.fsdp2 import CASES, fsdp2
 from benchmarks.large import EVERY_WAY, large
@@ -101,6 +101,7 @@ OF_RANKS = {
     "states": OfRanks(states, 1, 20, "steps", {}),
     "checkpoint": OfRanks(checkpoint, 2, 3, "saves and loads", {"storage": STORAGE}),
     "export": OfRanks(export, 1, 1, "exports", {"storage": STORAGE}),
+    "load": OfRanks(load, 1, 1, "loads", {"storage": STORAGE}),
     "fsdp2": OfRanks(fsdp2, 1, 10, "groups of 4 steps", FSDP2),
     "megatron": OfRanks(megatron, 2, 20, "updates", {}),
     "small_batches": OfRanks(small_batches, 1, 10, "groups of 5 steps", SMALL),
@@ -245,6 +246,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] not in (["checkpoint"], ["export"]):  # which measure memory
+    if sys.argv[1:2] not in (["checkpoint"], ["export"], ["load"]):  # which measure memory
         keep_freed_memory()
     sys.exit(main())

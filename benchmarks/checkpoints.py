@@ -1,8 +1,9 @@
-"""A checkpoint of several ranks, beside one of plain FP32 DTensors; an export for serving engines."""
+"""A checkpoint of several ranks, beside one of plain FP32 DTensors; exports, and a checkpoint of others."""
 
 import argparse
 import collections
 import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -207,10 +209,86 @@ def export(session: Session, options: argparse.Namespace, world: World) -> None:
             tenths.clear()
             found.append(once(lambda: save(model, folder / "served", progress=show), world))
             session.say(f"    export {number + 1} of {options.repeats}: {found[-1][0]:,.0f} ms")
+    count_all(timer, "save", found, "save_pretrained, on rank 0", "above what was held")
+
+
+def count_all(timer: Timer, name: str, found: list[list[float]], what: str, above: str) -> None:
+    """Rows of repeats of once(): the median of the milliseconds, and the most memory."""
     milliseconds, *memory = zip(*found, strict=True)
     median = torch.tensor(milliseconds, dtype=torch.float64).median().item()
-    timer.count("save", "milliseconds", median, "save_pretrained, on rank 0")
+    timer.count(name, "milliseconds", median, what)
     for place, peaks in zip(("host", "gpu"), memory, strict=True):
-        if place == "host" or world.device.type == "cuda":
-            rule = f"memory of the {place} above what was held, at its peak"
+        if place == "host" or timer.device.type == "cuda":
+            rule = f"memory of the {place} {above}, at its peak"
             timer.count(f"{place}_memory", "megabytes", max(peaks) / MEGABYTES, rule)
+
+
+# A checkpoint of others
+
+FILE_BYTES = 2 * 10**9
+"""After which the next file of a published checkpoint begins."""
+
+
+def load(session: Session, options: argparse.Namespace, world: World) -> None:
+    """serving.load_pretrained of a ModelOpt checkpoint of the shape of Llama-3-8B, with random codes.
+
+    Needs transformers and safetensors. The model is on the meta device and gets memory on the rank's device.
+    Rank 0 writes the files just before, so the system's cache may have them. Memory is what rank 0 peaks at
+    above what it held before and what the model keeps, the most of all repeats: on the host resident memory,
+    on the GPU torch's count. Time is the median.
+
+    At full size (--scale 1) the files take 6 GB, and so does the model.
+    """
+    timer, found = Timer(session, world, options.repeats), []
+    shapes = causal_model(CONFIG, torch.device("meta"), options.scale)
+    size = sum(2 * p.numel() for p in shapes.parameters())  # at most
+    with shared_folder(options.storage, size, world) as folder:
+        if world.rank == 0:
+            write_published(shapes, folder)
+        for number in range(options.repeats):
+            model = causal_model(CONFIG, torch.device("meta"), options.scale)
+            with world.device:
+                figures = once(lambda model=model: zerofp4.serving.load_pretrained(model, folder), world)
+            kept = sum(parameter.nbytes for parameter in model.parameters())
+            figures[2 if world.device.type == "cuda" else 1] -= kept
+            found.append(figures)
+            session.say(f"    load {number + 1} of {options.repeats}: {figures[0]:,.0f} ms")
+    count_all(timer, "load", found, "load_pretrained, on rank 0", "above what was held and the model")
+    weights = [p for p in model.parameters() if isinstance(p, zerofp4.NVFP4Tensor)]
+    for name, some in (("weights", weights), ("parameters", [*model.parameters()])):
+        each = sum(p.nbytes for p in some) / sum(p.numel() for p in some)
+        timer.count(name, "bytes_per_parameter", each, "in NVFP4" if name == "weights" else "all")
+
+
+def write_published(model: nn.Module, folder: Path) -> None:
+    """A checkpoint as ModelOpt writes it, of a model on the meta device: random codes and block scales, and
+    everything else 0.
+    """
+    from safetensors.torch import save_file
+
+    held: dict[str, torch.Tensor] = {}
+    weight_map: dict[str, str] = {}
+
+    def write_held() -> None:
+        file = f"model-{len(set(weight_map.values())):05}.safetensors"
+        save_file(held, folder / file)
+        weight_map.update(dict.fromkeys(held, file))
+        held.clear()
+
+    for key, parameter in model.named_parameters():
+        if key.endswith("_proj.weight"):
+            rows, columns = parameter.shape
+            held[key] = torch.randint(256, (rows, columns // 2), dtype=torch.uint8, device="cpu")
+            scales = torch.randint(1, 127, (rows, columns // 16), dtype=torch.uint8, device="cpu")
+            held[f"{key}_scale"] = scales.view(torch.float8_e4m3fn)
+            held[f"{key}_scale_2"] = torch.tensor(1 / 2688, dtype=torch.float32, device="cpu")
+        else:
+            held[key] = torch.zeros(parameter.shape, dtype=parameter.dtype, device="cpu")
+        if sum(tensor.nbytes for tensor in held.values()) > FILE_BYTES:
+            write_held()
+    write_held()
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

@@ -212,8 +212,9 @@ _BY_KIND: dict[str, dict[str, float]] = {
         "megatron/weights": 1.1,
         "states/kept_compact": 7.7,
         "states/peak_in_backward": 5.9,
+        "load/weights": 0.6,
     },
-    "megabytes": {"export/host_memory": 2000, "export/gpu_memory": 2000},
+    "megabytes": {f"{name}/{place}_memory": 2000 for name in ("export", "load") for place in ("host", "gpu")},
     "milliseconds": {f"step/{prefix}host_step": 0.5 for prefix in ("", "peer_")},
     "launches": {
         "launches/quantize_grouped/64x4096x2048": 1,

@@ -79,6 +79,19 @@ def test_export_in_a_world_of_one(early):
     assert "export 1 of 1" in run.stdout and "2 of 2 MB" in run.stdout
 
 
+@pytest.mark.heavy
+def test_load_in_a_world_of_one(tmp_path, monkeypatch):
+    for package in ("transformers", "safetensors"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(checkpoints, "FILE_BYTES", 500_000)  # several files
+    found = without_places(measured(tmp_path, "load", "--scale", "64", "--repeats", "1")["rows"])
+    assert list(tmp_path.glob("zerofp4-bench-*")) == []
+    assert {"load", "host_memory"} <= found.keys()
+    assert 9 / 16 < found["weights"]["bytes_per_parameter"] < 0.57
+    assert 0.57 < found["parameters"]["bytes_per_parameter"] < 1
+
+
 def test_a_folder_that_checkpoints_cannot_be_written_to(monkeypatch):
     monkeypatch.setattr(checkpoints, "TMPFS", "/nonexistent")
     with pytest.raises(CheckpointError, match="/nonexistent"):
