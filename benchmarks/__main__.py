@@ -246,6 +246,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] not in (["checkpoint"], ["export"], ["load"]):  # which measure memory
+    if sys.argv[1:2] not in (
+        [name] for name in ("checkpoint", "export", "large", "load")
+    ):  # which measure memory
         keep_freed_memory()
     sys.exit(main())

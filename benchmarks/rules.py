@@ -117,6 +117,7 @@ KINDS = {
     "tokens_per_second": Kind(" tokens/s", 0, at_least=True),
     "gigabytes_per_second": Kind(" GB/s", 0, at_least=True),
     "bytes_per_parameter": Kind(" bytes", 3),
+    "loss": Kind("", 4),
     "percent_of_shard": Kind("% of the FP32 shard", 3),
     "percent_of_state": Kind("% of the state", 2),
 }

@@ -206,20 +206,23 @@ def causal_step(
     optimizer: torch.optim.Optimizer,
     tokens: torch.Tensor,
     context: Callable[[], AbstractContextManager] = contextlib.nullcontext,
-) -> Callable[[], None]:
-    """A call that trains such a model by one step. tokens: int64 [batch, length], or [micro-batches, batch,
-    length], each predicted at its own place. context: of the forward pass.
+) -> Callable[[], torch.Tensor]:
+    """A call that trains such a model by one step and returns its loss. tokens: int64 [batch, length], or
+    [micro-batches, batch, length], each predicted at its own place. context: of the forward pass.
     """
     batches = tokens.view(-1, *tokens.shape[-2:])
 
-    def step() -> None:
+    def step() -> torch.Tensor:
+        losses = []
         for batch in batches:
             with context():
                 logits = model(input_ids=batch, use_cache=False).logits
                 loss = F.cross_entropy(logits.float().flatten(0, 1), batch.flatten())
             (loss / len(batches)).backward()
+            losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
+        return torch.stack(losses).mean()
 
     return step
 

@@ -37,8 +37,29 @@ def test_rows_of_a_large_model(tmp_path: Path, monkeypatch, capsys):
     assert result["settings"]["layers"] == 2
 
 
+def test_rows_and_lines_of_masters_in_host_memory(tmp_path: Path, monkeypatch, capsys):
+    rows = without_places(run(tmp_path, monkeypatch, "--ways", "offload_updates")["rows"])
+    assert rows["offload_updates/host"]["megabytes"] > 0
+    losses = [rows[f"offload_updates/loss_{n}"]["loss"] for n in (1, 2)]
+    assert losses[1] < losses[0] < 5  # log(64) is 4.16
+    said = capsys.readouterr().out
+    assert re.search(r"offload_updates: building 0.00e9 .*\n    built in .* s, .* GB of host memory\n", said)
+    assert all(f"    step {n}: loss {loss:.4f}, " in said for n, loss in enumerate(losses, 1))
+
+
+def test_a_model_that_begins_on_the_meta_device():
+    config = transformers.LlamaConfig(vocab_size=64, tie_word_embeddings=True, **SHAPE)
+    plain = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    large.leave_meta(model, torch.device("cpu"))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for (name, buffer), (_, expected) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+
+
 def test_rows_of_several_micro_batches(tmp_path: Path, monkeypatch, capsys):
-    ways = ["compact", "offload", "offload_half", "offload_full", "updates"]
+    ways = ["compact", "offload", "offload_half", "offload_full", "offload_sums", "updates"]
     result = run(tmp_path, monkeypatch, "--micro-batches", "2", "--ways", *ways)
     rows = without_places(result["rows"])
     assert all(rows[f"{way}/tokens"]["tokens_per_second"] > 0 for way in ways[:-1])
