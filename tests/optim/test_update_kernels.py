@@ -433,11 +433,14 @@ HALFWAY = bits(*(0x3F807F00 + i for i in range(512)), *(0xBF807F00 + i for i in 
 """Around the middle between two bfloat16 values."""
 
 
+@pytest.mark.parametrize("are_on_host", [False, True])
 @pytest.mark.parametrize("values", [DRAWN, SPECIAL, HALFWAY], ids=["drawn", "special", "halfway"])
-def test_masters_are_rounded_and_joined_as_specified(device, values):
-    high = torch.empty(values.shape, dtype=torch.bfloat16, device=device)
-    low = torch.empty(values.shape, dtype=torch.uint8, device=device)
-    write_master(values, high, low)
+def test_masters_are_rounded_and_joined_as_specified(device, values, are_on_host):
+    """are_on_host: the masters of values that are on the device."""
+    home, given = ("cpu", values.to(device)) if are_on_host else (device, values)
+    high = torch.empty(values.shape, dtype=torch.bfloat16, device=home)
+    low = torch.empty(values.shape, dtype=torch.uint8, device=home)
+    write_master(given, high, low)
     rounded = reference.round_master(values, torch.tensor(128))
     planes = reference.split_master(rounded)
     assert_bytes_equal(high.cpu(), planes[0], "bfloat16")

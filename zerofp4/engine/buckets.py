@@ -249,18 +249,22 @@ def joined(master: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
 
 
 def write_master(values: torch.Tensor, master: torch.Tensor, low: torch.Tensor | None = None) -> None:
-    """Write float32 values, 1D, into a master: float32, or with `low` the planes of 24 bits."""
+    """Write float32 values, 1D, into a master: float32, or with `low` the planes of 24 bits.
+
+    If either is on a GPU, that computes, so that masters on the host take 3 bytes per element of its link.
+    """
     if low is None:
         master.copy_(values)
         return
+    device = values.device if values.is_cuda else master.device
     for part in _chunks(master):
-        own = values[part].to(master.device).float()
+        own = values[part].to(device).float()
         bits = torch.where(own.isnan(), 0x7FC00000, own.view(torch.int32))  # the only NaN
         bits = (bits + 128) & -256  # to the nearest 24 bits; an update adds a random byte instead
         # Half way between two bfloat16 values the byte would not tell which one the plane has.
         bits += (bits & 0xFF00 == 0x8000).int() * 256
-        master[part] = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-        low[part] = (bits >> 8 & 0xFF).to(torch.uint8)
+        master[part].copy_(((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16))
+        low[part].copy_((bits >> 8 & 0xFF).to(torch.uint8))
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[slice]:

@@ -97,7 +97,8 @@ class ShardedParameters:
             chunk = torch.empty(CHUNK, dtype=torch.float32, device=device)
         exchange(None, error, group, "allocating weights")
         self.holder = Holder(self.parameters)
-        self.coarse = self._make_masters(checked, group, chunk)
+        with self.offload.computing():
+            self.coarse = self._make_masters(checked, group, chunk)
         """On rank 0, the positions of parameters whose masters begin with 4-bit values."""
         # By parameter: this rank's shard; its master, 1D, None if this rank owns nothing; and the planes of
         # the master, which are itself and its low bytes, None unless it has 24 bits.
@@ -166,7 +167,8 @@ class ShardedParameters:
                 for first in range(0, parameter.numel(), CHUNK):
                     values = chunk[: parameter.numel() - first]
                     if source is not None and not error:
-                        values.copy_(source[first : first + values.numel()])
+                        part = source[first : first + values.numel()]
+                        values.copy_(part.to(values.device))  # in its dtype, which has fewer bytes than FP32
                     if earlier is not None:
                         values = earlier.gather(first, values.numel())
                     else:
