@@ -43,7 +43,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,16 +52,24 @@ from zerofp4.cast import CastPlan, check_request, travelling_scales, travelling_
 from zerofp4.distributed import OwnError, attempt
 from zerofp4.engine.buckets import CHUNK, Bucket
 from zerofp4.engine.exchange import Arrived, BucketExchange, Gradients, LocalExchange
+from zerofp4.engine.peers import host_name
 from zerofp4.format import SCALE_DTYPE
 from zerofp4.ops import HEADER_WORDS, cpu_cores
 from zerofp4.shard import Shard, byte_range
-from zerofp4.storage import NVFP4Storage, Side
+from zerofp4.storage import NVFP4Storage, Side, record_of
+from zerofp4.tensors import INIT_VAL
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
 """Targets and their sources."""
 
+MEMINFO = Path("/proc/meminfo")
 CGROUP_LIMITS = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")]
 """Of cgroups v2 and v1, as a container sees its own."""
+USAGES = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+"""The files beside these limits that say what is in use."""
+
+KEPT_BYTES = {"full": 12.0, "compact": 6.125, "compact24": 5.125}
+"""Of masters and their state per element, by Bucket.state."""
 
 
 def choose(buckets: Sequence[Bucket], share: float) -> list[Bucket]:
@@ -76,13 +84,68 @@ def choose(buckets: Sequence[Bucket], share: float) -> list[Bucket]:
     return chosen
 
 
-def find_threads() -> int:
-    """How many threads update: torch's number if OMP_NUM_THREADS has chosen it, else this rank's share of the
-    cores that the process may use. torchrun sets OMP_NUM_THREADS=1 if it starts several ranks.
+class Place(NamedTuple):
+    """Where a rank runs: its host, by host_name(), and the cores that it may use there."""
+
+    host: str
+    cores: set[int]
+
+
+def find_threads(own: Place, places: Sequence[Place]) -> int:
+    """How many threads update: torch's number if OMP_NUM_THREADS has chosen it, else this rank's share of its
+    cores. torchrun sets OMP_NUM_THREADS=1 if it starts several ranks.
+
+    places: of all ranks that step together. Other ranks of the host are taken to be bound to cores likewise.
     """
     chosen, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    is_default = chosen is None or (chosen == "1" and ranks > 1)
-    return max(1, cpu_cores() // ranks) if is_default else torch.get_num_threads()
+    if chosen is not None and not (chosen == "1" and ranks > 1):
+        return torch.get_num_threads()
+    here = [other.cores for other in places if other.host == own.host]
+    sharing = sum(not own.cores.isdisjoint(cores) for cores in here)
+    return max(1, len(own.cores) * len(here) // (sharing * max(ranks, len(here))))
+
+
+def check_room(buckets: Sequence[Bucket], sums: bool) -> None:
+    """Raise RuntimeError if host memory will not hold masters and state of these buckets. Without this the
+    kernel kills the process in the first step, which says nothing.
+
+    sums: whether FP32 sums of gradients are there, too. The ranks of a host are taken to keep as much each.
+    """
+    room, ranks = free_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    own = sum(b.slice_numel * (KEPT_BYTES[b.state] + 4 * sums) for b in buckets)
+    records = [record for b in buckets for record in map(record_of, b.parameters) if record is not None]
+    initial = [record.attachments.get(INIT_VAL) for record in records]  # which masters replace
+    needed = int(ranks * (own - sum(value.nbytes for value in initial if value is not None)))
+    if room is not None and needed > room:
+        raise RuntimeError(
+            f"masters and state need {needed / 1e9:.1f} GB more of host memory for {ranks} ranks of this "
+            f'host, and {room / 1e9:.1f} GB are free: use state="compact" or a smaller offload, or raise a '
+            f"limit ({_limits()})"
+        )
+
+
+def free_memory() -> int | None:
+    """Bytes of host memory that this process can have yet; None if the system does not say."""
+    known = _fields(MEMINFO)
+    if not known.keys() >= {"MemAvailable", "SwapFree"}:
+        return None
+    free = 1024 * (known["MemAvailable"] + known["SwapFree"])
+    for path, limit in _cgroup_limits():
+        held = _fields(path.with_name("memory.stat"))
+        cached = held.get("active_file", 0) + held.get("inactive_file", 0)
+        free = min(free, limit - int(path.with_name(USAGES[path.name]).read_text()) + cached)
+    return free
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The numbers of a file whose lines are a name, a number, and perhaps a unit."""
+    lines = map(str.split, path.read_text().splitlines() if path.exists() else ())
+    return {name.rstrip(":"): int(number) for name, number, *_ in lines}
+
+
+def _cgroup_limits() -> list[tuple[Path, int]]:
+    found = [(path, path.read_text().strip()) for path in CGROUP_LIMITS if path.exists()]
+    return [(path, int(limit)) for path, limit in found if limit != "max"]
 
 
 class Slots:
@@ -126,15 +189,21 @@ class Offload:
     """The state that offloaded buckets share: slots, a stream, threads, and the decision of a step.
 
     buckets: of the optimizer, in the order of a step. Those that choose() returns get `slots`.
-    share: as of choose(). threads: how many update and cast; None for find_threads().
+    share: as of choose(). threads: how many update and cast; None until choose_threads().
+    sums: whether gradients are added up on the host.
 
-    Raises RuntimeError if there is not enough memory that can be pinned.
+    Raises RuntimeError if there is not enough memory, or not enough that can be pinned.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], share: float, threads: int | None = None):
+    def __init__(
+        self, buckets: Sequence[Bucket], share: float, threads: int | None = None, sums: bool = False
+    ):
         self.device, chosen = buckets[0].device, choose(buckets, share)
+        self._sums = sums
+        check_room(chosen, sums)
         self.is_used = bool(chosen)
-        self.threads = (threads or find_threads()) if chosen else None
+        self.threads = threads if chosen else None
+        self.place = Place(host_name(), cpu_cores())
         self.pinned_bytes = 0
         on_gpu = self.device.type == "cuda" and self.is_used
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None
@@ -152,8 +221,13 @@ class Offload:
         self._on_its_way: tuple[Slots, Callable[[], None]] | None = None
         """The slots whose means are to go to `gradients` of a bucket, and what brings them there."""
 
-    def allocate(self, exchanges: Sequence[BucketExchange], sums: bool) -> None:
-        """Make the other slots, once plans and exchanges are built. sums: also memory of gradients."""
+    def choose_threads(self, places: Sequence[Place]) -> None:
+        """Unless `threads` were given. places: of all ranks."""
+        if self.is_used and self.threads is None:
+            self.threads = find_threads(self.place, places)
+
+    def allocate(self, exchanges: Sequence[BucketExchange]) -> None:
+        """Make the other slots, and memory of sums, once plans and exchanges are built."""
         mine = [exchange for exchange in exchanges if exchange.bucket.is_offloaded]
         sizes = [e.bucket.slice_numel * e.arrives_as.itemsize for e in mine]
         numels = [e.bucket.slice_numel for e in mine if not e.is_in_place]
@@ -162,7 +236,7 @@ class Offload:
             slots.down = self._pinned((max(sizes, default=0),), torch.uint8)
             slots.amaxes = self._pinned((max(words, default=0),), torch.float32)
             slots.means = torch.zeros(max(numels, default=0), dtype=torch.float32, device=self.device)
-        for exchange in mine if sums else ():
+        for exchange in mine if self._sums else ():
             _ = exchange.bucket.gradients  # makes it
 
     def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -235,9 +309,7 @@ def _limits() -> str:
     locked, found = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], []
     if locked != resource.RLIM_INFINITY:
         found.append(f"ulimit -l is {locked} bytes")
-    for path in CGROUP_LIMITS:
-        if path.exists() and path.read_text().strip() != "max":
-            found.append(f"{path} is {path.read_text().strip()}")
+    found += [f"{path} is {limit}" for path, limit in _cgroup_limits()]
     return ", ".join(found) or "neither ulimit -l nor the cgroup has one"
 
 

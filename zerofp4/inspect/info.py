@@ -74,7 +74,7 @@ def collect() -> dict[str, Any]:
         problems.append(f"{type(error).__name__}: {error}")
     cuda = {name: fact for name, fact in build["cuda"].items() if name != "devices"}
     slow = [str(dtype).removeprefix("torch.") for dtype in SLOW_ON_CPU]
-    cpu = {"machine": platform.machine(), "cores": cpu_cores(), "threads": torch.get_num_threads()}
+    cpu = {"machine": platform.machine(), "cores": len(cpu_cores()), "threads": torch.get_num_threads()}
     return {
         "zerofp4": {"version": VERSION, "path": str(Path(__file__).parents[1])},
         "python": {"version": platform.python_version(), "executable": sys.executable},

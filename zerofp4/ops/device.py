@@ -85,9 +85,10 @@ def has_fp4_tensor_cores(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP4_CAPABILITY
 
 
-def cpu_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cpu_cores() -> set[int]:
+    """The cores that this process may use."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return os.sched_getaffinity(0) if has_affinity else set(range(os.cpu_count() or 1))
 
 
 # Where a call runs

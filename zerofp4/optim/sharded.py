@@ -82,10 +82,13 @@ class ShardedParameters:
         overlap = "update" if checked.offload_gradients else options.overlap  # as passes make gradients, too
         ways = options.gradient_wire, overlap, checked.offload > 0
         self.buckets = build_buckets(self.trained, bucket_mb, *ways)
-        error, device = OwnError(), self.parameters[0].device
+        error, device, place = OwnError(), self.parameters[0].device, None
         zeros = zeros_on(device) if peers is None else peers.zeros
         with error:
-            self.offload = Offload(self.buckets, checked.offload, checked.offload_threads)
+            self.offload = Offload(
+                self.buckets, checked.offload, checked.offload_threads, checked.offload_gradients
+            )
+            place = self.offload.place
             self.offloaded = {i for b in self.buckets if b.is_offloaded for i in b.indices}
             """The parameters whose masters, with their state, are on the host."""
         for bucket in self.buckets:
@@ -95,7 +98,8 @@ class ShardedParameters:
         chunk = None
         with error:
             chunk = torch.empty(CHUNK, dtype=torch.float32, device=device)
-        exchange(None, error, group, "allocating weights")
+        places = exchange(place, error, group, "allocating weights")
+        self.offload.choose_threads(places)
         self.holder = Holder(self.parameters)
         with self.offload.computing():
             self.coarse = self._make_masters(checked, group, chunk)

@@ -160,7 +160,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             exchanges, self._schedule = self._make_exchanges(
                 reduction == "ordered", offload_gradients, hosts and hosts[0]
             )
-            self._shards.offload.allocate(exchanges, offload_gradients)
+            self._shards.offload.allocate(exchanges)
             masters = dict(zip(map(id, self._shards.parameters), self._shards.optimized, strict=True))
             self.inners = InnerOptimizers(checked.classes, self.param_groups, masters)
             """The optimizers of the masters, in the order in which their classes come first in the groups."""

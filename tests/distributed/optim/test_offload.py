@@ -30,6 +30,7 @@ from distributed.optim.test_reference_step import take_steps
 from distributed.run import on_ranks
 from distributed.state.cases import run, trained
 from zerofp4.engine import Bucket
+from zerofp4.engine.offload import Place, find_threads
 from zerofp4.optim import AveragedMasters, Communication, FusedAdamW, ZeroFP4Optimizer, master_state_dict
 
 SMALL = 0.003
@@ -533,7 +534,7 @@ def test_memory_is_freed_with_the_optimizer(world):
 def test_threads(world):
     """They are torch's while a step runs, and no byte depends on their number."""
     environments = [
-        ({"OMP_NUM_THREADS": None, "LOCAL_WORLD_SIZE": None}, 12),
+        ({"OMP_NUM_THREADS": None, "LOCAL_WORLD_SIZE": None}, 12 // world.world_size),
         ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "4"}, 3),  # as torchrun sets them
         ({"OMP_NUM_THREADS": None, "LOCAL_WORLD_SIZE": "16"}, 1),
         ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": None}, torch.get_num_threads()),
@@ -541,7 +542,7 @@ def test_threads(world):
     ]
     for variables, expected in environments:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("zerofp4.engine.offload.cpu_cores", lambda: 12)
+            patch.setattr("zerofp4.engine.offload.cpu_cores", lambda: set(range(12)))
             for name, value in variables.items():
                 patch.setenv(name, value) if value is not None else patch.delenv(name, raising=False)
             optimizer = built(world, FusedAdamW, offload=1.0)[1]
@@ -560,6 +561,27 @@ def test_threads(world):
         del optimizer.inner.update_bucket
 
 
+@on_ranks(1)
+def test_threads_of_ranks_that_are_bound_to_cores(world):
+    """As torchrun --numa-binding does; other hosts do not count."""
+    first, second = set(range(12)), set(range(12, 24))
+    nodes = [first, first, second, second]
+    exclusive = [set(range(6 * r, 6 * r + 6)) for r in range(4)]
+    for bound, ranks, expected in (
+        ([first | second] * 4, 4, 6),
+        (nodes, 4, 6),
+        (exclusive, 4, 6),
+        (nodes[:2], 4, 3),  # two ranks that step together, and two others on these cores
+        (exclusive[:2], 4, 3),  # likewise
+        ([first] * 4, 1, 3),  # not started by torchrun
+    ):
+        places = [Place("a", cores) for cores in bound] + [Place("b", first)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+            patch.setenv("OMP_NUM_THREADS", "1") if ranks > 1 else patch.delenv("OMP_NUM_THREADS", False)
+            assert find_threads(places[0], places) == expected, bound
+
+
 @on_ranks(1, 2)
 @pytest.mark.parametrize("limit", ["max", "17179869184"])
 def test_memory_that_cannot_be_pinned(world, limit):
@@ -576,6 +598,7 @@ def test_memory_that_cannot_be_pinned(world, limit):
 
     parameters = parameters_of(world)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zerofp4.engine.offload.MEMINFO", file.with_name("no such file"))
         patch.setattr("zerofp4.engine.offload.CGROUP_LIMITS", [file, file.with_name("no such file")])
         patch.setattr("resource.getrlimit", lambda _: (65536, 65536))
         patch.setattr("torch.zeros", fail)
@@ -586,6 +609,38 @@ def test_memory_that_cannot_be_pinned(world, limit):
         assert text in str(error)
     assert "(ulimit -l is 65536 bytes" in str(error) and "CUDA error: out of memory" in str(error)
     assert (f"is {limit})" in str(error)) == (limit != "max")
+
+
+@on_ranks(1, 2)
+def test_masters_that_do_not_fit_into_host_memory(world):
+    """Less what initial values free. Without the error the kernel would kill a rank."""
+    folder, ranks = shared_folder(world) / f"of {world.rank}", str(world.world_size)
+    folder.mkdir()
+    meminfo, limit, usage, stat = (
+        folder / name for name in ("meminfo", "memory.max", "memory.current", "memory.stat")
+    )
+    model = nn.Sequential(*[nn.Linear(64, 256, bias=False, dtype=torch.bfloat16) for _ in range(8)])
+    zerofp4.convert_model(model.to(world.device))
+    parameters, each = dict(model.named_parameters()), 64 * 256
+    needed = int(8 * each * (5.125 + 4)) - 2 * 8 * each * world.world_size
+    usage.write_text("5000\n")
+    stat.write_text("anon 4000\nactive_file 300\ninactive_file 700\n")
+
+    def build(free: int, most: str):
+        meminfo.write_text(f"MemTotal: 9 kB\nMemAvailable: {free // 1024} kB\nSwapFree: 0 kB\n")
+        limit.write_text(most + "\n")
+        return ZeroFP4Optimizer(parameters.items(), FusedAdamW, state="compact", **SUMS)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", ranks)
+        patch.setattr("zerofp4.engine.offload.MEMINFO", meminfo)
+        patch.setattr("zerofp4.engine.offload.CGROUP_LIMITS", [limit])
+        for free, most in ((needed - 2048, "max"), (2 * needed, str(needed + 4000 - 1))):
+            error = raised_by(functools.partial(build, free, most))
+            assert isinstance(error, RuntimeError), error
+            text = f"need {needed / 1e9:.1f} GB more of host memory for {ranks} ranks of this host, and"
+            assert text in str(error) and ("memory.max is" in str(error)) == (most != "max")
+        build(2 * needed, str(needed + 4000)).step()
 
 
 @on_ranks(1)
