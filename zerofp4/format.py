@@ -29,6 +29,9 @@ STATE_GROUP = 64
 MXFP8_BLOCK = 32
 """Elements of an MXFP8 scaling block, along a row or a column."""
 
+STRIP = (16, 128)
+"""Rows and columns of a gradient that share the second-level scale of NVFP4 between hosts."""
+
 MXFP8_DATA_DTYPE = torch.float8_e4m3fn
 MXFP8_SCALE_DTYPE = torch.float8_e8m0fnu
 MXFP8_SCALE_LAYOUTS = ("compact", "swizzled")

@@ -141,15 +141,27 @@ void bind_optim(py::module_& m) {
     using Rounded = RoundMeansArgs;
     struct_class<Rounded>(
         m, "RoundMeansArgs",
-        {FIELD(Rounded, values), FIELD(Rounded, output), FIELD(Rounded, pieces), FIELD(Rounded, count),
-         FIELD(Rounded, numel), FIELD(Rounded, step), FIELD(Rounded, host)});
+        {FIELD(Rounded, pieces), FIELD(Rounded, count), FIELD(Rounded, numel), FIELD(Rounded, bytes),
+         FIELD(Rounded, strips), FIELD(Rounded, format), FIELD(Rounded, values), FIELD(Rounded, output),
+         FIELD(Rounded, slices), FIELD(Rounded, step), FIELD(Rounded, host)});
     m.def(
         "round_means",
         [](const Target& target, const RoundMeansArgs& args) {
             on_either(target, [&](const auto& kernels, auto where) { kernels.round_means(args, where); });
         },
         NoGil());
-    m.attr("ROUNDED_AT_ONCE") = kRoundedAtOnce;
+    using Means = AverageMeansArgs;
+    struct_class<Means>(m, "AverageMeansArgs",
+                        {FIELD(Means, pieces), FIELD(Means, count), FIELD(Means, numel), FIELD(Means, bytes),
+                         FIELD(Means, strips), FIELD(Means, format), FIELD(Means, received),
+                         FIELD(Means, output), FIELD(Means, hosts), FIELD(Means, slice)});
+    m.def(
+        "average_means",
+        [](const Target& target, const AverageMeansArgs& args) {
+            on_either(target, [&](const auto& kernels, auto where) { kernels.average_means(args, where); });
+        },
+        NoGil());
+    m.attr("MEANS_AT_ONCE") = kMeansAtOnce;
     using Decide = DecideArgs;
     struct_class<Decide>(
         m, "DecideArgs",

@@ -8,9 +8,9 @@
 #include "common/args/decide.h"
 #include "common/args/gather.h"
 #include "common/args/grouped_values.h"
+#include "common/args/means.h"
 #include "common/args/mxfp8.h"
 #include "common/args/nonfinite.h"
-#include "common/args/round_means.h"
 #include "common/args/scale_layout.h"
 #include "common/args/squares.h"
 #include "common/args/transpose.h"
@@ -42,6 +42,7 @@ struct Kernels {
     void (*compact_update)(const AdamWTable&, int threads);
     void (*average)(const AverageArgs&, int threads);
     void (*round_means)(const RoundMeansArgs&, int threads);
+    void (*average_means)(const AverageMeansArgs&, int threads);
     void (*find_nonfinite)(const NonfiniteArgs&, int threads);
     void (*add_squares)(const SquaresArgs&, int threads);
     void (*decide)(const DecideArgs&, int threads);

@@ -9,10 +9,10 @@
 #include "common/args/dequantize.h"
 #include "common/args/gather.h"
 #include "common/args/grouped_values.h"
+#include "common/args/means.h"
 #include "common/args/mxfp8.h"
 #include "common/args/nonfinite.h"
 #include "common/args/peers.h"
-#include "common/args/round_means.h"
 #include "common/args/scale_layout.h"
 #include "common/args/squares.h"
 #include "common/args/transpose.h"
@@ -64,6 +64,7 @@ struct Kernels {
     void (*compact_update)(const AdamWTable&, cudaStream_t stream);
     void (*average)(const AverageArgs&, cudaStream_t stream);
     void (*round_means)(const RoundMeansArgs&, cudaStream_t stream);
+    void (*average_means)(const AverageMeansArgs&, cudaStream_t stream);
     void (*find_nonfinite)(const NonfiniteArgs&, cudaStream_t stream);
     void (*add_squares)(const SquaresArgs&, cudaStream_t stream);
     void (*decide)(const DecideArgs&, cudaStream_t stream);

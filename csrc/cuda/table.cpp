@@ -34,6 +34,7 @@
     DO(compact_update)    \
     DO(average)           \
     DO(round_means)       \
+    DO(average_means)     \
     DO(find_nonfinite)    \
     DO(add_squares)       \
     DO(decide)            \

@@ -37,16 +37,19 @@ class Trained(NamedTuple):
     work: int | None = None  # the cost of its update as a whole matrix; None if it is updated in any slices
     leader: int = 0  # the position of the first parameter of its amax group, which lies in one bucket
     state: str = "full"  # or "compact", or "compact24", with masters of 24 bits for bfloat16 weights
+    between_hosts: str | None = None  # the format in which means of hosts travel; None if it is float32
 
     @property
     def key(self) -> tuple:
-        """Equal for all parameters of a bucket: their optimizer, kind and state. NVFP4 weights sort first."""
+        """Equal for all parameters of a bucket: their optimizer, kind, state and format between hosts. NVFP4
+        weights sort first.
+        """
         if isinstance(self.parameter, NVFP4Tensor):
             record = self.parameter.record
             kind = 0, -record.block[0], str(record.four_over_six or "")
         else:
             kind = (1 + (torch.bfloat16, torch.float16, torch.float32).index(self.parameter.dtype),)
-        return self.by, kind, self.state != "full", self.state
+        return self.by, kind, self.state != "full", self.state, self.between_hosts or ""
 
 
 def build_buckets(
@@ -59,8 +62,8 @@ def build_buckets(
     """Assign the parameters to buckets, the same list on every rank.
 
     The parameters of a bucket share their sharding, their optimizer, their kind (NVFP4 in the same blocks, or
-    a dtype) and their state, and buckets are sorted by these four. In a group of one rank nothing travels
-    between ranks, and each combination is one bucket, unless some are offloaded.
+    a dtype), their state and their format between hosts, and buckets are sorted by these five. In a group of
+    one rank nothing travels between ranks, and each combination is one bucket, unless some are offloaded.
 
     bucket_mb: megabytes of the gradients of one bucket, all ranks' slices together. wire: as of Bucket.
     offloads: whether some will be offloaded. overlap: as of Communication. It decides the order of buckets:
@@ -88,16 +91,16 @@ def build_buckets(
             sizes = {i: p.numel() * (wire or gradient_dtype(p)).itemsize for i, p in parameters.items()}
             is_cut = world_size > 1 or updates_early or offloads
             most = int(bucket_mb * 2**20) if is_cut else sum(sizes.values())
-            is_whole, state = groups[0][0] in owners, trained[groups[0][0]].state
+            first = groups[0][0]
+            is_whole, shared = first in owners, (trained[first].state, trained[first].between_hosts)
             if is_whole:
                 cut = in_whole_slices(groups, sizes, owners, most // world_size)
             else:
                 cut = in_buckets(groups, sizes, most, first_last)
             for chosen in cut:
                 with_ranks = [owners[i] for i in chosen] if is_whole else None
-                built.append(
-                    Bucket(chosen, [parameters[i] for i in chosen], sharding, with_ranks, wire, state)
-                )
+                own = [parameters[i] for i in chosen]
+                built.append(Bucket(chosen, own, sharding, with_ranks, wire, *shared))
     if first_last:
         built.sort(key=lambda b: (not b.is_packed and not updates_early, -min(b.indices)))
     return built

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from zerofp4.cast import block_unit
 from zerofp4.distributed import GroupReference, rank_and_size
+from zerofp4.format import STRIP
 from zerofp4.layout import ceil_div, round_up
 from zerofp4.ops import addresses_of
 from zerofp4.shard import equal_slices, intersect, state_unit, whole_slices
@@ -58,11 +59,18 @@ class Sharding(NamedTuple):
     replicas: dist.ProcessGroup | None = None
 
 
-def cut_unit(parameter: torch.Tensor, is_compact: bool) -> int:
-    """Ranks are cut at multiples of this: a block's scale and a group of compact state have one owner."""
-    travels = isinstance(parameter, NVFP4Tensor) and parameter.record.scales_travel
-    unit = block_unit(parameter.record) if travels else 1
-    return math.lcm(unit, state_unit(parameter.shape[-1])) if is_compact else unit
+def cut_unit(parameter: torch.Tensor, is_compact: bool, between_hosts: str | None = None) -> int:
+    """Ranks are cut at multiples of this: a block's scale, a group of compact state and a strip of NVFP4
+    between hosts have one owner.
+    """
+    units = [1]
+    if isinstance(parameter, NVFP4Tensor) and parameter.record.scales_travel:
+        units.append(block_unit(parameter.record))
+    if is_compact:
+        units.append(state_unit(parameter.shape[-1]))
+    if between_hosts == "nvfp4":
+        units.append(STRIP[0] * parameter.shape[-1])
+    return math.lcm(*units)
 
 
 class Bucket:
@@ -72,7 +80,7 @@ class Bucket:
     owners: by parameter, the rank that owns all of it, in ascending order; None if a slice ends at any
         cut_unit() of a parameter.
     wire: the dtype that gradients are rounded to before they are added; None keeps autograd's.
-    state: as of Trained.
+    state, between_hosts: as of Trained.
 
     allocate() makes the memory of the weights, and bind() makes the parameters views of it. The memory of
     allocate_masters(), masters and low, is this rank's slice, zero between two parameters:
@@ -101,8 +109,9 @@ class Bucket:
         owners: Sequence[int] | None = None,
         wire: torch.dtype | None = None,
         state: str = "full",
+        between_hosts: str | None = None,
     ):
-        self.state = state
+        self.state, self.between_hosts = state, between_hosts
         self.indices, self.parameters, self.wire = list(indices), list(parameters), wire
         self.device = self.parameters[0].device
         dtypes = set(map(gradient_dtype, self.parameters))
@@ -121,7 +130,7 @@ class Bucket:
         self.shapes = [parameter.shape for parameter in self.parameters]
         sizes = [shape.numel() for shape in self.shapes]
         if owners is None:
-            units = [cut_unit(p, state != "full") for p in self.parameters]
+            units = [cut_unit(p, state != "full", between_hosts) for p in self.parameters]
             self.offsets, self.slice_numel = equal_slices(sizes, self.world_size, ALIGNMENT, units)
         else:
             self.offsets, self.slice_numel = whole_slices(sizes, owners, self.world_size, ALIGNMENT)

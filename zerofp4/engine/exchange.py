@@ -64,6 +64,7 @@ class BucketExchange(Protocol):
     error: OwnError  # of this rank in the last send(), raised by receive() and average()
     gradient_bytes: int  # that this rank sends to other ranks
     bytes_between_hosts: int | None = None  # the part of them that leaves the host; None if nobody counts
+    means_travel_as: str | None = None  # the format of means between hosts; None if there are no such means
     bring_down: Callable[[bool], None] | None = None
     """Called after send(), or with False if the means are in `bucket.gradients`: begins what receive() waits
     for on the host. None if the host waits for nothing.

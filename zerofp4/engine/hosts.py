@@ -15,17 +15,17 @@ class HostsExchange(BucketExchange):
     """Local rank l of every host averages its host's gradients, in FP32 and in rank order, for the slices
     that local rank l of all hosts owns. The owner receives each host's mean, and adds them in host order.
 
-    A mean of NVFP4 weights travels as bfloat16, rounded at random (page on numerics); those of other
-    parameters, which are norms, embeddings and heads, as the float32 that they are. The mean of the owner's
-    own host is rounded, too: so no sum depends on who owns an element.
+    A mean travels in the format of its bucket, rounded once at random (page on numerics), or as the float32
+    that it is. The mean of the owner's own host is rounded, too: so no sum depends on who owns an element.
 
     On a GPU all this runs on a stream of its own, which waits for the network. On a CPU the host waits, so
     means are made and sent when they are needed: a backward pass never waits.
 
     hosts: their number, each with as many consecutive ranks.
     memory: of this rank's gradients. inside: [ranks of a host, hosts, slice_numel] for gradients of this
-        host. means: float32 [hosts, slice_numel], made of them. sent: the same as they travel, shared by all
-        buckets like means. received: [hosts, slice_numel].
+        host. means: float32 [hosts, slice_numel], made of them. sent: the same as messages, one row for each
+        host, shared by all buckets like means. received: messages, one from each host.
+    layout: of messages; None if they are the means.
     before: the bucket that is sent before this one. user: the last one that is sent from the same `memory`.
     stream: None on a CPU. taken: returns the number of steps taken so far.
     """
@@ -41,6 +41,7 @@ class HostsExchange(BucketExchange):
         means: torch.Tensor,
         sent: torch.Tensor,
         received: torch.Tensor,
+        layout: ops.MeansLayout | None,
         before: "HostsExchange | None",
         user: "HostsExchange | None",
         stream: torch.cuda.Stream | None,
@@ -48,18 +49,19 @@ class HostsExchange(BucketExchange):
     ):
         self.bucket, self.memory, self.received = bucket, memory, received
         self._inside, self._means, self._sent = inside, means, sent
-        self._before, self._user, self._stream, self._taken = before, user, stream, taken
+        self._layout, self._before, self._user = layout, before, user
+        self._stream, self._taken = stream, taken
         local_size = bucket.world_size // hosts
         self._host, self._local = divmod(bucket.rank, local_size)
         self._neighbours = range(self._host * local_size, (self._host + 1) * local_size)
         self._counterparts = range(self._local, bucket.world_size, local_size)
         self._rows = memory.flat.view(hosts, local_size, -1)  # by owner
-        self.arrives_as: torch.dtype | None = received.dtype
-        self._rounds = received.dtype != torch.float32
-        self._pieces = ops.rounded_pieces(self._find_pieces(hosts), bucket.device) if self._rounds else None
-        self._own_views = bucket.own_views(received[self._host])
+        is_decoded = layout is not None and layout.is_decoded
+        self.arrives_as: torch.dtype | None = None if is_decoded else received.dtype
+        self._own_views = bucket.own_views(None if is_decoded else received[self._host])
         slices = hosts * (local_size - 1) * bucket.slice_numel * bucket.sent_as.itemsize
         self.bytes_between_hosts = (hosts - 1) * received[0].nbytes
+        self.means_travel_as = bucket.between_hosts or "float32"
         self.gradient_bytes = slices + self.bytes_between_hosts
         self._from_inside: Pending | None = None
         self._pending: Pending | None = None
@@ -69,21 +71,9 @@ class HostsExchange(BucketExchange):
         self.error = OwnError()
         self.present: Sequence[bool] | None = None  # the device knows
 
-    def _find_pieces(self, hosts: int) -> list[tuple[int, int, int, int]]:
-        """The parts of parameters in `means`, as of ops.rounded_pieces()."""
-        bucket, found = self.bucket, []
-        for row, owner in enumerate(self._counterparts):
-            begin, end = owner * bucket.slice_numel, (owner + 1) * bucket.slice_numel
-            for i, offset, shape in zip(bucket.indices, bucket.offsets, bucket.shapes, strict=True):
-                shard = intersect(offset, shape.numel(), begin, end)
-                if shard.numel:
-                    place = row * bucket.slice_numel + offset + shard.start - begin
-                    found.append((place, shard.numel, shard.start, i))
-        return found
-
     def send(self, gradients: Gradients | Abstain) -> None:
         self.finish()  # of an aborted step
-        self.error, self._rounds_now = OwnError(), self._rounds and gradients is not ABSTAIN
+        self.error, self._rounds_now = OwnError(), self._layout is not None and gradients is not ABSTAIN
         if self._user is not None and self._user._left is not None:
             self._user._left.wait()
         if gradients is not ABSTAIN:
@@ -121,7 +111,7 @@ class HostsExchange(BucketExchange):
         if self._rounds_now:
             with self.error:
                 where = {"step": self._taken(), "host": self._host}
-                ops.round_means(self._means, self._sent, self._pieces, **where)
+                ops.round_means(self._means, self._sent, self._layout, **where)
         self.received[self._host].copy_(self._sent[self._host])
         rows = (self._messages(self._counterparts, each) for each in (self.received, self._sent))
         self._pending = start_exchange(*rows, self.bucket.group(), "averaging gradients over hosts")
@@ -149,11 +139,42 @@ class HostsExchange(BucketExchange):
 
     def average(self, squares: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
         self.finish()
-        ops.average(self.received, self.bucket.gradients if into is None else into, squares=squares)
+        means = self.bucket.gradients if into is None else into
+        if self.arrives_as is None:
+            ops.average_means(self.received, means, self._layout, self._host)
+            if squares is not None:
+                ops.add_squares([means], squares)
+        else:
+            ops.average(self.received, means, squares=squares)
         self.error.raise_if_any()
 
     def gather(self) -> Pending | None:
         return start_gather(self.bucket.gathered, self.bucket.group(), "gathering weights")
+
+
+def message_layout(bucket: Bucket, hosts: int) -> ops.MeansLayout | None:
+    """How the means that this rank sends lie in their messages; None for means that travel exactly."""
+    if bucket.between_hosts is None:
+        return None
+    pieces: list[list[ops.MeansPiece]] = []  # by owner
+    for begin in range(0, bucket.world_size * bucket.slice_numel, bucket.slice_numel):
+        pieces.append([])
+        for i, offset, shape in zip(bucket.indices, bucket.offsets, bucket.shapes, strict=True):
+            shard = intersect(offset, shape.numel(), begin, begin + bucket.slice_numel)
+            if shard.numel:
+                place, cols = offset + shard.start - begin, shape[-1] if shape else 1
+                pieces[-1].append(ops.MeansPiece(place, shard.numel, shard.start, i, cols))
+    strips = max(sum(piece.strips for piece in own) for own in pieces)
+    local_size = bucket.world_size // hosts
+    own = pieces[bucket.rank % local_size :: local_size]
+    return ops.MeansLayout(bucket.between_hosts, bucket.slice_numel, own, strips, bucket.device)
+
+
+def _message_of(bucket: Bucket, layout: ops.MeansLayout | None) -> tuple[int, torch.dtype]:
+    """The length and the dtype of a message."""
+    if layout is not None and layout.is_decoded:
+        return layout.nbytes, torch.uint8
+    return bucket.slice_numel, torch.float32 if layout is None else torch.bfloat16
 
 
 def hosts_exchanges(
@@ -167,17 +188,20 @@ def hosts_exchanges(
     memory = gradient_memory(buckets, zeros, places, aliased)
     layouts = [((ranks // hosts, hosts, b.slice_numel), b.sent_as) for b in buckets]
     inside = in_slots(layouts, zeros, places)
-    wires = [torch.bfloat16 if bucket.is_packed else torch.float32 for bucket in buckets]
-    layouts = [((hosts, b.slice_numel), wire) for b, wire in zip(buckets, wires, strict=True)]
+    messages = [message_layout(bucket, hosts) for bucket in buckets]
+    pairs = (_message_of(*pair) for pair in zip(buckets, messages, strict=True))
+    layouts = [((hosts, length), dtype) for length, dtype in pairs]
     received = in_slots(layouts, zeros, slots)
-    means, rounded = zeros(hosts * most, dtype=torch.float32), zeros(hosts * most, dtype=torch.bfloat16)
+    means = zeros(hosts * most, dtype=torch.float32)
+    rounded = zeros(max(rows.nbytes for rows in received), dtype=torch.uint8)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     made: list[HostsExchange] = []
     users: dict[int, HostsExchange] = {}  # by the address of memory, the last one that sends from there
-    for bucket, own, local, rows in zip(buckets, memory, inside, received, strict=True):
-        mean = means[: rows.numel()].view(rows.shape)
-        sent = mean if rows.dtype == torch.float32 else rounded[: rows.numel()].view(rows.shape)
+    for bucket, own, local, rows, layout in zip(buckets, memory, inside, received, messages, strict=True):
+        mean = means[: hosts * bucket.slice_numel].view(hosts, -1)
+        sent = mean if layout is None else rounded[: rows.nbytes].view(rows.dtype).view(rows.shape)
         before, user = made[-1] if made else None, users.get(own.flat.data_ptr())
-        made.append(HostsExchange(bucket, hosts, own, local, mean, sent, rows, before, user, stream, taken))
+        ends = before, user, stream, taken
+        made.append(HostsExchange(bucket, hosts, own, local, mean, sent, rows, layout, *ends))
         users[own.flat.data_ptr()] = made[-1]
     return list(made)

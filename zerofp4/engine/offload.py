@@ -448,7 +448,8 @@ class OffloadedExchange(BucketExchange):
     def __init__(self, inner: BucketExchange, offload: Offload):
         self.bucket, self.memory, self.received = inner.bucket, inner.memory, inner.received
         self.send, self.finish, self.gather = inner.send, inner.finish, inner.gather
-        self.gradient_bytes, self.bytes_between_hosts = inner.gradient_bytes, inner.bytes_between_hosts
+        self.gradient_bytes, self.means_travel_as = inner.gradient_bytes, inner.means_travel_as
+        self.bytes_between_hosts = inner.bytes_between_hosts
         self._inner, self._offload = inner, offload
         self.is_in_place = isinstance(inner, LocalExchange) and inner.arrives_as is not None
         self.arrives_as = inner.arrives_as if self.is_in_place else torch.float32

@@ -245,6 +245,7 @@ class Step:
                     "gathered_in": None if size == 1 else "forward" if self._is_late(exchange) else "step",
                     "gradients": exchange.gradient_bytes,
                     "between_hosts": exchange.bytes_between_hosts,
+                    "means_travel_as": exchange.means_travel_as,
                     # A ring sends every byte twice, except a rank's own share.
                     "amaxes": 2 * others * amaxes // size,
                     "weights": others * sum(flat.nbytes for flat in bucket.gathered) // size,

@@ -37,6 +37,7 @@ from zerofp4.ops.native import (
     native_layer,
     native_linear,
 )
+from zerofp4.ops.means import MEANS_FORMATS, MeansLayout, MeansPiece, average_means, round_means
 from zerofp4.ops.optimizer import (
     AdamWItem,
     AdamWStage,
@@ -53,8 +54,6 @@ from zerofp4.ops.optimizer import (
     average,
     find_nonfinite,
     norm_of_squares,
-    round_means,
-    rounded_pieces,
 )
 from zerofp4.ops.product import add_scaled_product, product_alpha, product_values, scaled_product
 from zerofp4.ops.quantize import Quantization, choice_arguments, draw_rng_state, quantize_into

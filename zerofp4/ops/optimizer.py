@@ -64,40 +64,6 @@ def average(pieces: torch.Tensor | PeerRows, out, own=None, rank: int = 0, squar
     _C.average(target_of(out.device), arguments)
 
 
-def rounded_pieces(pieces: Sequence[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
-    """int64 [pieces, 4] for round_means(): the parts of parameters in a flat tensor, in ascending order.
-
-    Of each, where it begins in the tensor; its number of elements; its first element in the parameter; and
-    the number of the parameter. Raises ValueError unless parts begin at multiples of 8 in both.
-    """
-    for begin, _, first, number in pieces:
-        if begin % _C.ROUNDED_AT_ONCE or first % _C.ROUNDED_AT_ONCE:
-            raise ValueError(
-                f"parameter {number}: element {first} lies at {begin}, which must be multiples of 8"
-            )
-    return torch.tensor(list(pieces) or [(0, 0, 0, 0)], dtype=torch.int64, device="cpu").to(device)
-
-
-def round_means(
-    means: torch.Tensor, out: torch.Tensor, pieces: torch.Tensor, *, step: int, host: int
-) -> None:
-    """Round the mean of a host at random for other hosts, as reference.send_mean(..., "bf16") does.
-
-    means: float32, contiguous, of a multiple of 8 elements. out: bfloat16 of as many; those of no piece are
-    set to 0. pieces: of rounded_pieces(), on the same device. step: number of the update. host: that sends.
-    """
-    arguments = _C.RoundMeansArgs(
-        values=address_of("means", means),
-        output=address_of("out", out),
-        pieces=address_of("pieces", pieces),
-        count=len(pieces),
-        numel=means.numel(),
-        step=step,
-        host=host,
-    )
-    _C.round_means(target_of(out.device), arguments)
-
-
 def norm_of_squares(words: torch.Tensor) -> torch.Tensor:
     """float32 []: the norm of int64 [SQUARES[1]] words, copies and ranks added up. Waits for nothing."""
     # 2 ** (8 i - 150), as bits: for exp2() of float64, torch compiles a kernel at run time.

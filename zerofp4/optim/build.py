@@ -15,6 +15,7 @@ from zerofp4.cast import check_castable, number_groups
 from zerofp4.distributed import attempt, first_difference, rank_and_size
 from zerofp4.engine import Trained, find_bucket_mb, find_hosts, gradient_dtype, host_name
 from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.ops import MEANS_FORMATS
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_names, find_places, parameter_name
 from zerofp4.optim.inner import (
@@ -44,7 +45,7 @@ _CHOICES = {
     "overlap": (None, "backward", "forward", "both", "update"),
     "gradient_dtype": (None, torch.float32),
     "gradient_wire": (None, *WEIGHT_DTYPES),
-    "between_hosts": (None, "bf16"),
+    "between_hosts": (None, *MEANS_FORMATS),
 }
 
 
@@ -63,8 +64,9 @@ class Communication:
     bucket_mb: megabytes of gradients that are sent at once; None is a 14th of all, from 256 to 1024.
     gradient_dtype: torch.float32 to add up micro-batches in FP32; None is the parameter's dtype.
     gradient_wire: the dtype that gradients are rounded to before they are sent; None keeps their own.
-    between_hosts: "bf16" averages gradients inside each host and rounds these means once, at random, to
-        bfloat16 for the other hosts. Sums are ordered. Those of parameters that are not NVFP4 stay FP32.
+    between_hosts: "bf16", "mxfp8" or "nvfp4" averages gradients inside each host and rounds these means once,
+        at random, to that format for the other hosts. Sums are ordered. Means of parameters that are not
+        NVFP4, or whose last dimension blocks of the format do not divide, stay FP32.
 
     Examples:
         >>> communication = zerofp4.optim.Communication(overlap="backward", bucket_mb=256)
@@ -236,7 +238,8 @@ class Checked:
                 state, sharding = "full", self.places[g].sharding
                 if self.param_groups[g].get("state") == "compact" and suits_compact(p.shape):
                     state = "compact24" if p.dtype == torch.bfloat16 else "compact"
-                found.append(Trained(p, name, sharding, inner.number, work, len(found), state))
+                between = _format_between_hosts(self.communication, p)
+                found.append(Trained(p, name, sharding, inner.number, work, len(found), state, between))
         weights = [i for i, one in enumerate(found) if isinstance(one.parameter, NVFP4Tensor)]
         leaders: dict[int, int] = {}  # by number of an amax group
         numbers = number_groups([found[i].parameter.record for i in weights], self.amax_groups)
@@ -268,7 +271,7 @@ class Checked:
         for name, refused in (
             ("overlap", ("backward", "both", "update")),
             ("transport", ("peer",)),
-            ("between_hosts", ("bf16",)),
+            ("between_hosts", tuple(MEANS_FORMATS)),
         ):
             value = getattr(self.communication, name)
             if value in refused:
@@ -334,6 +337,13 @@ def _read_folder(folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
             return opened.get_tensor(name)
 
     return read
+
+
+def _format_between_hosts(communication: Communication, parameter: torch.Tensor) -> str | None:
+    """The format in which means of a parameter travel between hosts; None if exactly, or not at all."""
+    chosen = communication.between_hosts
+    is_taken = isinstance(parameter, NVFP4Tensor) and parameter.shape[-1] % MEANS_FORMATS.get(chosen, 1) == 0
+    return chosen if is_taken else None
 
 
 def _choose_state(param_groups: Sequence[dict], classes: Sequence[InnerClass], state: str) -> None:

@@ -807,12 +807,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         their order, each with its kind, parameters, elements, optimizer, gathered_in ("step", "forward" or
         None), state ("compact24" has masters of 24 bits), masters (on "host" or "device"), and the bytes of
         gradients, amaxes and weights that this rank sends for it in a step; between_hosts: how many bytes of
-        these gradients leave the host, None without that option. bytes_sent: bytes by phase, of all
-        buckets. shared_bytes: memory that other ranks can access. waiting_bytes: memory where gradients of
-        other ranks wait for the update. host_bytes: offloaded masters with their present state, and gradients
-        that wait there. pinned_bytes: the slots for gradients, amaxes and weights on their way between host
-        and device, before torch rounds each up to a power of two. offload_threads: that update; None if
-        nothing is offloaded.
+        these gradients leave the host, and means_travel_as: in which format, None without that option.
+        bytes_sent: bytes by phase, of all buckets. shared_bytes: memory that other ranks can access.
+        waiting_bytes: memory where gradients of other ranks wait for the update. host_bytes: offloaded
+        masters with their present state, and gradients that wait there. pinned_bytes: the slots for
+        gradients, amaxes and weights on their way between host and device, before torch rounds each up to a
+        power of two. offload_threads: that update; None if nothing is offloaded.
         """
         described = self._step.describe()
         for entry, bucket in zip(described["buckets"], self._shards.buckets, strict=True):

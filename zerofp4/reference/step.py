@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from zerofp4.format import BLOCK, SCALE_DTYPE, STATE_GROUP
+from zerofp4.format import BLOCK, MXFP8_BLOCK, SCALE_DTYPE, STATE_GROUP, STRIP
 from zerofp4.reference.adamw import adamw_step, average, norm_of_squares, square_sums
 from zerofp4.reference.compact import CompactMoments, compact_adamw_step, no_moments, round_master
 from zerofp4.reference.shards import partial_amax, partial_cast
-from zerofp4.reference.wire import float_to_bfloat16_stochastic, wire_bytes
+from zerofp4.reference.wire import mean_of_hosts, send_mean
 
 CHUNK = 256
 """Slices begin at multiples of this many elements of a parameter."""
@@ -31,6 +31,7 @@ class ShardedParameter:
     values: float32, the first masters, the same on every rank; [M, K] if quantized.
     dtype: of the weight. sent_as: the dtype in which gradients travel, `dtype` by default.
     number: the position among all parameters. compact: whether state is, if rows are long enough.
+    between_hosts: the format in which means of hosts travel, as of send_mean(); None if it is float32.
     """
 
     def __init__(
@@ -43,13 +44,16 @@ class ShardedParameter:
         quantized: bool = False,
         compact: bool = False,
         sent_as: torch.dtype | None = None,
+        between_hosts: str | None = None,
     ):
+        self.between_hosts = between_hosts
         self.shape, self.dtype, self.sent_as, self.step = values.shape, dtype, sent_as or dtype, 0
         self.index = number
-        # Slices of n elements in flat order. A slice has whole groups of compact state.
+        # Slices of n elements in flat order. A slice has whole groups of compact state and whole strips.
         compact = compact and values.dim() > 1 and values.shape[-1] >= STATE_GROUP
         unit = 1 if not compact else self.shape[-1] if self.shape[-1] % STATE_GROUP else STATE_GROUP
-        ranks, cut = dist.get_world_size(group), math.lcm(CHUNK, unit)
+        strip = STRIP[0] * self.shape[-1] if between_hosts == "nvfp4" else 1
+        ranks, cut = dist.get_world_size(group), math.lcm(CHUNK, unit, strip)
         n = max(-(-values.numel() // (ranks * cut)), 1) * cut
         self.start = dist.get_rank(group) * n
         self.owned = min(max(values.numel() - self.start, 0), n)  # the rest of the slice is padding, zeros
@@ -86,7 +90,7 @@ def zero_step(
     gradients: p.grad of this rank by parameter. clips: (max_norm, norm_type) of clip_grad_norm_() calls.
     ordered: whether gradients are added in rank order, or by torch's reduce-scatter.
     earlier: with offload_gradients, the gradients of each backward pass before the last one, in their order.
-    between: with between_hosts="bf16", the number of hosts, and of the steps taken before.
+    between: with between_hosts, the number of hosts, and of the steps taken before.
     options: lr, betas, eps, weight_decay and maximize of AdamW.
     """
     sent = [_as_sent(p, gradient) for p, gradient in zip(parameters, gradients, strict=True)]
@@ -150,13 +154,15 @@ def _received(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
 
 
 def _mean_of_hosts(p: ShardedParameter, received: torch.Tensor, hosts: int, taken: int) -> torch.Tensor:
-    """float32 [n]: the mean of all hosts' means, those of NVFP4 weights rounded to bfloat16 at random."""
-    means = [average(own) for own in received.unflatten(0, (hosts, -1))]
-    if p.scale is not None:
-        where = {"first": p.start, "number": p.index, "step": taken}
-        drawn = [wire_bytes(mean.shape, 2, host=host, **where) for host, mean in enumerate(means)]
-        means = [float_to_bfloat16_stochastic(*pair) for pair in zip(means, drawn, strict=True)]
-    return average(torch.stack(means))
+    """float32 [n]: the mean of all hosts' means, rounded at random unless they travel as they are."""
+    means, wire = [average(own) for own in received.unflatten(0, (hosts, -1))], p.between_hosts
+    if wire is None:
+        return average(torch.stack(means))
+    # Only NVFP4 depends on rows: bf16 has no blocks, and those of MXFP8 follow each other.
+    cols = {"bf16": CHUNK, "mxfp8": MXFP8_BLOCK, "nvfp4": p.shape[-1]}[wire]
+    where = {"number": p.index, "step": taken, "first_row": p.start // cols}
+    sent = [send_mean(mean.view(-1, cols), wire, host=host, **where) for host, mean in enumerate(means)]
+    return mean_of_hosts(sent, wire, cols).flatten()
 
 
 def _norm(means: Sequence[torch.Tensor], norm_type: float, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -8,16 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from zerofp4.format import BLOCK, E4M3_MAX, MXFP8_BLOCK, SCALE_DTYPE
+from zerofp4.format import BLOCK, E4M3_MAX, MXFP8_BLOCK, SCALE_DTYPE, STRIP
 from zerofp4.reference.adamw import average
 from zerofp4.reference.elements import e2m1_to_float, pack, unpack
 from zerofp4.reference.hadamard import hadamard_rows
 from zerofp4.reference.mxfp8 import dequantize_mxfp8, mxfp8_block_amax, mxfp8_encode, mxfp8_scale
 from zerofp4.reference.scales import block_amax, block_encode, encode_scale, magnitude, scale_value, spread
 from zerofp4.reference.stochastic import LOW, float_to_e2m1_stochastic, philox_bytes
-
-STRIP = (16, 128)
-"""Rows and columns of a gradient that share the second-level scale of NVFP4."""
 
 
 class SentMean(NamedTuple):
@@ -130,12 +127,13 @@ def float_to_bfloat16_stochastic(x: torch.Tensor, drawn: torch.Tensor) -> torch.
 
 def float_to_e4m3_stochastic(y: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
     """E4M3 of float32 values with a random byte each: (r + 1/2) / 256 of a grid step is added to |y|, and the
-    sum is rounded down on its own step, saturating at 448. NaN stays NaN.
+    sum is rounded down on its own step, saturating at 448. NaN gives 0x7F.
     """
     step = _e4m3_step(y.abs())
     t = (y.abs() + ((r.float() + 0.5) * (1 / 256)) * step).clamp(max=E4M3_MAX)
     step = _e4m3_step(t)
-    return ((t / step).floor() * step).copysign(y).to(torch.float8_e4m3fn)
+    byte = ((t / step).floor() * step).copysign(y).to(SCALE_DTYPE).view(torch.uint8)
+    return torch.where(y.isnan(), 0x7F, byte).view(SCALE_DTYPE)
 
 
 def _e4m3_step(a: torch.Tensor) -> torch.Tensor:

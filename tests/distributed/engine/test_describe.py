@@ -14,6 +14,7 @@ from distributed.engine.overlap_cases import SMALL, make
 from distributed.optim.cases import SPECIFICATIONS, built, model_bytes
 from distributed.optim.group_cases import OPTIONS, expert_group
 from distributed.run import on_ranks
+from zerofp4.ops import MEANS_FORMATS
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 from zerofp4.optim.description import bytes_by_use
 
@@ -131,25 +132,39 @@ def test_the_default_over_several_hosts(world, transport):
 
 
 @on_ranks(2, 4)
-def test_bytes_between_hosts(world):
-    """bfloat16 of NVFP4 weights, float32 of others; inside a host each gradient in its own dtype."""
-    local = world.world_size // 2
-    way = Communication(between_hosts="bf16")
+@pytest.mark.parametrize("wire", MEANS_FORMATS)
+def test_bytes_between_hosts(world, wire):
+    """In the format of NVFP4 weights that its blocks divide, float32 of others; inside a host each gradient
+    in its own dtype.
+    """
+    local, others = world.world_size // 2, world.world_size - 1
+    way = Communication(between_hosts=wire)
+    parameters = [
+        *parameters_of(world),
+        *make_parameters(world.device, 1, [((64, 96), torch.bfloat16, True)]),
+    ]
     with mock.patch.dict(os.environ, {"NCCL_HOSTID": str(world.rank // local)}):
-        described = ZeroFP4Optimizer(
-            parameters_of(world), FusedAdamW, communication=way, **OPTIONS
-        ).describe()
+        described = ZeroFP4Optimizer(parameters, FusedAdamW, communication=way, **OPTIONS).describe()
         groups = [{"params": parameters_of(world), "process_group": expert_group(world)}]
         message = raised_everywhere(world, ValueError, ZeroFP4Optimizer, groups, lr=0.1, communication=way)
-        assert "between_hosts='bf16' is not supported because parameter groups name" in message
+        assert f"between_hosts='{wire}' is not supported because parameter groups name" in message
     assert [described[k] for k in ("hosts", "reduction", "transport")] == [
         (2, local),
         "ordered",
         "collective",
     ]
+    kinds = {(bucket["kind"], bucket["means_travel_as"]) for bucket in described["buckets"]}
+    exact = {("bfloat16", "float32"), ("float32", "float32")}
+    assert kinds == exact | {("nvfp4", wire)} | ({("nvfp4", "float32")} if wire != "bf16" else set())
     for bucket in described["buckets"]:
-        numel = bucket["between_hosts"] // (2 if bucket["kind"] == "nvfp4" else 4)
+        size = {"nvfp4": 0.5, "bfloat16": 2, "float32": 4}[bucket["kind"]]
+        numel = int(bucket["weights"] / others / size)  # of a slice
         assert numel * world.world_size >= bucket["elements"] > 0
+        least = {"float32": 4, "bf16": 2, "mxfp8": 33 / 32, "nvfp4": 9 / 16}[
+            bucket["means_travel_as"]
+        ] * numel
+        amaxes = 0 if bucket["means_travel_as"] != "nvfp4" else 4 * 4  # of four strips at most
+        assert least <= bucket["between_hosts"] < least + amaxes + 16
         itemsize = 4 if bucket["gradients_travel_as"] == "float32" else 2
         assert bucket["gradients"] == bucket["between_hosts"] + 2 * (local - 1) * numel * itemsize
     arguments = {"optimizer_class": FusedAdamW, "lr": 0.1, "communication": way}
@@ -159,7 +174,7 @@ def test_bytes_between_hosts(world):
     )
     assert "offload_gradients is not supported with between_hosts" in message
     message = raised_everywhere(world, ValueError, ZeroFP4Optimizer, parameters_of(world), **arguments)
-    assert "between_hosts='bf16' needs two hosts or more" in message
+    assert f"between_hosts='{wire}' needs two hosts or more" in message
 
 
 @pytest.mark.parametrize("other", [{"reduction": "reduce_scatter"}, {"transport": "peer"}])

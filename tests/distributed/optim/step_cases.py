@@ -56,6 +56,7 @@ class Pair:
                 quantized=isinstance(p, NVFP4Tensor),
                 compact=compact,
                 sent_as=options.get("gradient_wire") or self.gradient_dtypes[i],
+                between_hosts=_format_between_hosts(p, options),
             )
             for i, (p, values) in enumerate(zip(self.parameters, plain_masters(self.parameters), strict=True))
         ]
@@ -159,6 +160,13 @@ class Pair:
         parts = zip(*(part.split([t.nbytes for t in kept]) for part in by_rank), strict=True)
         wholes = (torch.cat(part).view(t.dtype) for part, t in zip(parts, kept, strict=True))
         return [_named(p, [next(wholes) for _ in (p.master, *p.moments)]) for p in self.expected]
+
+
+def _format_between_hosts(p: torch.Tensor, options: dict) -> str | None:
+    """Of an NVFP4 weight, if blocks of the format divide its rows."""
+    wire = options.get("between_hosts")
+    divides = wire and p.shape and p.shape[-1] % {"bf16": 1, "mxfp8": 32, "nvfp4": 16}[wire] == 0
+    return wire if divides and isinstance(p, NVFP4Tensor) else None
 
 
 def _weight(p: torch.Tensor, expected: reference.ShardedParameter):

@@ -26,6 +26,7 @@ SPECIFICATIONS = [
     ((300,), torch.bfloat16, False),
     ((5, 3), torch.float32, False),
     ((), torch.float32, False),
+    ((40, 160), torch.bfloat16, True),
 ]
 """In compact state masters of 24 bits and of 32, and rows that groups divide and that they do not."""
 
@@ -34,7 +35,9 @@ EXCHANGES = {
     "reduce_scatter": {"transport": "collective", "reduction": "reduce_scatter"},
     "early peers": {"transport": "peer"},
     "late peers": {"transport": "peer"},
-    "hosts": {"between_hosts": "bf16"},
+    "hosts, bf16": {"between_hosts": "bf16"},
+    "hosts, MXFP8": {"between_hosts": "mxfp8"},
+    "hosts, NVFP4": {"between_hosts": "nvfp4"},
 }
 
 
@@ -49,9 +52,10 @@ def test_the_bytes_of_the_reference(world, exchange, overlap, state, clips):
 
 
 @on_ranks(2, 4)
+@pytest.mark.parametrize("exchange", [name for name in EXCHANGES if "hosts" in name])
 @pytest.mark.parametrize("dtypes", [{"gradient_dtype": torch.float32}, {"gradient_wire": torch.float16}])
-def test_gradients_of_other_dtypes_inside_hosts(world, dtypes):
-    take_steps(world, "hosts", "both", True, **dtypes)
+def test_gradients_of_other_dtypes_inside_hosts(world, exchange, dtypes):
+    take_steps(world, exchange, "both", True, **dtypes)
 
 
 DTYPES = [
@@ -63,7 +67,7 @@ DTYPES = [
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("exchange", [name for name in EXCHANGES if name != "hosts"])
+@pytest.mark.parametrize("exchange", [name for name in EXCHANGES if "hosts" not in name])
 @pytest.mark.parametrize("overlap", [None, "both", "update"])
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_gradients_of_other_dtypes(world, exchange, overlap, dtypes):

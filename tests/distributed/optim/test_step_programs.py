@@ -46,6 +46,7 @@ SPECIFICATIONS = [
 ]
 RANKS, COUNT = 3, len(SPECIFICATIONS)
 
+WIRES = [None, "bf16", "mxfp8", "nvfp4"]
 SEEDS = st.integers(0, 999)
 PLACES = st.tuples(st.integers(0, RANKS - 1), st.integers(0, COUNT - 1))
 MISSING = st.frozensets(PLACES, max_size=8)
@@ -77,7 +78,7 @@ def worlds(draw) -> tuple[int, dict]:
     if options["transport"] == "collective":
         options["reduction"] = draw(st.sampled_from(["ordered", "reduce_scatter"]))
         is_possible = size > 1 and options["reduction"] == "ordered" and not options.get("offload_gradients")
-        options["between_hosts"] = draw(st.sampled_from([None, "bf16"])) if is_possible else None
+        options["between_hosts"] = draw(st.sampled_from(WIRES)) if is_possible else None
     if options["overlap"] != "update":
         options["bucket_mb"] = draw(st.sampled_from([None, 0.001, TINY]))
         options["on_nonfinite"] = draw(st.sampled_from(["skip", "raise"]))
