@@ -72,7 +72,7 @@ class HostsExchange(BucketExchange):
         self.present: Sequence[bool] | None = None  # the device knows
 
     def send(self, gradients: Gradients | Abstain) -> None:
-        self.finish()  # of an aborted step
+        self._drop()
         self.error, self._rounds_now = OwnError(), self._layout is not None and gradients is not ABSTAIN
         if self._user is not None and self._user._left is not None:
             self._user._left.wait()
@@ -86,6 +86,15 @@ class HostsExchange(BucketExchange):
             with torch.cuda.stream(self._stream):
                 self._send_inside()
                 self._send_means()
+
+    def _drop(self) -> None:
+        """End the exchange of an aborted step as far as all ranks have begun it. On a CPU no rank has begun
+        to send means, and to wait for means would be to wait for the backward pass of another rank.
+        """
+        for pending in filter(None, (self._from_inside, self._pending)):
+            pending.wait()
+        self._from_inside = self._pending = None
+        self._has_means = True
 
     def _send_inside(self) -> None:
         """Begin to send each rank of this host its rows of this rank's gradients."""

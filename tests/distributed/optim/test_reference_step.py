@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -56,6 +57,29 @@ def test_the_bytes_of_the_reference(world, exchange, overlap, state, clips):
 @pytest.mark.parametrize("dtypes", [{"gradient_dtype": torch.float32}, {"gradient_wire": torch.float16}])
 def test_gradients_of_other_dtypes_inside_hosts(world, exchange, dtypes):
     take_steps(world, exchange, "both", True, **dtypes)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("exchange", ["collective", "hosts, NVFP4"])
+def test_a_backward_pass_after_a_refused_step_waits_for_nobody(world, exchange):
+    """The refused step has sent gradients that no rank has used."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=10))
+    options = {"overlap": "backward", "bucket_mb": TINY, "on_nonfinite": "raise"}
+    pair = Pair(SPECIFICATIONS, group, **EXCHANGES[exchange] | options)
+    gradients = gradients_of(world, 0, False)
+    gradients[3][1, 1] = math.nan
+    pair.loss(gradients).backward()
+    with pytest.raises(FloatingPointError):
+        pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    pair.forget()
+    for rank in range(world.world_size):
+        if rank == world.rank:
+            pair.loss(gradients_of(world, 1, False)).backward()
+        dist.barrier()
+    pair.optimizer.step()
+    assert not pair.step()
+    pair.check("the step after it")
 
 
 DTYPES = [
