@@ -246,8 +246,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] not in (
-        [name] for name in ("checkpoint", "export", "large", "load")
-    ):  # which measure memory
+    if not {"checkpoint", "export", "large", "load"}.intersection(sys.argv[1:2]):  # these measure memory
         keep_freed_memory()
     sys.exit(main())
