@@ -35,14 +35,17 @@ SIZE = 3
 TIMEOUT = timedelta(seconds=6)
 HANGS = 60.0
 VICTIM = 1
-KINDS = ("raise", "kill", "stop")
-STAGES = ("backward", "reduce", "norm", "update", "cast", "gather", "save", "load", "host update", "host sum")
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
+KINDS = ("raise", *SIGNALS)
+UPDATES = ("update", "host update", "host sum")
+STAGES = ("backward", "reduce", "norm", "cast", "gather", "save", "load", *UPDATES)
+CASES = [(stage, kind) for kind in KINDS for stage in (UPDATES if kind == "interrupt" else STAGES)]
 
 
 def fail(kind: str) -> None:
     if kind == "raise":
         raise ValueError("told to raise")
-    os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    os.kill(os.getpid(), SIGNALS[kind])
 
 
 def failing(function: Callable, kind: str, call: int) -> Callable:
@@ -149,7 +152,8 @@ def main(folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     outcomes = {}
     for kind in KINDS:  # side by side, since most of a fault is waiting
-        started = {stage: start(folder / f"{stage}-{kind}", stage, kind) for stage in STAGES}
+        stages = [stage for stage, of_stage in CASES if of_stage == kind]
+        started = {stage: start(folder / f"{stage}-{kind}", stage, kind) for stage in stages}
         for stage, pids in started.items():
             outcomes[f"{stage}-{kind}"] = wait(folder / f"{stage}-{kind}", pids)
     (folder / "outcomes.json").write_text(json.dumps(outcomes))

@@ -1,4 +1,4 @@
-"""A rank that raises, is killed or stopped in the middle of a stage: what the others make of it."""
+"""A rank that raises or gets a signal in the middle of a stage, and what the others make of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from early import waits_for
 
 from distributed.processes import Finished, run_script
-from distributed.scripts.fault_driver import KINDS, SIZE, STAGES, VICTIM
+from distributed.scripts.fault_driver import CASES, SIZE, VICTIM
 
 CAST = ("reducing the amaxes of a cast failed on rank", "gathering weights failed on rank")
 FAILED = {
@@ -48,8 +48,7 @@ def inject(folder: Path) -> tuple[Finished, Path]:
 
 @pytest.mark.nightly
 @waits_for(inject)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "kind"), CASES)
 def test_the_others_raise_an_error_that_names_the_stage(early, stage, kind):
     """And what is half written is no checkpoint."""
     finished, folder = early(inject)
@@ -62,6 +61,8 @@ def test_the_others_raise_an_error_that_names_the_stage(early, stage, kind):
     assert whole == [f"step-{n:08}" for n in ((1, 2) if stage == "load" else (1,))]
     if kind == "raise" and stage not in ("save", "load"):
         assert found[str(VICTIM)] == ["ValueError", "told to raise"]
+    if kind == "interrupt":
+        assert found[str(VICTIM)] == ["KeyboardInterrupt", ""]
     for rank in others:
         name, message = found[rank]
         if kind == "raise" and stage in TOLD:
