@@ -29,6 +29,7 @@ from zerofp4.engine import (
     is_sendable,
 )
 from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.launch import backend_for
 from zerofp4.optim.build import Announcement
 from zerofp4.optim.inner import InnerOptimizers, show_options
 from zerofp4.optim.sharded import ShardedParameters
@@ -134,6 +135,25 @@ class Agreement:
         self._vector = torch.zeros(count + 2 * _EQUAL + _FLAGS, dtype=torch.float64, device=device)
         self._unread: list[Vote] = []
         self.last = Read(0)
+
+    def find_why_host_waits(self, sends_early: bool) -> str | None:
+        """Why the host waits for the vote of each step, the same on every rank; None if only an update that
+        takes all masters at once may have it wait. sends_early: whether backward passes send gradients.
+        """
+        if self._shards.offload.is_used:
+            return "offload has the host wait for gradients, which it updates masters with"
+        if self.world_size == 1:
+            return "a world of one has no vote"
+        device = self._vector.device
+        backend = backend_for(self._group(), device)
+        waits = f"the group's backend for {device.type} is {backend}, whose collectives the host waits for"
+        reasons = {
+            waits: backend != "nccl",
+            "on_nonfinite is 'raise'": self._raises,
+            "backward passes send gradients": sends_early,
+            "parameters have replicas": any(bucket.replica_count > 1 for bucket in self._shards.buckets),
+        }
+        return next((why for why, holds in reasons.items() if holds), None)
 
     def begin(
         self,

@@ -1,4 +1,4 @@
-"""Description: what ZeroFP4Optimizer.describe() returns. bytes_by_use: counts memory for it."""
+"""What describe() and the repr of a ZeroFP4Optimizer show, and how they count memory."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -49,3 +49,27 @@ def _size(ranges: list[tuple[int, int]]) -> int:
     for first, last in sorted(ranges):
         size, end = size + max(last - max(first, end), 0), max(last, end)
     return size
+
+
+def show(optimizer: Any) -> str:
+    """The repr of a ZeroFP4Optimizer."""
+    name, described = type(optimizer).__name__, optimizer._described
+    if described is None:
+        return f"{name}(not built)"
+    shards = optimizer._shards
+    trained, buckets = len(shards.parameters), shards.buckets
+    frozen = sum(len(group["params"]) for group in optimizer.param_groups) - trained
+    packed = sum(len(bucket.parameters) for bucket in buckets if bucket.is_packed)
+    classes = ", ".join(type(inner).__name__ for inner in optimizer.inners.all)
+    own = sum(shard.numel for shard in shards.shards)
+    lines = [
+        f"{name} (",
+        f"parameters: {packed} NVFP4, {trained - packed} others, {frozen} frozen",
+        f"masters: {own} elements on this rank, by {classes}",
+        f"world size: {optimizer.world_size}, transport: {described['transport']}, buckets: {len(buckets)}",
+        *([] if optimizer.broken is None else [f"broken: {optimizer.broken}"]),
+    ]
+    for g, group in enumerate(optimizer.param_groups):
+        shown = sorted(group.keys() - {"params", "param_names"})
+        lines += [f"Parameter Group {g}", *(f"    {key}: {group[key]}" for key in shown)]
+    return "\n".join([*lines, ")"])

@@ -368,6 +368,16 @@ class SavedState(Mapping):
             groups.append(saved | {"params": list(own)})
         return SavedOptions(groups, self.save_id)
 
+    def consolidate(self, keeps: bool) -> None:
+        """Gather the whole state on the CPU, for the next state_dict() if this rank keeps it. Collective."""
+        whole: dict[int, dict[str, torch.Tensor]] = {}
+        for i, saved in enumerate(self.parameters):
+            for name, piece in self.entries(i).items():
+                tensor = piece.full_tensor()
+                if keeps:
+                    whole.setdefault(saved.number, {})[name] = tensor.cpu()
+        self.consolidated = whole if keeps else None
+
     def state_dict(self) -> dict[str, Any]:
         state, self.consolidated = self.consolidated, None
         if state is None:

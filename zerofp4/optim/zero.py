@@ -34,13 +34,12 @@ from zerofp4.engine import (
     peer_exchanges,
     write_master,
 )
-from zerofp4.launch import backend_for
 from zerofp4.nn import free_frozen
 from zerofp4.ops import is_capturing
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.agreement import Agreement, Call, Clipped, OwnGradients, global_norm
 from zerofp4.optim.build import Checked, Communication, check_announcements, choose_way
-from zerofp4.optim.description import Description, bytes_by_use
+from zerofp4.optim.description import Description, bytes_by_use, show
 from zerofp4.optim.inner import InnerOptimizers
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state_dict import SavedState, agree_on_save, read_state_dict
@@ -183,7 +182,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         why_at_once = checked.why_at_once
         self._fused: FusedAdamW | None = self.inners.all[0] if why_at_once is None else None
         """Updates the masters bucket by bucket; None if all are updated at once."""
-        why_host_waits = self._find_why_host_waits(group, on_nonfinite) or why_at_once
+        why_host_waits = self._agreement.find_why_host_waits(self._schedule is not None) or why_at_once
         self._agreement.defers = why_host_waits is None
         self._early: UpdateSchedule | None = None
         if communication.overlap == "update":
@@ -246,23 +245,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 mine = [b for b in self._shards.buckets if self._shards.trained[b.indices[0]].by == number]
                 parts = [([m for i in b.indices for m in optimized[i]], b.plan) for b in mine]
                 inner.offer_parts(parts, present)
-
-    def _find_why_host_waits(self, group: dist.ProcessGroup | None, on_nonfinite: str) -> str | None:
-        """Why the host waits for the vote of each step, besides the update; the same on every rank."""
-        if self._shards.offload.is_used:
-            return "offload has the host wait for gradients, which it updates masters with"
-        if self.world_size == 1:
-            return "a world of one has no vote"
-        device = self.found_inf.device
-        backend = backend_for(group, device)
-        waits = f"the group's backend for {device.type} is {backend}, whose collectives the host waits for"
-        reasons = {
-            waits: backend != "nccl",
-            f"on_nonfinite is {on_nonfinite!r}": on_nonfinite != "skip",
-            "backward passes send gradients": self._schedule is not None,
-            "parameters have replicas": any(b.replica_count > 1 for b in self._shards.buckets),
-        }
-        return next((why for why, holds in reasons.items() if holds), None)
 
     # A step
 
@@ -666,13 +648,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         exchange(None, error, self.process_group(), "consolidate_state_dict()")
         if self.world_size == 1:
             return
-        whole: dict[int, dict[str, torch.Tensor]] = {}
-        for i, saved in enumerate(self._saved.parameters):
-            for name, piece in self._saved.entries(i).items():
-                tensor = piece.full_tensor()
-                if rank == to:
-                    whole.setdefault(saved.number, {})[name] = tensor.cpu()
-        self._saved.consolidated = whole if rank == to else None
+        self._saved.consolidate(keeps=rank == to)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -771,25 +747,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         """Its contents, and its parameter groups as torch shows them, without the names of parameters."""
-        if self._described is None:
-            return f"{type(self).__name__}(not built)"
-        trained, buckets = len(self._shards.parameters), self._shards.buckets
-        frozen = sum(len(group["params"]) for group in self.param_groups) - trained
-        packed = sum(len(bucket.parameters) for bucket in buckets if bucket.is_packed)
-        classes = ", ".join(type(optimizer).__name__ for optimizer in self.inners.all)
-        own = sum(shard.numel for shard in self._shards.shards)
-        lines = [
-            f"{type(self).__name__} (",
-            f"parameters: {packed} NVFP4, {trained - packed} others, {frozen} frozen",
-            f"masters: {own} elements on this rank, by {classes}",
-            f"world size: {self.world_size}, transport: {self._described['transport']}, "
-            f"buckets: {len(buckets)}",
-            *([] if self.broken is None else [f"broken: {self.broken}"]),
-        ]
-        for g, group in enumerate(self.param_groups):
-            shown = sorted(group.keys() - {"params", "param_names"})
-            lines += [f"Parameter Group {g}", *(f"    {key}: {group[key]}" for key in shown)]
-        return "\n".join([*lines, ")"])
+        return show(self)
 
     def describe(self) -> dict[str, Any]:
         """How steps are taken, and the memory that this rank has for them. Not collective.
