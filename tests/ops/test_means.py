@@ -12,6 +12,7 @@ from zerofp4.layout import ceil_div
 NUMEL = 12 * 1024
 """Elements of a slice."""
 SLICES = [
+    [],
     [
         ops.MeansPiece(0, 768, 512, 4, 256),
         ops.MeansPiece(1024, 37 * 96, 174763 * 256 * 96, 5, 96),
@@ -38,11 +39,11 @@ def means(host: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(host)
     shape = len(SLICES), NUMEL
     x = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).mul(20).exp2()
-    x[0, 1024 + 96 : 1024 + 192] = 0
-    x[2, 256 + 128 : 256 + 256] *= 1e-38
+    x[1, 1024 + 96 : 1024 + 192] = 0
+    x[3, 256 + 128 : 256 + 256] *= 1e-38
     special = [torch.nan, -torch.nan, torch.inf, -torch.inf, 3.4e38, -3.4e38, 0.0, -0.0, 1e-42, 1.0]
     for place, value in zip(range(5120, 5120 + 320, 32), special, strict=True):
-        x[0, place] = value
+        x[1, place] = value
     return x
 
 

@@ -87,6 +87,10 @@ ZEROFP4_HD int64_t strips_of(const MeansPiece& piece) {
     return ceil_div(piece.numel / piece.cols, kBlock) * ceil_div(piece.cols, kStripColumns);
 }
 
+ZEROFP4_HD bool has_strip(const MeansPiece& piece, int64_t number) {
+    return number >= piece.strip && number - piece.strip < strips_of(piece);
+}
+
 ZEROFP4_HD MeansStrip strip_at(const MeansPiece& piece, int64_t strip) {
     const int64_t across = ceil_div(piece.cols, kStripColumns);
     const int64_t row = strip / across * kBlock, col = strip % across * kStripColumns;

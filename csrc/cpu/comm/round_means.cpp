@@ -63,7 +63,7 @@ void round_mxfp8(const RoundMeansArgs& args, const MeansPiece& piece, int64_t at
 
 void round_strip(const RoundMeansArgs& args, int64_t number) {
     const MeansPiece& piece = find_piece<&MeansPiece::strip>(args, number);
-    if (number - piece.strip >= strips_of(piece)) return;
+    if (!has_strip(piece, number)) return;
     const MeansStrip strip = strip_at(piece, number - piece.strip);
     alignas(kVectorBytes) float x[kBlock][kStripColumns] = {};
     float amax[kBlock][kStripBlocks];

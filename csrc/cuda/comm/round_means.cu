@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kMeansThreads)
     const int row = static_cast<int>(threadIdx.x) / kStripBlocks, block = threadIdx.x % kStripBlocks;
     wait_for_previous_kernel();
     const MeansPiece piece = find_piece<&MeansPiece::strip>(args, number);
-    if (number - piece.strip >= strips_of(piece)) return;
+    if (!has_strip(piece, number)) return;
     const MeansStrip strip = strip_at(piece, number - piece.strip);
     const int64_t at = piece.begin + strip.element + row * piece.cols + block * kBlock;
     const bool is_inside = row < strip.rows && block < strip.blocks;
