@@ -154,6 +154,8 @@ BAD_COMMUNICATION = [
     ("transport", "nvlink", "must be one of"),
     ("reduction", "sum", "must be one of"),
     ("gradient_wire", torch.float64, "must be one of"),
+    ("between_hosts", "fp8", "must be one of"),
+    ("exactly", max, "is for between_hosts, which is None"),
     *(("gradient_dtype", dtype, "must be one of") for dtype in (torch.float16, "float32", True)),
     *(
         ("bucket_mb", size, "must be a positive number of mega")
@@ -223,6 +225,7 @@ def bad_arguments(device):
     yield ValueError, "amax_groups", [bias], {"amax_groups": [[bias]]}
     yield ValueError, "amax_groups", [weight], {"amax_groups": [[weight, bias]]}
     yield TypeError, "communication must be a Communication, got str", [bias], {"communication": "peer"}
+    yield TypeError, "exactly must be a function of a name", [bias], {"exactly": ["weight"]}
     for name, value, message in BAD_COMMUNICATION:
         yield ValueError, f"{name} {message}", [bias], {name: value}
     by_peers = {"reduction": "reduce_scatter", "transport": "peer"}

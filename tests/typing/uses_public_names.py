@@ -135,6 +135,7 @@ def training() -> None:
     assert_type(report.skipped, dict[str, str])
     assert_type(report.shares, dict[str, float])
     assert_type(report.share, float)
+    way = zerofp4.optim.Communication(between_hosts="mxfp8", exactly=lambda name, weight: weight.dim() < 2)
     way = zerofp4.optim.Communication(transport="collective", overlap="both")
     optimizer = zerofp4.optim.ZeroFP4Optimizer(
         model.parameters(), torch.optim.AdamW, communication=way, lr=1e-3, weight_decay=0.1

@@ -49,7 +49,9 @@ class Trained(NamedTuple):
             kind = 0, -record.block[0], str(record.four_over_six or "")
         else:
             kind = (1 + (torch.bfloat16, torch.float16, torch.float32).index(self.parameter.dtype),)
-        return self.by, kind, self.state != "full", self.state, self.between_hosts or ""
+        # Strips of rows of several lengths would cut slices at multiples of all of them.
+        cols = self.parameter.shape[-1] if self.between_hosts == "nvfp4" else 0
+        return self.by, kind, self.state != "full", self.state, self.between_hosts or "", cols
 
 
 def build_buckets(

@@ -189,13 +189,16 @@ def _message_of(bucket: Bucket, layout: ops.MeansLayout | None) -> tuple[int, to
 def hosts_exchanges(
     buckets: Sequence[Bucket], hosts: int, taken: Callable[[], int], *, early: bool, aliased: bool
 ) -> list[BucketExchange]:
-    """By bucket, a HostsExchange. early, aliased: as of collective_exchanges()."""
+    """By bucket, whose ranks are as many of each host, a HostsExchange.
+
+    early, aliased: as of collective_exchanges().
+    """
     device, zeros = buckets[0].device, zeros_on(buckets[0].device)
-    ranks, most = buckets[0].world_size, max(bucket.slice_numel for bucket in buckets)
+    most = max(bucket.slice_numel for bucket in buckets)
     # On a CPU nothing leaves a slot in a backward pass.
     slots, places = None if early else 2, None if early and device.type == "cpu" else 2
     memory = gradient_memory(buckets, zeros, places, aliased)
-    layouts = [((ranks // hosts, hosts, b.slice_numel), b.sent_as) for b in buckets]
+    layouts = [((b.world_size // hosts, hosts, b.slice_numel), b.sent_as) for b in buckets]
     inside = in_slots(layouts, zeros, places)
     messages = [message_layout(bucket, hosts) for bucket in buckets]
     pairs = (_message_of(*pair) for pair in zip(buckets, messages, strict=True))

@@ -65,8 +65,10 @@ class Communication:
     gradient_dtype: torch.float32 to add up micro-batches in FP32; None is the parameter's dtype.
     gradient_wire: the dtype that gradients are rounded to before they are sent; None keeps their own.
     between_hosts: "bf16", "mxfp8" or "nvfp4" averages gradients inside each host and rounds these means once,
-        at random, to that format for the other hosts. Sums are ordered. Means of parameters that are not
-        NVFP4, or whose last dimension blocks of the format do not divide, stay FP32.
+        at random, to that format for the other hosts. Sums are ordered.
+    exactly: a function of a name and a parameter, which is true if means of this parameter travel between
+        hosts in FP32. None is true for parameters that are not NVFP4. Those whose last dimension the blocks
+        of the format do not divide travel in FP32 in any case.
 
     Examples:
         >>> communication = zerofp4.optim.Communication(overlap="backward", bucket_mb=256)
@@ -82,6 +84,7 @@ class Communication:
     gradient_dtype: torch.dtype | None = None
     gradient_wire: torch.dtype | None = None
     between_hosts: str | None = None
+    exactly: Callable[[str, torch.Tensor], bool] | None = None
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -93,6 +96,11 @@ class Communication:
             if isinstance(mb, bool) or not isinstance(mb, int | float) or not 0 < mb < math.inf:
                 raise ValueError(f"bucket_mb must be a positive number of megabytes, got {mb!r}")
             object.__setattr__(self, "bucket_mb", float(mb))  # 1 and 1.0 are the same
+        if self.exactly is not None:
+            if not callable(self.exactly):
+                raise TypeError(f"exactly must be a function of a name and a parameter, got {self.exactly!r}")
+            if self.between_hosts is None:
+                raise ValueError("exactly is for between_hosts, which is None")
         excluding = {
             "reduction='reduce_scatter'": self.reduction == "reduce_scatter",
             "transport='peer'": self.transport == "peer",
@@ -195,7 +203,7 @@ class Checked:
                 ("on_nonfinite", on_nonfinite),
                 ("offload", self.offload),
                 ("offload_gradients", offload_gradients),
-                *vars(communication).items(),
+                *((name, value) for name, value in vars(communication).items() if name != "exactly"),
             ],
             bucket_mb=communication.bucket_mb or find_bucket_mb(trainable, made_as),
             host=host_name(),
@@ -231,14 +239,15 @@ class Checked:
         amax and cannot share a bucket.
         """
         found = []
-        for (g, _), p, name in zip(self._positions, self.parameters, self.names, strict=True):
+        for (g, i), p, name in zip(self._positions, self.parameters, self.names, strict=True):
             if p.requires_grad:
                 inner = self.classes[g]
                 work = matrix_work(inner, p, name, tried[g].param_groups[0].get("ns_steps", 1))
                 state, sharding = "full", self.places[g].sharding
                 if self.param_groups[g].get("state") == "compact" and suits_compact(p.shape):
                     state = "compact24" if p.dtype == torch.bfloat16 else "compact"
-                between = _format_between_hosts(self.communication, p)
+                given = self.param_groups[g].get("param_names")
+                between = _format_between_hosts(self.communication, own_name(given[i]) if given else name, p)
                 found.append(Trained(p, name, sharding, inner.number, work, len(found), state, between))
         weights = [i for i, one in enumerate(found) if isinstance(one.parameter, NVFP4Tensor)]
         leaders: dict[int, int] = {}  # by number of an amax group
@@ -250,7 +259,8 @@ class Checked:
             if (one.key, one.sharding) != (first.key, first.sharding):  # an amax group is in one bucket
                 raise ValueError(
                     f"amax_groups: {first.name} and {one.name} share an amax, so they must have the same "
-                    "optimizer_class, block, four_over_six, dtype, `state` and process_group"
+                    "optimizer_class, block, four_over_six, dtype, `state`, process_group and, with "
+                    "between_hosts, format and rows"
                 )
         return found
 
@@ -271,7 +281,6 @@ class Checked:
         for name, refused in (
             ("overlap", ("backward", "both", "update")),
             ("transport", ("peer",)),
-            ("between_hosts", tuple(MEANS_FORMATS)),
         ):
             value = getattr(self.communication, name)
             if value in refused:
@@ -294,6 +303,7 @@ class Checked:
                 f"updated whole in {one.work} operations": one.work is not None,
                 f"in amax_groups with {self.trained[one.leader].name}": number not in (None, one.leader),
                 f"in compact state as number {number}": one.state != "full",
+                f"in {one.between_hosts} between hosts as number {number}": one.between_hosts is not None,
                 "of masters_from": p in self.held,
                 f"in {parts} parts": place.sharding.replicas is not None,
             }
@@ -339,11 +349,14 @@ def _read_folder(folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
     return read
 
 
-def _format_between_hosts(communication: Communication, parameter: torch.Tensor) -> str | None:
+def _format_between_hosts(options: Communication, name: str, parameter: torch.Tensor) -> str | None:
     """The format in which means of a parameter travel between hosts; None if exactly, or not at all."""
-    chosen = communication.between_hosts
-    is_taken = isinstance(parameter, NVFP4Tensor) and parameter.shape[-1] % MEANS_FORMATS.get(chosen, 1) == 0
-    return chosen if is_taken else None
+    wire, exactly = options.between_hosts, options.exactly
+    cols = parameter.shape[-1] if parameter.dim() else 1
+    if wire is None or cols == 0 or cols % MEANS_FORMATS[wire]:
+        return None
+    is_exact = exactly(name, parameter) if exactly else not isinstance(parameter, NVFP4Tensor)
+    return None if is_exact else wire
 
 
 def _choose_state(param_groups: Sequence[dict], classes: Sequence[InnerClass], state: str) -> None:
@@ -587,13 +600,20 @@ def choose_way(checked: Checked, by_rank: Sequence[Announcement]) -> tuple[str, 
     )
     reduction = options.reduction or ("reduce_scatter" if is_across else "ordered")
     if options.between_hosts is not None:
-        hosts = find_hosts(names)
+        given, hosts = f"between_hosts={options.between_hosts!r}", find_hosts(names)
         if hosts is None or hosts[0] == 1:
             raise ValueError(
-                f"between_hosts={options.between_hosts!r} needs two hosts or more, and as many consecutive "
-                f"ranks on each; the ranks are on {names}"
+                f"{given} needs two hosts or more, and as many consecutive ranks on each; the ranks are on "
+                f"{names}"
             )
-        return "collective", "ordered", f"between_hosts={options.between_hosts!r} uses collectives"
+        for one in (one for rank in by_rank for one in rank.members if one.is_trainable):
+            own = find_hosts([names[r] for r in one.ranks])
+            if own is None or own[0] != hosts[0] or one.parts < len(one.ranks):
+                raise ValueError(
+                    f"{given} needs parameters that are sharded over as many consecutive ranks of each host: "
+                    f"{one.label} is sharded over {one.parts} of ranks {list(one.ranks)}, on {names}"
+                )
+        return "collective", "ordered", f"{given} uses collectives"
     why, origin = checked.why_collective, "" if options.reduction else ", the default over several hosts,"
     if reduction == "reduce_scatter":
         why = why or f"reduction='reduce_scatter'{origin} is a collective"

@@ -765,7 +765,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         their order, each with its kind, parameters, elements, optimizer, gathered_in ("step", "forward" or
         None), state ("compact24" has masters of 24 bits), masters (on "host" or "device"), and the bytes of
         gradients, amaxes and weights that this rank sends for it in a step; between_hosts: how many bytes of
-        these gradients leave the host, and means_travel_as: in which format, None without that option.
+        these gradients leave the host, means_travel_as: in which format, None without that option, and
+        exactly: the parameters whose means travel in FP32.
         bytes_sent: bytes by phase, of all buckets. shared_bytes: memory that other ranks can access.
         waiting_bytes: memory where gradients of other ranks wait for the update. host_bytes: offloaded
         masters with their present state, and gradients that wait there. pinned_bytes: the slots for
@@ -777,6 +778,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             entry["optimizer"] = type(self.inners.all[self._shards.trained[bucket.indices[0]].by]).__name__
             entry["state"] = bucket.state
             entry["masters"] = "host" if bucket.is_offloaded else "device"
+            is_exact = entry["means_travel_as"] == "float32"
+            entry["exactly"] = [self._shards.names[i] for i in bucket.indices] if is_exact else []
         beyond = {
             "memory": self._memory(),
             "shared_bytes": 0 if self._peers is None else self._peers.nbytes,

@@ -159,7 +159,7 @@ def _mean_of_hosts(p: ShardedParameter, received: torch.Tensor, hosts: int, take
     if wire is None:
         return average(torch.stack(means))
     # Only NVFP4 depends on rows: bf16 has no blocks, and those of MXFP8 follow each other.
-    cols = {"bf16": CHUNK, "mxfp8": MXFP8_BLOCK, "nvfp4": p.shape[-1]}[wire]
+    cols = p.shape[-1] if wire == "nvfp4" else {"bf16": CHUNK, "mxfp8": MXFP8_BLOCK}[wire]
     where = {"number": p.index, "step": taken, "first_row": p.start // cols}
     sent = [send_mean(mean.view(-1, cols), wire, host=host, **where) for host, mean in enumerate(means)]
     return mean_of_hosts(sent, wire, cols).flatten()

@@ -145,9 +145,6 @@ def test_bytes_between_hosts(world, wire):
     ]
     with mock.patch.dict(os.environ, {"NCCL_HOSTID": str(world.rank // local)}):
         described = ZeroFP4Optimizer(parameters, FusedAdamW, communication=way, **OPTIONS).describe()
-        groups = [{"params": parameters_of(world), "process_group": expert_group(world)}]
-        message = raised_everywhere(world, ValueError, ZeroFP4Optimizer, groups, lr=0.1, communication=way)
-        assert f"between_hosts='{wire}' is not supported because parameter groups name" in message
     assert [described[k] for k in ("hosts", "reduction", "transport")] == [
         (2, local),
         "ordered",
@@ -156,6 +153,9 @@ def test_bytes_between_hosts(world, wire):
     kinds = {(bucket["kind"], bucket["means_travel_as"]) for bucket in described["buckets"]}
     exact = {("bfloat16", "float32"), ("float32", "float32")}
     assert kinds == exact | {("nvfp4", wire)} | ({("nvfp4", "float32")} if wire != "bf16" else set())
+    exact = sorted(name for bucket in described["buckets"] for name in bucket["exactly"])
+    numbers = {"bf16": [1, 3, 4, 5], "mxfp8": range(7), "nvfp4": range(1, 7)}[wire]
+    assert exact == [f"param_groups[0]['params'][{i}]" for i in numbers]
     for bucket in described["buckets"]:
         size = {"nvfp4": 0.5, "bfloat16": 2, "float32": 4}[bucket["kind"]]
         numel = int(bucket["weights"] / others / size)  # of a slice

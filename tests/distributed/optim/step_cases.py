@@ -56,7 +56,7 @@ class Pair:
                 quantized=isinstance(p, NVFP4Tensor),
                 compact=compact,
                 sent_as=options.get("gradient_wire") or self.gradient_dtypes[i],
-                between_hosts=_format_between_hosts(p, options),
+                between_hosts=_format_between_hosts(i, p, options),
             )
             for i, (p, values) in enumerate(zip(self.parameters, plain_masters(self.parameters), strict=True))
         ]
@@ -125,7 +125,7 @@ class Pair:
         """Everything that a step changes, on every rank. Collective."""
         self.optimizer.check()
         for i, (p, expected) in enumerate(zip(self.parameters, self.expected, strict=True)):
-            for name, found, values in _weight(p, expected):
+            for name, found, values in weight_of(p, expected):
                 assert_bytes_equal(found, values, f"{what}: weight {i}: {name}")
         names = [(i, n) for i, p in enumerate(self.parameters) for n in sorted(self.optimizer.state[p])]
         found: list[dict[str, torch.Tensor]] = [{} for _ in self.parameters]
@@ -162,14 +162,22 @@ class Pair:
         return [_named(p, [next(wholes) for _ in (p.master, *p.moments)]) for p in self.expected]
 
 
-def _format_between_hosts(p: torch.Tensor, options: dict) -> str | None:
-    """Of an NVFP4 weight, if blocks of the format divide its rows."""
+def only_the_first(name: str, parameter: torch.Tensor) -> bool:
+    """For Communication(exactly=...)."""
+    assert isinstance(parameter, torch.nn.Parameter)
+    return name == "weight 0"
+
+
+def _format_between_hosts(i: int, p: torch.Tensor, options: dict) -> str | None:
+    """Of a parameter if blocks of the format divide its rows: of NVFP4 weights, or all but the first."""
     wire = options.get("between_hosts")
-    divides = wire and p.shape and p.shape[-1] % {"bf16": 1, "mxfp8": 32, "nvfp4": 16}[wire] == 0
-    return wire if divides and isinstance(p, NVFP4Tensor) else None
+    cols = p.shape[-1] if p.dim() else 1
+    divides = wire and cols % {"bf16": 1, "mxfp8": 32, "nvfp4": 16}[wire] == 0
+    is_chosen = i != 0 if options.get("exactly") else isinstance(p, NVFP4Tensor)
+    return wire if divides and is_chosen else None
 
 
-def _weight(p: torch.Tensor, expected: reference.ShardedParameter):
+def weight_of(p: torch.Tensor, expected: reference.ShardedParameter):
     """(name, of the parameter, of the reference) for all of a weight."""
     numel = expected.shape.numel()
     if not isinstance(p, NVFP4Tensor):

@@ -4,6 +4,9 @@ tensor parallelism.
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,9 +19,11 @@ from cases.optim import (
     keywords,
     make_gradients,
     make_parameters,
+    plain_masters,
     set_gradients,
     through_a_file,
 )
+from helpers import assert_bytes_equal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -41,8 +46,11 @@ from distributed.optim.group_cases import (
     mesh_of,
     named,
 )
+from distributed.optim.step_cases import HYPERS, weight_of
 from distributed.run import on_ranks
-from zerofp4.optim import FusedAdamW, ZeroFP4Optimizer
+from zerofp4 import reference
+from zerofp4.ops import MEANS_FORMATS
+from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
 LAYOUTS = {
     "experts": lambda world: [Mixture(world)],
@@ -80,6 +88,63 @@ def test_a_group_begins_when_the_one_before_is_done(world):
         with Collectives() as begun:
             optimizer.step()
         assert begun.sizes == sorted(begun.sizes, reverse=True) and set(begun.sizes) == {4, 2}, begun.sizes
+
+
+# Hosts
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("wire", MEANS_FORMATS)
+def test_means_of_hosts_in_groups_that_span_them_alike(world, wire):
+    """Two hosts, each with two ranks of all and with one of each group of experts."""
+    kind, cpu = world.rank % 2, torch.device("cpu")
+    whole = dist.new_group(backend="gloo")
+    groups = whole, [dist.new_group(members(world, k), backend="gloo") for k in (0, 1)][kind]
+    specifications = [((64, 96), torch.bfloat16, True), ((40,), torch.bfloat16, False)]
+    parameters = [make_parameters(cpu, seed, specifications) for seed in (0, 1 + kind)]
+    expected = [
+        [
+            reference.ShardedParameter(
+                values, p.dtype, 2 * g + i, groups[g], quantized=i == 0, between_hosts=None if i else wire
+            )
+            for i, (p, values) in enumerate(zip(own, plain_masters(own), strict=True))
+        ]
+        for g, own in enumerate(parameters)
+    ]
+    for own, group in zip(expected, groups, strict=True):
+        reference.cast_and_gather(own, group)
+    named = [{"params": own, "process_group": group} for own, group in zip(parameters, groups, strict=True)]
+    with mock.patch.dict(os.environ, {"NCCL_HOSTID": str(world.rank // 2)}):
+        way = Communication(between_hosts=wire)
+        optimizer = ZeroFP4Optimizer(named, FusedAdamW, process_group=whole, communication=way, **HYPERS)
+    assert {(b["ranks"], b["between_hosts"] > 0) for b in optimizer.describe()["buckets"]} == {
+        (4, True),
+        (2, True),
+    }
+    for step in range(3):
+        for own in parameters:
+            set_gradients(own, gradients_of(own, world.rank, step))
+        optimizer.step()
+        for own, mine, group in zip(parameters, expected, groups, strict=True):
+            gradients = gradients_of(own, world.rank, step)
+            found_inf, _ = reference.zero_step(mine, gradients, group, between=(2, step), **HYPERS)
+            assert not found_inf
+            for p, one in zip(own, mine, strict=True):
+                for name, found, values in weight_of(p, one):
+                    assert_bytes_equal(found, values, f"step {step}: {name}")
+
+
+@on_ranks(2, 4)
+def test_groups_between_hosts_that_cannot_be(world):
+    """Groups on one host each, and replicas of what hosts have."""
+    local = world.world_size // 2
+    halves = [dist.new_group([*range(first, first + local)]) for first in (0, local)]
+    with mock.patch.dict(os.environ, {"NCCL_HOSTID": str(world.rank // local)}):
+        for group in (halves[world.rank // local], mesh_of(world, (2, local))):
+            groups = [{"params": parameters_of(world), "process_group": group}]
+            arguments = {"lr": 0.1, "communication": Communication(between_hosts="mxfp8")}
+            message = raised_everywhere(world, ValueError, ZeroFP4Optimizer, groups, **arguments)
+            assert "sharded over as many consecutive ranks of each host" in message
 
 
 # Experts

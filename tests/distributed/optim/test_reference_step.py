@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distributed.cases import is_last
 from distributed.engine.file_peers import sharing_files
 from distributed.optim.cases import by_default
-from distributed.optim.step_cases import TINY, Pair, gradient_values
+from distributed.optim.step_cases import TINY, Pair, gradient_values, only_the_first
 from distributed.run import on_ranks
 
 SPECIFICATIONS = [
@@ -39,6 +39,9 @@ EXCHANGES = {
     "hosts, bf16": {"between_hosts": "bf16"},
     "hosts, MXFP8": {"between_hosts": "mxfp8"},
     "hosts, NVFP4": {"between_hosts": "nvfp4"},
+    "hosts, bf16 of most": {"between_hosts": "bf16", "exactly": only_the_first},
+    "hosts, MXFP8 of most": {"between_hosts": "mxfp8", "exactly": only_the_first},
+    "hosts, NVFP4 of most": {"between_hosts": "nvfp4", "exactly": only_the_first},
 }
 
 

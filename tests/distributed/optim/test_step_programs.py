@@ -32,7 +32,7 @@ from hypothesis.stateful import (
 from torch import nn
 
 from distributed.engine.file_peers import sharing_files
-from distributed.optim.step_cases import TINY, Pair, gradient_values
+from distributed.optim.step_cases import TINY, Pair, gradient_values, only_the_first
 from distributed.run import on_ranks
 from zerofp4 import reference
 from zerofp4.optim import master_state_dict
@@ -41,7 +41,7 @@ SPECIFICATIONS = [
     ((18, 64), torch.bfloat16, True),
     ((16, 34), torch.float32, True),
     ((6, 66), torch.bfloat16, False),
-    ((300,), torch.bfloat16, False),
+    ((320,), torch.bfloat16, False),
     ((), torch.float32, False),
 ]
 RANKS, COUNT = 3, len(SPECIFICATIONS)
@@ -79,6 +79,8 @@ def worlds(draw) -> tuple[int, dict]:
         options["reduction"] = draw(st.sampled_from(["ordered", "reduce_scatter"]))
         is_possible = size > 1 and options["reduction"] == "ordered" and not options.get("offload_gradients")
         options["between_hosts"] = draw(st.sampled_from(WIRES)) if is_possible else None
+        if options["between_hosts"]:
+            options["exactly"] = draw(st.sampled_from([None, only_the_first]))
     if options["overlap"] != "update":
         options["bucket_mb"] = draw(st.sampled_from([None, 0.001, TINY]))
         options["on_nonfinite"] = draw(st.sampled_from(["skip", "raise"]))
