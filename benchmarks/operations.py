@@ -17,6 +17,7 @@ OPERATIONS: dict[str, tuple[Callable[[Session, argparse.Namespace], None], tuple
     "dequantize": (tensors.dequantize, ("square",)),
     "swizzle": (tensors.swizzle, ("268mb-scales", "llama3-8b")),
     "mxfp8": (tensors.mxfp8, ("square",)),
+    "means": (tensors.means, ("square",)),
     "grouped": (tensors.grouped, ("64-groups",)),
     "layers": (layers.layers, ("llama3-8b",)),
 }

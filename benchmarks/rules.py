@@ -79,6 +79,14 @@ def dequantize(data: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) ->
     return once([data, scale, values], values.numel(), "codes and scales read, values written")
 
 
+def round_means(means: torch.Tensor, messages: torch.Tensor) -> Moved:
+    return once([means, messages], means.numel(), "means read, messages written")
+
+
+def average_means(messages: torch.Tensor, mean: torch.Tensor) -> Moved:
+    return once([messages, mean], len(messages) * mean.numel(), "messages read, their mean written")
+
+
 def rearrange(sources: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> Moved:
     """Of scales: the padding of the targets included."""
     read, written = (sum(tensor.nbytes for tensor in tensors) for tensors in (sources, targets))
@@ -166,6 +174,7 @@ _BY_KIND: dict[str, dict[str, float]] = {
         "dequantize_2d_swizzled_over_compact/16384": 1.05,
         "swizzle_over_clone/131072x32768": 1.25,
         "grouped_over_one/64x4096x2048": 1.1,
+        **{f"means_{format}_over_saved/16384": 0.1 for format in ("mxfp8", "nvfp4")},
         "linear_over_bf16/8192x4096x14336": 1.16,
         "linear_over_bf16/16384x8192x8192": 1.10,
         "linear_over_bf16/8192x4096x4096": 1.40,

@@ -12,13 +12,16 @@ from benchmarks import peers, rules
 from benchmarks.peers import Part
 from benchmarks.session import Session
 from benchmarks.workloads import Workload, chosen, shape_name
-from zerofp4 import reference
+from zerofp4 import ops, reference
 from zerofp4.format import E4M3_MAX, SCALE_DTYPE
 from zerofp4.layout import columnwise_rows, scale_shape
 
 ACTIVATION, WEIGHT = (1, 16), (16, 16)
 BLOCKS = {"1d": ACTIVATION, "2d": WEIGHT}
 RHT = {"block": ACTIVATION, "columnwise": True, "hadamard": True}
+
+HOSTS, LINK = 4, 25e9
+"""Of means: their number, and bytes per second between two of them."""
 
 
 class Input(NamedTuple):
@@ -293,3 +296,31 @@ def rearrangements(session: Session, name: str, scales: Scales) -> dict:
     session.compare(ours, clone)
     session.ratio(f"swizzle_over_clone/{name}", "ratio", ours, clone)
     return ours
+
+
+def means(session: Session, options: argparse.Namespace) -> None:
+    """Means of 4 hosts, rounded for one another and averaged, beside the time that few bits save a link."""
+    for workload in chosen(options):
+        name, (rows, cols) = workload.name, workload.pieces[0].shape
+        numel = rows * cols // HOSTS
+        values = torch.randn((HOSTS, numel), dtype=torch.float32, device=session.device)
+        mean = torch.empty_like(values[0])
+        pieces = [ops.MeansPiece(0, numel, number * numel, 0, cols) for number in range(HOSTS)]
+        for format in ops.MEANS_FORMATS:
+            layout = ops.MeansLayout(
+                format, numel, [[piece] for piece in pieces], pieces[0].strips, session.device
+            )
+            sent = torch.zeros((HOSTS, layout.nbytes), dtype=torch.uint8, device=session.device)
+            send = partial(ops.round_means, values, sent, layout, step=1, host=0)
+            receive = partial(ops.average, sent.view(torch.bfloat16), mean)
+            if layout.is_decoded:
+                receive = partial(ops.average_means, sent, mean, layout, 0)
+            found = [
+                session.time(f"round_means_{format}/{name}", send, rules.round_means(values, sent)),
+                session.time(f"average_means_{format}/{name}", receive, rules.average_means(sent, mean)),
+            ]
+            if layout.is_decoded:
+                saved = (HOSTS - 1) * (2 * numel - layout.nbytes) / LINK
+                rule = "both, over the time in which 25 GB/s send what bf16 would have more"
+                own = sum(row["ms"] for row in found) / 1e3
+                session.count(f"means_{format}_over_saved/{name}", "ratio", own / saved, rule)

@@ -58,6 +58,8 @@ BYTES = {
     "dequantize_1d/64": 2.5 * N + SCALES,
     "dequantize_2d_swizzled/64": 2.5 * N + SWIZZLED,
     "dequantize_2d_fp32/64": 4.5 * N + TILES,
+    "round_means_nvfp4/64": 4.5 * N + SCALES + 16,
+    "average_means_mxfp8/64": N + N // 32 + N,
     "swizzle/654x32768": (654 + 768) * 2048,
     "clone/654x32768": 2 * 654 * 2048,
     f"transpose/{LLAMA}": llama(200).elements,
@@ -104,6 +106,8 @@ SQUARE = {
     "mxfp8": "quantize_mxfp8 quantize_mxfp8_two_layouts quantize_mxfp8_columnwise quantize_mxfp8_both "
     "dequantize_mxfp8 dequantize_mxfp8_columnwise "
     "reference_compile_quantize_mxfp8 reference_compile_dequantize_mxfp8",
+    "means": "round_means_bf16 round_means_mxfp8 round_means_nvfp4 average_means_bf16 average_means_mxfp8 "
+    "average_means_nvfp4 means_mxfp8_over_saved means_nvfp4_over_saved",
 }
 REARRANGED = ("swizzle", "unswizzle", "clone", "swizzle_over_clone")
 ROWS = {operation: {f"{name}/64" for name in names.split()} for operation, names in SQUARE.items()}
