@@ -39,11 +39,9 @@ struct Kernels {
     void (*transpose)(const TransposeTable&, const TransposeDescriptor* host, cudaStream_t stream);
     void (*gather_pack)(const GatherTable&, int32_t state, cudaStream_t stream);
     void (*gather_unpack)(const GatherTable&, cudaStream_t stream);
-    void (*tensor_amax)(const AmaxArgs&, cudaStream_t stream);
-    void (*quantize)(const QuantizeArgs&, cudaStream_t stream);
-    // Of `experts` matrices (matrix_of); quantize_stack: in tiles, to nearest, without four over six.
-    void (*tensor_amax_stack)(const AmaxArgs& first, int64_t experts, cudaStream_t stream);
-    void (*quantize_stack)(const QuantizeArgs& first, int64_t experts, cudaStream_t stream);
+    // Of `experts` matrices (matrix_of), which may be one.
+    void (*tensor_amax)(const AmaxArgs& first, int64_t experts, cudaStream_t stream);
+    void (*quantize)(const QuantizeArgs& first, int64_t experts, cudaStream_t stream);
     void (*grouped_amax)(const GroupedAmaxArgs&, cudaStream_t stream);
     void (*quantize_grouped)(const GroupedArgs&, cudaStream_t stream);
     void (*grouped_values)(const GroupedValuesArgs&, cudaStream_t stream);

@@ -8,23 +8,16 @@ void tensor_amax(const Target& target, const AmaxArgs& args, int64_t experts) {
         [&](const cpu::Kernels& k, int threads) {
             for (int64_t e = 0; e < experts; ++e) k.tensor_amax(matrix_of(args, e), threads);
         },
-        [&](const cuda::Kernels& k, cudaStream_t stream) {
-            experts == 1 ? k.tensor_amax(args, stream) : k.tensor_amax_stack(args, experts, stream);
-        });
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.tensor_amax(args, experts, stream); });
 }
 
 void quantize(const Target& target, const QuantizeArgs& args, int64_t experts) {
-    const bool at_once =
-        experts > 1 && args.block_rows == kBlock && args.rng_state == nullptr && args.choice.e4m3_max == 0.0f;
     dispatch(
         target,
         [&](const cpu::Kernels& k, int threads) {
             for (int64_t e = 0; e < experts; ++e) k.quantize(matrix_of(args, e), threads);
         },
-        [&](const cuda::Kernels& k, cudaStream_t stream) {
-            if (at_once) return k.quantize_stack(args, experts, stream);
-            for (int64_t e = 0; e < experts; ++e) k.quantize(matrix_of(args, e), stream);
-        });
+        [&](const cuda::Kernels& k, cudaStream_t stream) { k.quantize(args, experts, stream); });
 }
 
 void grouped_amax(const Target& target, const GroupedAmaxArgs& args) {

@@ -8,7 +8,6 @@ namespace zerofp4 {
 
 // Of `experts` matrices (matrix_of); args are those of the first.
 void tensor_amax(const Target& target, const AmaxArgs& args, int64_t experts = 1);
-// In one launch where they are rounded to nearest, with scales that are not chosen.
 void quantize(const Target& target, const QuantizeArgs& args, int64_t experts = 1);
 
 void grouped_amax(const Target& target, const GroupedAmaxArgs& args);

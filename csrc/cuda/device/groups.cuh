@@ -7,6 +7,9 @@
 
 namespace zerofp4::cuda {
 
+// What a launch works on: a matrix, a stack of them (matrix_of), or groups of rows of a matrix.
+enum class Matrices : int32_t { kOne, kStack, kGroups };
+
 // What lies before a group.
 struct GroupsBefore {
     int64_t rows;
@@ -46,10 +49,11 @@ struct GroupSearch {
 };
 
 // units_of(rows) is how many blocks a group of so many rows takes; visit(place) is called once for every
-// group. For all threads of a block, once.
-template <typename UnitsOf, typename Visit>
+// group, and find(place) for that of the block's unit. For all threads of a block, once.
+template <typename UnitsOf, typename Visit, typename Find>
 __device__ __forceinline__ const GroupSearch& search_groups(const GroupSplits& splits,
-                                                            const UnitsOf& units_of, const Visit& visit) {
+                                                            const UnitsOf& units_of, const Visit& visit,
+                                                            const Find& find) {
     __shared__ GroupSearch search;
     if (warp_index() == 0) {
         const auto size_of_group = [&](int64_t rows) -> GroupsBefore {
@@ -77,12 +81,15 @@ __device__ __forceinline__ const GroupSearch& search_groups(const GroupSplits& s
         if (lane_index() == 0) search.all = valid ? all : GroupsBefore{}, search.valid = valid;
         at.subtract(own);
         if (!valid) at = {};
+#pragma unroll 1
         for (int group = begin; group < end; ++group) {
             const GroupsBefore size = size_of_group(valid ? splits.rows_of(group) : 0);
             const GroupPlace place = at.place(group, size.rows);
             visit(place);
-            if (blockIdx.x >= at.units && blockIdx.x - at.units < size.units)
+            if (blockIdx.x >= at.units && blockIdx.x - at.units < size.units) {
                 search.place = place, search.unit = blockIdx.x - at.units;
+                find(place);
+            }
             at.add(size);
         }
     }

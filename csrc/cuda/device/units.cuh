@@ -12,6 +12,15 @@ constexpr int kLaneColumns = kStripColumns / kLanes;
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kLanes; }
 __device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x) / kLanes; }
 
+// What is the same in all lanes, so that the compiler knows it: it then takes no register of the lanes, nor
+// does what follows from it.
+__device__ __forceinline__ uint32_t in_uniform_register(uint32_t x) { return __reduce_or_sync(kAllLanes, x); }
+__device__ __forceinline__ int64_t in_uniform_register(int64_t x) {
+    const uint64_t bits = static_cast<uint64_t>(x);
+    const uint64_t high = in_uniform_register(static_cast<uint32_t>(bits >> 32));
+    return static_cast<int64_t>(high << 32 | in_uniform_register(static_cast<uint32_t>(bits)));
+}
+
 // Every address in a table is one of global memory (pinned host memory included). Said aloud, because the
 // compiler sees that only of addresses in kernel arguments, and takes slower generic accesses for those it
 // reads from a table.

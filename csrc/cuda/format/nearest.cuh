@@ -2,7 +2,6 @@
 // Rounding to nearest, as a policy of quantize_tile; Stochastic is the other. A policy draws the random bytes
 // of a strip, where it needs any, and makes codes of the rows of a strip and of the blocks along its columns.
 
-#include "common/args/quantize.h"
 #include "cuda/device/units.cuh"
 #include "cuda/format/encode.cuh"
 #include "cuda/format/magnitudes.cuh"
@@ -12,7 +11,7 @@ namespace zerofp4::cuda {
 struct Nearest {
     struct Bytes {};  // random ones: none
 
-    __device__ __forceinline__ explicit Nearest(const QuantizeArgs&) {}
+    __device__ __forceinline__ explicit Nearest(const int64_t*) {}
     __device__ __forceinline__ void draw_rows(int64_t, int64_t, int64_t) {}
     __device__ __forceinline__ void draw_columns(int64_t, int64_t, int64_t) {}
     __device__ __forceinline__ Bytes row_bytes(int) const { return {}; }

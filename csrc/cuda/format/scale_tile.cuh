@@ -8,6 +8,11 @@
 
 namespace zerofp4::cuda {
 
+// Where the scales of one orientation go, by ScaleLayout; null where there is no buffer.
+struct ScaleBuffers {
+    uint8_t* of[kScaleLayouts];
+};
+
 // The scales of one orientation: where the tile lies in the matrix [rows, 16 * columns] and its bytes, with
 // kTransposed those of the other orientation. The thread block writes them beginning with thread kFirst, so
 // that one orientation's can go to other warps than the other's.

@@ -2,7 +2,6 @@
 // Stochastic rounding, as a policy of quantize_tile; Nearest is the other. The lanes of a warp draw the
 // random bytes of a strip, 16 at a time, and find their own in shared memory.
 
-#include "common/args/quantize.h"
 #include "common/stochastic.h"
 #include "cuda/device/units.cuh"
 #include "cuda/format/encode.cuh"
@@ -63,8 +62,8 @@ class Stochastic {
   public:
     using Bytes = uint32_t;  // random ones of four elements
 
-    __device__ __forceinline__ explicit Stochastic(const QuantizeArgs& args)
-        : state_{uniform(args.rng_state[0]), uniform(args.rng_state[1])}, vectors_(buffer()) {}
+    __device__ __forceinline__ explicit Stochastic(const int64_t* rng_state)
+        : state_{in_uniform_register(rng_state[0]), in_uniform_register(rng_state[1])}, vectors_(buffer()) {}
 
     // For the rows of a strip that begins at (row, col), 16 elements a lane and turn.
     __device__ __forceinline__ void draw_rows(int64_t row, int64_t col, int64_t cols) {
@@ -167,14 +166,6 @@ class Stochastic {
     }
 
   private:
-    // What is the same in all lanes, so that the compiler knows it: the keys of all rounds that follow from
-    // it then take no registers of the lanes.
-    static __device__ __forceinline__ int64_t uniform(int64_t x) {
-        const uint64_t bits = static_cast<uint64_t>(x);
-        const uint64_t high = __reduce_or_sync(kAllLanes, static_cast<uint32_t>(bits >> 32));
-        return static_cast<int64_t>(high << 32 | __reduce_or_sync(kAllLanes, static_cast<uint32_t>(bits)));
-    }
-
     // Of a warp: the bytes of a strip row by row, or a vector for each column of a lane.
     static __device__ __forceinline__ uint4* buffer() {
         __shared__ uint4 vectors[kWarps][kLaneColumns][kLanes];

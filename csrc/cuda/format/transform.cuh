@@ -58,11 +58,24 @@ __device__ __forceinline__ void butterfly(float (&x)[kBlock], uint32_t signs) {
 
 #endif
 
-// Four times the random Hadamard transform of values of T, not yet rounded to bfloat16.
+// Four times the random Hadamard transform of values of T, not yet rounded to bfloat16. Constant signs become
+// negations inside of the first additions.
 template <typename T>
 __device__ __forceinline__ void transform(float (&x)[kBlock], uint32_t signs) {
     if constexpr (!std::is_same_v<T, BFloat16>) round_all<BFloat16>(x);
     butterfly(x, signs);
+}
+
+// Before a transform that is to be without random signs: those that it brings cancel these out.
+template <typename T, int kWords>
+__device__ __forceinline__ void change_random_signs(uint32_t (&rows)[kBlock][kWords]) {
+#pragma unroll
+    for (int r = 0; r < kBlock; ++r) {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            if (kRandomSigns >> r & 1u) rows[r][i] ^= kPerWord<T> == 1 ? 0x80000000u : 0x80008000u;
+        }
+    }
 }
 
 }  // namespace zerofp4::cuda

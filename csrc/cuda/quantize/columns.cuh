@@ -61,7 +61,6 @@ __device__ __forceinline__ void column_pairs(const uint32_t (&words)[kBlock], in
 
 // The same, transformed. `fits`: four times the transform has no value that is finite but infinite as a
 // bfloat16, or none that matters.
-template <Columns kColumns>
 __device__ __forceinline__ void transformed_pairs(const uint32_t (&words)[kBlock], int k, bool fits,
                                                   Pairs (&values)[2]) {
     float x[kBlock];
@@ -71,8 +70,7 @@ __device__ __forceinline__ void transformed_pairs(const uint32_t (&words)[kBlock
         unpack<BFloat16>({words[r]}, both);
         x[r] = both[k];
     }
-    // Constant signs become negations inside of the first additions.
-    butterfly(x, kColumns == Columns::kRandomHadamard ? kRandomSigns : 0u);
+    transform<BFloat16>(x, kRandomSigns);
     if (!fits) {
 #pragma unroll
         for (int r = 0; r < kBlock; ++r) x[r] = quarter(x[r]);
@@ -93,8 +91,8 @@ __device__ __forceinline__ uint32_t encode_columns(const uint32_t (&words)[kBloc
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
         Pairs values[2];
-        if constexpr (is_transformed(kColumns)) {
-            transformed_pairs<kColumns>(words, k, scales.fits, values);
+        if constexpr (kColumns == Columns::kHadamard) {
+            transformed_pairs(words, k, scales.fits, values);
         } else {
             column_pairs<T>(words, k, values);
         }
@@ -105,14 +103,14 @@ __device__ __forceinline__ uint32_t encode_columns(const uint32_t (&words)[kBloc
 
 // The dtype of which a columnwise copy's values are.
 template <typename T, Columns kColumns>
-using ColumnType = std::conditional_t<is_transformed(kColumns), BFloat16, T>;
+using ColumnType = std::conditional_t<kColumns == Columns::kHadamard, BFloat16, T>;
 
 // Blocks along the columns.
 template <typename T, Columns kColumns, class Rounding>
 __device__ __forceinline__ void quantize_columns(const StripWords<T>& words, const Scales& scales,
                                                  const Rounding& rounding, int strip, TileBuffers& tile) {
     uint32_t bytes = 0;
-    if constexpr (kPerWord<T> == 2 || is_transformed(kColumns)) {
+    if constexpr (kPerWord<T> == 2 || kColumns == Columns::kHadamard) {
         // The transform begins with rounding to bfloat16.
         using Rounded = ColumnType<T, kColumns>;
 #pragma unroll

@@ -5,7 +5,7 @@
 #include "cuda/format/convert.cuh"
 #include "cuda/format/nearest.cuh"
 #include "cuda/quantize/tile_buffers.cuh"
-#include "cuda/strip/matrix_strip.cuh"
+#include "cuda/quantize/tile_matrix.cuh"
 
 namespace zerofp4::cuda {
 
@@ -13,11 +13,7 @@ constexpr int kBlockLanes = kBlock / kLaneColumns;
 constexpr int kScaleBytes = 128;  // E4M3 without a sign
 static_assert(2 * kScaleBytes == kThreads && kTileStrips % kWarps == 0);
 
-enum class Columns { kNone, kPlain, kHadamard, kRandomHadamard };
-
-__host__ __device__ constexpr bool is_transformed(Columns columns) {
-    return columns == Columns::kHadamard || columns == Columns::kRandomHadamard;
-}
+enum class Columns { kNone, kPlain, kHadamard };
 
 // How the scale of a block and the factor of its elements follow from the tensor's amax. For blocks of 1x16,
 // of which a strip has 128, factors are in a table.
@@ -131,23 +127,37 @@ __device__ __forceinline__ uint32_t tile_bits(const StripWords<T>& words) {
     return most;
 }
 
-// What the codes of a row stand for, in the input's dtype.
+// Where the lane's elements of a strip go as values that their codes stand for, in the input's dtype.
 template <typename T>
-__device__ __forceinline__ void write_values(const QuantizeArgs& args, const StripPlace& at, int r,
-                                             uint32_t four, float decode) {
-    T* p = static_cast<T*>(args.values) + (at.row + r) * args.cols + at.col;
-    const int count = at.row + r < args.rows ? clamp_count(args.cols - at.col, kLaneColumns) : 0;
-    float x[kLaneColumns];
+struct ValueRows {
+    T* first;
+    int64_t pitch;
+    int rows;
+    int count;  // of elements of a row
+    float amax;
+
+    __device__ __forceinline__ ValueRows(const TileMatrix& matrix, const StripPlace& at)
+        : first(static_cast<T*>(matrix.values()) + at.row * matrix.whole.cols + at.col),
+          pitch(matrix.whole.cols),
+          rows(clamp_count(matrix.rows() - at.row, kBlock)),
+          count(clamp_count(matrix.whole.cols - at.col, kLaneColumns)),
+          amax(*matrix.amax()) {}
+
+    // Those of row r, given its codes and the byte of their scale.
+    __device__ __forceinline__ void write(int r, uint32_t four, uint32_t byte) const {
+        auto* p = reinterpret_cast<uint8_t*>(first + r * pitch);
+        const int bytes = r < rows ? count * static_cast<int>(sizeof(T)) : 0;
+        const float decode = block_decode(byte, amax);
+        float x[kLaneColumns];
 #pragma unroll
-    for (int k = 0; k < kLaneColumns; ++k) x[k] = e2m1_to_float(four >> (4 * k) & 15u) * decode;
-    if constexpr (kPerWord<T> == 1) {
-        store16(reinterpret_cast<uint8_t*>(p), {to_bits(x[0]), to_bits(x[1]), to_bits(x[2]), to_bits(x[3])},
-                4 * count);
-    } else {
-        store8(reinterpret_cast<uint8_t*>(p), {pack_word<T>({x[0], x[1]}), pack_word<T>({x[2], x[3]})},
-               2 * count);
+        for (int k = 0; k < kLaneColumns; ++k) x[k] = e2m1_to_float(four >> (4 * k) & 15u) * decode;
+        if constexpr (kPerWord<T> == 1) {
+            store16(p, {to_bits(x[0]), to_bits(x[1]), to_bits(x[2]), to_bits(x[3])}, bytes);
+        } else {
+            store8(p, {pack_word<T>({x[0], x[1]}), pack_word<T>({x[2], x[3]})}, bytes);
+        }
     }
-}
+};
 
 // The codes of 16 rows, four a row, as those of 4 columns.
 __device__ __forceinline__ void transpose_codes(const uint32_t (&fours)[kBlock], uint32_t (&columns)[4][2]) {
@@ -197,66 +207,68 @@ __device__ __forceinline__ void copy_strip(const StripWords<T>& words, const flo
     for (int i = 0; i < kFactors; ++i) own_factors[i] = factors[i];
 }
 
+// Where the lane's codes of a strip go, two bytes a row, and how much of it exists.
+struct CodeRows {
+    uint8_t* data;  // null: nowhere
+    int64_t pitch;
+    int rows;
+    int count;  // of elements of a row
+
+    __device__ __forceinline__ void write(int r, uint32_t four) const {
+        uint8_t* p = data + r * pitch;
+        if (r < rows && count > 0) p[0] = static_cast<uint8_t>(four);
+        if (r < rows && count > 2) p[1] = static_cast<uint8_t>(four >> 8);
+    }
+};
+
+__device__ __forceinline__ CodeRows code_rows(const TileMatrix& matrix, const StripPlace& at) {
+    const int64_t pitch = matrix.whole.cols / 2;
+    const int rows = matrix.whole.rowwise_data ? clamp_count(matrix.rows() - at.row, kBlock) : 0;
+    return {matrix.rowwise_data() + at.row * pitch + at.col / 2, pitch, rows,
+            clamp_count(matrix.whole.cols - at.col, kLaneColumns)};
+}
+
 // A strip that is cut off, not aligned or irregular, once its scales are known: few are, and a rolled loop is
 // short.
 template <typename T, bool kTiles, Columns kColumns, class Rounding>
-__device__ __forceinline__ void quantize_any_strip(const QuantizeArgs& args, const StripWords<T>& words,
+__device__ __forceinline__ void quantize_any_strip(const TileMatrix& matrix, const StripWords<T>& words,
                                                    const StripPlace& at, const float (&factors)[4],
                                                    const Rounding& rounding, int strip, TileBuffers& tile) {
     StripWords<T> own_words;
     float own_factors[4];
     copy_strip<T, kTiles ? 1 : 4>(words, factors, own_words, own_factors);
     const int tile_column = lane_index() / kBlockLanes;
-    const int rows = clamp_count(args.rows - at.row, kBlock);
-    const int cols = clamp_count(args.cols - at.col, kLaneColumns);
-    const bool values = kColumns == Columns::kNone && args.values;
-    const float amax = values ? *args.amax : 0.0f;
-    const int64_t pitch = args.cols / 2;
-    uint8_t* p = args.rowwise_data + at.row * pitch + at.col / 2;
+    const CodeRows codes = code_rows(matrix, at);
     uint32_t fours[kBlock];
     __syncwarp();
 #pragma unroll 1
-    for (int r = 0; r < kBlock; ++r, p += pitch) {
+    for (int r = 0; r < kBlock; ++r) {
         const float factor = kTiles ? own_factors[0] : factor_of(own_factors, r);
         fours[r] = Rounding::template encode_row<T>(own_words[r], factor, false, rounding.row_bytes(r));
-        if (args.rowwise_data && r < rows) {
-            if (cols > 0) p[0] = static_cast<uint8_t>(fours[r]);
-            if (cols > 2) p[1] = static_cast<uint8_t>(fours[r] >> 8);
-        }
-        if (values) {
+        codes.write(r, fours[r]);
+        if (kColumns == Columns::kNone && matrix.whole.values) {
             const uint32_t byte = tile.rowwise_scale[kTiles ? strip : strip * kBlock + r][tile_column];
-            write_values<T>(args, at, r, fours[r], block_decode(byte, amax));
+            ValueRows<T>(matrix, at).write(r, fours[r], byte);
         }
     }
     if constexpr (kTiles && kColumns == Columns::kPlain) keep_columns(fours, strip, tile);
 }
 
-// The same beside columns of 1x16 blocks, not inlined; words and factors are in memory. The codes of all rows
-// are kept, which nothing reads, because the kernels with the figures in quantize_rows were compiled so.
-template <typename T, Columns kColumns, class Rounding>
-__device__ __noinline__ void quantize_any_rows(const QuantizeArgs& args, const StripWords<T>& words,
-                                               StripPlace at, const float (&factors)[4],
-                                               const Rounding& rounding) {
-    const int64_t pitch = args.cols / 2;
-    const int rows = clamp_count(args.rows - at.row, kBlock);
-    const int cols = clamp_count(args.cols - at.col, kLaneColumns);
-    uint8_t* p = args.rowwise_data + at.row * pitch + at.col / 2;
-    uint32_t fours[kBlock];
+// The same beside columns of 1x16 blocks, not inlined; words and factors are in memory.
+template <typename T, class Rounding>
+__device__ __noinline__ void quantize_any_rows(const CodeRows codes, const StripWords<T>& words,
+                                               const float (&factors)[4], const Rounding& rounding) {
     __syncwarp();
 #pragma unroll 1
-    for (int r = 0; r < kBlock; ++r, p += pitch) {
+    for (int r = 0; r < kBlock; ++r) {
         const float factor = factor_of(factors, r);
-        fours[r] = Rounding::template encode_row<T>(words[r], factor, false, rounding.row_bytes(r));
-        if (args.rowwise_data) {
-            if (r < rows && cols > 0) p[0] = static_cast<uint8_t>(fours[r]);
-            if (r < rows && cols > 2) p[1] = static_cast<uint8_t>(fours[r] >> 8);
-        }
+        codes.write(r, Rounding::template encode_row<T>(words[r], factor, false, rounding.row_bytes(r)));
     }
 }
 
 // Blocks along the rows, or tiles; the columnwise codes of tiles too.
 template <typename T, bool kTiles, Columns kColumns, class Rounding>
-__device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const StripWords<T>& words,
+__device__ __forceinline__ void quantize_rows(const TileMatrix& matrix, const StripWords<T>& words,
                                               const StripPlace& at, bool whole,
                                               const RowwiseScales<kTiles>& scales, const Rounding& rounding,
                                               int strip, TileBuffers& tile) {
@@ -272,7 +284,8 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const St
         regular = scale_rows<T, Rounding>(words, scales, &tile.rowwise_scale[strip * kBlock], factors);
     }
     regular = regular || Rounding::template kTakesAny<T>;
-    if (!whole || !regular || !is_aligned(args.rowwise_data, 2)) {
+    uint8_t* data = matrix.rowwise_data();
+    if (!whole || !regular || !is_aligned(data, 2)) {
         // Of a copy on an H200: called, 1D with both copies reaches 67%, transformed 58%; inlined, 59% and
         // 56%. Values reach 45% called and 69% inlined.
         if constexpr (!kTiles && kColumns != Columns::kNone) {
@@ -280,21 +293,21 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const St
             float own_factors[4];
             copy_strip<T, 4>(words, factors, own_words, own_factors);
             const Rounding own_rounding = rounding;
-            quantize_any_rows<T, kColumns>(args, own_words, at, own_factors, own_rounding);
+            quantize_any_rows<T>(code_rows(matrix, at), own_words, own_factors, own_rounding);
         } else {
-            quantize_any_strip<T, kTiles, kColumns>(args, words, at, factors, rounding, strip, tile);
+            quantize_any_strip<T, kTiles, kColumns>(matrix, words, at, factors, rounding, strip, tile);
         }
         return;
     }
-    const int64_t pitch = args.cols / 2;
-    uint8_t* p = args.rowwise_data + at.row * pitch + at.col / 2;
+    const int64_t pitch = matrix.whole.cols / 2;
+    uint8_t* p = data + at.row * pitch + at.col / 2;
     const auto encoded = [&](int r) {
         const float factor = kTiles ? factors[0] : factor_of(factors, r);
         return Rounding::template encode_row<T>(words[r], factor, true, rounding.row_bytes(r));
     };
     constexpr bool kKeeps = kTiles && kColumns == Columns::kPlain;
     // Values are never wanted beside a columnwise copy: that much less code and registers.
-    const bool values = kColumns == Columns::kNone && args.values;
+    const bool values = kColumns == Columns::kNone && matrix.whole.values;
     if (!kKeeps && !values) {
 #pragma unroll
         for (int r = 0; r < kBlock; ++r, p += pitch)
@@ -305,19 +318,17 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, const St
         uint32_t fours[kBlock];
 #pragma unroll
         for (int r = 0; r < kBlock; ++r) fours[r] = encoded(r);
-        if (args.rowwise_data) {
+        if (matrix.whole.rowwise_data) {
 #pragma unroll
             for (int r = 0; r < kBlock; ++r, p += pitch)
                 *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(fours[r]);
         }
         if (values) {
-            const float amax = *args.amax;
+            const ValueRows<T> rows(matrix, at);
             __syncwarp();
 #pragma unroll
-            for (int r = 0; r < kBlock; ++r) {
-                const uint32_t byte = tile.rowwise_scale[kTiles ? strip : strip * kBlock + r][tile_column];
-                write_values<T>(args, at, r, fours[r], block_decode(byte, amax));
-            }
+            for (int r = 0; r < kBlock; ++r)
+                rows.write(r, fours[r], tile.rowwise_scale[kTiles ? strip : strip * kBlock + r][tile_column]);
         }
         if constexpr (kKeeps) keep_columns(fours, strip, tile);
     }

@@ -5,8 +5,8 @@
 
 namespace zerofp4::cuda {
 
-void quantize_stochastic(const QuantizeArgs& args, cudaStream_t stream) {
-    quantize_by<Stochastic>(args, stream);
+void launch_quantize_stochastic(const QuantizeLaunch& given, dim3 blocks, cudaStream_t stream) {
+    launch_quantize<Stochastic>(given, blocks, stream);
 }
 
 }  // namespace zerofp4::cuda

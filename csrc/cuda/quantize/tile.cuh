@@ -52,27 +52,36 @@ __device__ __forceinline__ float pin(float x) {
     return x;
 }
 
-// The tile of a matrix that begins at an element of it. Rows from `input_rows` on are zeros that are not in
-// the input.
-template <typename T, bool kTiles, Columns kColumns, class Rounding = Nearest>
-__device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, int64_t row, int64_t col,
-                                              int64_t input_rows) {
+// Which tile of a matrix, if there is one.
+struct TilePlace {
+    uint32_t down;
+    uint32_t across;
+    bool exists;
+};
+
+template <typename T, bool kTiles, Columns kColumns, class Rounding>
+__device__ __forceinline__ void quantize_tile(const TileMatrix& matrix, const TilePlace& place) {
     __shared__ TileBuffers tile;
     __shared__ Tables tables;
-    const Matrix<T> input = {static_cast<const T*>(args.input), input_rows, args.cols};
-    const bool is_columnwise = !kTiles && Tables::side() == 1 && args.columnwise_amax;
-    const float amax = *(is_columnwise ? args.columnwise_amax : args.amax);
-    const bool rows_wanted = args.rowwise_data || args.values;
-    const int64_t stored = is_transformed(kColumns) ? round_up(args.rows, kBlock) : args.rows;
-    Rounding rounding(args);
+    const QuantizeArgs& whole = matrix.whole;
+    const bool is_columnwise = !kTiles && Tables::side() == 1 && whole.columnwise_amax;
+    const float amax = *in_global(is_columnwise ? matrix.columnwise_amax() : matrix.amax());
+    const bool rows_wanted = whole.rowwise_data || whole.values;
+    const auto stored_rows = [&] {
+        return kColumns == Columns::kHadamard ? round_up(matrix.rows(), kBlock) : matrix.rows();
+    };
+    Rounding rounding(matrix.rng_state());
     RowwiseScales<kTiles> rowwise;
+    const int64_t col = int64_t{place.across} * kTileCols;
 #pragma unroll 1
     for (int strip = warp_index(); strip < kTileStrips; strip += kWarps) {
-        const StripPlace at = {row + strip * kBlock, col + lane_index() * kLaneColumns};
+        const StripPlace at = {int64_t{place.down * kTileStrips + strip} * kBlock,
+                               col + lane_index() * kLaneColumns};
         // Before the input is there: together the two would take too many registers.
-        if (kTiles || rows_wanted) rounding.draw_rows(at.row, col, args.cols);
+        if (kTiles || rows_wanted) rounding.draw_rows(at.row, col, whole.cols);
+        const Matrix<T> input = matrix.input<T>();
         StripWords<T> words;
-        const bool whole = load_strip<T, kReadsEvictFirst<T, kTiles, kColumns>>(input, at, words);
+        const bool whole_strip = load_strip<T, kReadsEvictFirst<T, kTiles, kColumns>>(input, at, words);
         if (strip < kWarps) {  // the warp's first strip is on its way
             if constexpr (kPrefetches<T, kTiles, Rounding>)
                 prefetch_strip<T>(input, at.row + kWarps * kBlock, col);
@@ -85,28 +94,33 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, int64_t 
             }
         }
         if (kTiles || rows_wanted)
-            quantize_rows<T, kTiles, kColumns>(args, words, at, whole, rowwise, rounding, strip, tile);
+            quantize_rows<T, kTiles, kColumns>(matrix, words, at, whole_strip, rowwise, rounding, strip,
+                                               tile);
         if constexpr (!kTiles && kColumns != Columns::kNone) {
-            rounding.draw_columns(at.row, at.col, stored);
+            rounding.draw_columns(at.row, at.col, stored_rows());
+            if constexpr (kColumns == Columns::kHadamard) {
+                if (!whole.signs) change_random_signs<T>(words);
+            }
             quantize_columns<T, kColumns>(words, tables.scales(1), rounding, strip, tile);
         }
     }
     __syncthreads();
     constexpr int kShift = kTiles ? 4 : 0;
-    const int64_t row_blocks = ceil_div(args.rows, kBlock), col_blocks = ceil_div(args.cols, kBlock);
+    const int64_t row = int64_t{place.down} * kTileRows;
+    const int64_t rows = matrix.rows(), cols = whole.cols;
+    const int64_t row_blocks = ceil_div(rows, kBlock), col_blocks = ceil_div(cols, kBlock);
     write_scales(
-        ScaleTile<kTileRows, kTileScaleColumns, 0, false>{tile.rowwise_scale[0], kTileScaleColumns, args.rows,
+        ScaleTile<kTileRows, kTileScaleColumns, 0, false>{tile.rowwise_scale[0], kTileScaleColumns, rows,
                                                           col_blocks, row, col / kBlock, kShift},
-        args.rowwise_scale);
+        matrix.rowwise_scale().of);
     if constexpr (kColumns != Columns::kNone) {
         // A tile of 16x16 has the same scale in both orientations.
         const uint8_t* bytes = kTiles ? tile.rowwise_scale[0] : tile.columnwise_scale[0];
         write_scales(
             ScaleTile<kTileCols, kTileStrips, kThreads / 2, true>{
-                bytes, kTiles ? kTileScaleColumns : kTileCols, args.cols, row_blocks, col, row / kBlock,
-                kShift},
-            args.columnwise_scale);
-        write_columnwise(tile, args.columnwise_data, args.cols, stored / 2, col, row / 2);
+                bytes, kTiles ? kTileScaleColumns : kTileCols, cols, row_blocks, col, row / kBlock, kShift},
+            matrix.columnwise_scale().of);
+        write_columnwise(tile, matrix.columnwise_data(), cols, stored_rows() / 2, col, row / 2);
     }
 }
 

@@ -10,7 +10,7 @@ namespace zerofp4::cuda {
 constexpr int kWideRows = 8;  // of a strip
 constexpr int kWideTurns = 2;
 constexpr int kWideTileRows = kWarps * kWideRows * kWideTurns;
-constexpr int kWideTileCols = 256;
+constexpr int kWideTileCols = kVector<BFloat16> * kLanes;
 constexpr int kWideScaleColumns = kWideTileCols / kBlock;
 constexpr int kWideBlocksPerSm = 4;
 
@@ -153,22 +153,22 @@ __global__ void __launch_bounds__(kThreads, kWideBlocksPerSm)
         args.rowwise_scale);
 }
 
-// Whether the kernel can quantize this: rows of vectors at aligned addresses, and nothing but their copy.
-template <typename T>
-bool has_wide_rows(const QuantizeArgs& args) {
-    return args.block_rows == 1 && args.rowwise_data && !args.columnwise_data && !args.values &&
-           args.cols % kVector<T> == 0 && is_aligned(args.input, 4 * kVectorWords) &&
-           is_aligned(args.rowwise_data, kVector<T> / 2);
+// Whether the kernel can quantize this: rows of vectors of 16-bit elements at aligned addresses, and nothing
+// but their copy.
+inline bool has_wide_rows(const QuantizeArgs& args) {
+    constexpr int kElements = kVector<BFloat16>;
+    return args.dtype != DType::kFloat32 && args.block_rows == 1 && !args.rng_state && args.rowwise_data &&
+           !args.columnwise_data && !args.values && args.cols % kElements == 0 &&
+           is_aligned(args.input, 4 * kVectorWords) && is_aligned(args.rowwise_data, kElements / 2);
 }
 
-template <typename T>
-void quantize_wide_rows(const QuantizeArgs& args, cudaStream_t stream) {
-    static_assert(kVector<T> * kLanes == kWideTileCols, "elements of 16 bits");
+inline void quantize_wide_rows(const QuantizeArgs& args, cudaStream_t stream) {
     const int64_t across = ceil_div(args.cols, kWideTileCols);
     // One row of tiles at least: a matrix without rows has amaxes, too.
     const int64_t down = std::max<int64_t>(1, ceil_div(args.rows, kWideTileRows));
-    launch("quantize", quantize_wide_rows_kernel<T>, across * down, stream, args,
-           static_cast<uint32_t>(across));
+    const auto kernel = args.dtype == DType::kBFloat16 ? quantize_wide_rows_kernel<BFloat16>
+                                                       : quantize_wide_rows_kernel<Float16>;
+    launch("quantize", kernel, across * down, stream, args, static_cast<uint32_t>(across));
 }
 
 }  // namespace zerofp4::cuda

@@ -1,7 +1,7 @@
 #pragma once
-// Quantization for groups of consecutive rows in one launch. Neither the host nor the grid knows the splits:
-// there are as many blocks as the worst of them need, and those that are left over clear what belongs to no
-// group.
+// Which tile of which group of consecutive rows a thread block quantizes, and what belongs to no group.
+// Neither the host nor the grid knows the splits: there are as many blocks as the worst of them need, and
+// those that are left over clear what belongs to no group.
 
 #include "common/args/grouped.h"
 #include "cuda/device/groups.cuh"
@@ -28,9 +28,10 @@ __device__ __forceinline__ void store_given_amaxes(const QuantizeArgs& whole, in
     }
 }
 
-// Zeros to bytes [begin, end) of a buffer that is not null, by `workers` threads.
-__device__ __forceinline__ void clear(uint8_t* buffer, int64_t begin, int64_t end, int64_t worker,
-                                      int64_t workers) {
+// Zeros to bytes [begin, end) of a buffer that is not null, by `workers` threads. Not inlined: there are ten.
+__device__ __noinline__ inline void clear(uint8_t* buffer, int64_t begin, int64_t end, int64_t worker,
+                                          int64_t workers) {
+#pragma unroll 1
     for (int64_t i = begin + 16 * worker; i < end; i += 16 * workers)
         store16(buffer + i, {0u, 0u, 0u, 0u}, clamp_count(end - i, 16));
 }
@@ -62,14 +63,16 @@ __device__ __forceinline__ void clear_gap(const QuantizeArgs& group, const Group
     }
 }
 
-template <typename T, Columns kColumns, class Rounding>
-__global__ void __launch_bounds__(kThreads, kQuantizeBlocksPerSm<T>)
-    quantize_grouped_kernel(const __grid_constant__ GroupedArgs args) {
-    wait_for_previous_kernel();
+// The block's tile of a group, which is left in `own`; groups without rows and blocks that are left over have
+// none.
+template <Columns kColumns>
+__device__ __forceinline__ TilePlace tile_of_groups(const GroupedArgs& args, OwnMatrix& own) {
     const auto tiles_of_rows = [&](int64_t rows) { return tiles_of(rows, args.whole.cols); };
-    const GroupSearch& search = search_groups(args.splits, tiles_of_rows, [&](const GroupPlace& place) {
+    const auto visit = [&](const GroupPlace& place) {
         if (blockIdx.x == 0) store_place(args, place);
-    });
+    };
+    const auto find = [&](const GroupPlace& place) { own = {arguments_of(args.whole, place), place.rows}; };
+    const GroupSearch& search = search_groups(args.splits, tiles_of_rows, visit, find);
     if (blockIdx.x == 0) {
         if (threadIdx.x == 0) {
             store_place(args, search.all.place(args.splits.count, 0));
@@ -77,36 +80,24 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocksPerSm<T>)
         }
         store_given_amaxes(args.whole, args.splits.count);
     }
-    if (!search.has_unit()) return clear_rest(args, search.all);
-    const QuantizeArgs own = arguments_of(args.whole, search.place);
-    if constexpr (kColumns != Columns::kNone) clear_gap(own, search.place, search.unit);
-    // Down the rows for the sake of the columnwise copy.
-    const uint32_t length = static_cast<uint32_t>(kColumns == Columns::kNone ? ceil_div(own.cols, kTileCols)
-                                                                             : ceil_div(own.rows, kTileRows));
-    const uint32_t line = search.unit / length, step = search.unit - line * length;
-    const int64_t row = kColumns == Columns::kNone ? line : step,
-                  col = kColumns == Columns::kNone ? step : line;
-    quantize_tile<T, false, kColumns, Rounding>(own, row * kTileRows, col * kTileCols, search.place.rows);
-}
-
-template <typename T, class Rounding>
-void quantize_grouped_as(const GroupedArgs& args, cudaStream_t stream) {
-    const QuantizeArgs& whole = args.whole;
-    auto kernel = quantize_grouped_kernel<T, Columns::kNone, Rounding>;
-    if (whole.columnwise_data) {
-        kernel = !whole.hadamard ? quantize_grouped_kernel<T, Columns::kPlain, Rounding>
-                 : !whole.signs  ? quantize_grouped_kernel<T, Columns::kHadamard, Rounding>
-                                 : quantize_grouped_kernel<T, Columns::kRandomHadamard, Rounding>;
+    if (!search.has_unit()) {
+        clear_rest(args, search.all);
+        return {};
     }
-    // Every group may begin a tile more; one row of tiles more, so that some block has none.
-    const int64_t down = whole.rows / kTileRows + args.splits.count + 1;
-    const int64_t blocks = down * std::max<int64_t>(1, ceil_div(whole.cols, kTileCols));
-    launch("quantize_grouped", kernel, blocks, stream, args);
+    if constexpr (kColumns != Columns::kNone) clear_gap(own.args, search.place, search.unit);
+    // Down the rows for the sake of the columnwise copy.
+    const uint32_t length =
+        static_cast<uint32_t>(kColumns == Columns::kNone ? ceil_div(args.whole.cols, kTileCols)
+                                                         : ceil_div(own.args.rows, kTileRows));
+    const uint32_t line = in_uniform_register(search.unit / length),
+                   step = in_uniform_register(search.unit % length);
+    return kColumns == Columns::kNone ? TilePlace{line, step, true} : TilePlace{step, line, true};
 }
 
-template <class Rounding>
-void quantize_grouped_by(const GroupedArgs& args, cudaStream_t stream) {
-    with_dtype(args.whole.dtype, [&](auto t) { quantize_grouped_as<decltype(t), Rounding>(args, stream); });
+inline dim3 group_blocks(const GroupedArgs& args) {
+    // Every group may begin a tile more; one row of tiles more, so that some block has none.
+    const int64_t down = args.whole.rows / kTileRows + args.splits.count + 1;
+    return dim3(grid_size("quantize", down * std::max<int64_t>(1, ceil_div(args.whole.cols, kTileCols))));
 }
 
 }  // namespace zerofp4::cuda
