@@ -28,6 +28,10 @@ copy:
               of the reduced ones, turn n + 2   then cast, turn n + 2
     up        cast, turn n + 2                  copy up, current stream      turn n + 4, after a wait
 
+[Note: what the host waits for] In a backward pass the device makes the gradients of bucket t while the host
+updates bucket t - 1, if the host does not wait for work of turn t. On one rank it waits for copies of earlier
+turns alone. On several ranks a cast also waits for the reduced amaxes, and so for the gradients of bucket t.
+
 clip_grad_norm_() brings the means down to the buckets' `gradients`, which are on the host, too. There the
 copy of one bucket overlaps with that of the host, which empties the slot before.
 
@@ -218,6 +222,7 @@ class Offload:
         self.skip = self.present = self._own_factor = None
         self._decision: Copies = []
         self._factor: Copies = []
+        self._decided: torch.cuda.Event | None = None
         self._on_its_way: tuple[Slots, Callable[[], None]] | None = None
         """The slots whose means are to go to `gradients` of a bucket, and what brings them there."""
 
@@ -291,8 +296,13 @@ class Offload:
             gradient.record_stream(self._stream)
 
     def bring_down_decision(self) -> None:
-        """Bring down the decision on a bucket whose gradients came down before the vote. The host waits."""
-        wait(self.bring_down([]))
+        """Begin to bring down the decision on a bucket whose gradients came down before the vote."""
+        self._decided = self.bring_down([])
+
+    def await_decision(self) -> None:
+        """Wait for the last bring_down_decision()."""
+        decided, self._decided = self._decided, None
+        wait(decided)
 
     def bring_down(self, copies: Copies) -> torch.cuda.Event | None:
         """Copy to the host, after the work on the current stream, gradients and the decision of the step.
@@ -340,6 +350,7 @@ class OffloadedPlan:
         found_inf: torch.Tensor,
     ):
         self._slots, self._device, up = bucket.slots, bucket.device, bucket.slots.up
+        self._is_shared = bucket.world_size > 1
         nothing = [None] * len(masters)
         options = None, amax_groups, "skip", found_inf
         request, error = attempt(check_request, bucket.parameters, nothing, nothing, *options)
@@ -410,11 +421,12 @@ class OffloadedPlan:
         self.on_device.finish_step(write_codes=self._write_codes)
 
     def _write_codes(self) -> None:
-        amaxes = self._slots.amaxes[: self.reduced.numel()]
-        wait(copy([(amaxes, self.on_device.reduced)], self._device))
-        if not amaxes[:HEADER_WORDS].equal(self._header):
-            return  # a rank has joined with a flag, so that no rank writes
-        self.reduced[HEADER_WORDS:].copy_(amaxes[HEADER_WORDS:])
+        if self._is_shared:  # else the amaxes on the host are those of all ranks
+            amaxes = self._slots.amaxes[: self.reduced.numel()]
+            wait(copy([(amaxes, self.on_device.reduced)], self._device))
+            if not amaxes[:HEADER_WORDS].equal(self._header):
+                return  # a rank has joined with a flag, so that no rank writes
+            self.reduced[HEADER_WORDS:].copy_(amaxes[HEADER_WORDS:])
         self._slots.fill_up(self._cast)
 
     def _cast(self) -> Copies:
@@ -496,6 +508,7 @@ class OffloadedExchange(BucketExchange):
 
     def receive(self) -> Arrived:
         wait(self._event)
+        self._offload.await_decision()
         self._failure.raise_if_any()
         return Arrived(self._views, None)
 

@@ -483,7 +483,7 @@ class UpdateSchedule(TakingSchedule):
             in_phase("vote", agreement.begin)(present, error, word)
         agreement.decide(word, found_inf=self._weights.found_inf, bucket=len(present))
         if exchange.bucket.is_offloaded:
-            self._offload.bring_down_decision()
+            self._offload.bring_down_decision()  # for which the update waits
         self._weights.is_between |= not error
 
     def end_step(self, closure: Callable[[], Any] | None = None, obstacle: str | None = None) -> Any:

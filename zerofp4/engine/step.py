@@ -111,7 +111,9 @@ class Step:
     ) -> None:
         """Send bucket t, update bucket t - lag, cast bucket t - 2 lag and transpose bucket t - 3 lag.
 
-        gradients_of: returns this rank's gradients of a bucket. vote: called before each update.
+        gradients_of: returns this rank's gradients of a bucket. vote: called for each bucket before its
+        update; with a lag at the end of the turn in which it is sent, before the device has later gradients
+        to make, for which a host that reads the outcome would wait.
         """
         sent, updated, cast, completed = (
             exchanges[t - n * lag] if 0 <= t - n * lag < len(exchanges) else None for n in range(4)
@@ -123,13 +125,15 @@ class Step:
         if sent is not None and sent.bring_down is not None and self._updates(sent):
             in_phase("gradients", sent.bring_down)(self._reduces)
         if updated is not None:
-            if vote is not None:
+            if vote is not None and not lag:
                 vote(updated)
             self._update_masters(updated)
         if cast is not None:
             self._cast(cast)
         if completed is not None:
             self._complete(completed)
+        if sent is not None and vote is not None and lag:
+            vote(sent)
 
     def _update_masters(self, exchange: BucketExchange) -> None:
         """Update the masters, which leaves their amaxes, and start the all-reduce of amaxes."""

@@ -29,7 +29,7 @@ from distributed.optim.test_kinds import KINDS, ROWS, make
 from distributed.optim.test_reference_step import take_steps
 from distributed.run import on_ranks
 from distributed.state.cases import run, trained
-from zerofp4.engine import Bucket
+from zerofp4.engine import Bucket, Step, offload
 from zerofp4.engine.offload import Place, find_threads
 from zerofp4.optim import AveragedMasters, Communication, FusedAdamW, ZeroFP4Optimizer, master_state_dict
 
@@ -179,6 +179,32 @@ def test_gradients_that_come_down_late(world, share, clips):
 def test_gradients_of_backward_passes_that_come_down_late(world, overlap, options):
     with mock.patch("zerofp4.engine.offload.Offload.bring_down", bring_down_late):
         take_steps(world, "collective", overlap, True, **options)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_pass_waits_for_no_gradient_of_the_present_turn(world, share):
+    """The device makes those while the host updates the bucket before."""
+    parameters, optimizer = built(world, FusedAdamW, bucket_mb=SMALL, overlap="update", offload=share)
+    turns, waits, take_turn, copy = [0], [], Step.turn, offload.copy
+
+    class Turn:
+        def __init__(self):
+            self.begun = turns[0]
+
+        def synchronize(self):
+            waits.append(turns[0] - self.begun)
+
+    def count(*arguments):
+        turns[0] += 1
+        take_turn(*arguments)
+
+    with mock.patch.object(Step, "turn", count), mock.patch.object(offload, "copy") as patched:
+        patched.side_effect = lambda *arguments: (copy(*arguments), Turn())[1]
+        for _ in range(2):
+            loss_of(parameters).backward()
+            optimizer.step()
+    assert len(waits) > 8 and min(waits) == 1
 
 
 @on_ranks(1, 2)
