@@ -177,6 +177,23 @@ def test_bytes_between_hosts(world, wire):
     assert f"between_hosts='{wire}' needs two hosts or more" in message
 
 
+@on_ranks(2)
+def test_ranks_choose_alike_what_travels_exactly(world):
+    """A function itself is not compared: a lambda cannot be sent."""
+    parameters, ways = parameters_of(world), {"lr": 0.1, "optimizer_class": FusedAdamW}
+    with mock.patch.dict(os.environ, {"NCCL_HOSTID": str(world.rank)}):
+        for chosen in (None, world.rank):
+            way = Communication(between_hosts="bf16", exactly=lambda _, p, chosen=chosen: p.dim() == chosen)
+            if chosen is None:
+                described = ZeroFP4Optimizer(parameters, communication=way, **ways).describe()
+                assert {bucket["means_travel_as"] for bucket in described["buckets"]} == {"bf16"}
+                continue
+            message = raised_everywhere(
+                world, ValueError, ZeroFP4Optimizer, parameters_of(world), communication=way, **ways
+            )
+            assert "parameters sharded over ranks [0, 1]" in message or "bf16 between hosts" in message
+
+
 @pytest.mark.parametrize("other", [{"reduction": "reduce_scatter"}, {"transport": "peer"}])
 def test_options_that_exclude_few_bits_between_hosts(other):
     ((name, value),) = other.items()
