@@ -100,7 +100,7 @@ class Build(build_ext):
             shutil.copy2(folder / target.name, target)
 
 
-if not {"sdist", "egg_info"} & set(sys.argv):
+if "bdist_wheel" in sys.argv or not {"sdist", "egg_info"} & set(sys.argv):
     check_tools()
 names = "zerofp4._C", "zerofp4._autograd"
 setup(ext_modules=[Extension(name, sources=[]) for name in names], cmdclass={"build_ext": Build})
