@@ -109,7 +109,7 @@ def amaxes(session: Session, name: str, x: torch.Tensor) -> None:
         session.say("the amax pass is a kernel of quantize: left out on a CPU")
         return
     for row, options in (("tensor_amax", {"block": ACTIVATION}), ("amax_rht", RHT)):
-        kernel = {f"{row}/{name}": ("tensor_amax_kernel", rules.once([x], x.numel(), "x read"))}
+        kernel = {f"{row}/{name}": ("amax_kernel", rules.once([x], x.numel(), "x read"))}
         session.time_kernels(partial(zerofp4.quantize, x, **options), kernel)
 
 

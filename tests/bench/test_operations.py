@@ -58,7 +58,7 @@ BYTES = {
     "dequantize_1d/64": 2.5 * N + SCALES,
     "dequantize_2d_swizzled/64": 2.5 * N + SWIZZLED,
     "dequantize_2d_fp32/64": 4.5 * N + TILES,
-    "round_means_nvfp4/64": 4.5 * N + SCALES + 16,
+    "round_means_nvfp4/64": 4.5 * N + SCALES + 4 * 16,  # an amax and padding in each message
     "average_means_mxfp8/64": N + N // 32 + N,
     "swizzle/654x32768": (654 + 768) * 2048,
     "clone/654x32768": 2 * 654 * 2048,

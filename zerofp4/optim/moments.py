@@ -169,9 +169,11 @@ def _sharded_like(p: torch.Tensor, name: str, local: torch.Tensor) -> torch.Tens
     """This rank's part of an entry of state, as a DTensor if p is one; but for the step count."""
     if not isinstance(p, DTensor) or name == "step":
         return local
-    shape = torch.Size(entry_shape(name, p))
-    stride = torch.empty(shape, dtype=local.dtype, device="meta").stride()
-    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride)
+    whole = torch.empty(entry_shape(name, p), dtype=local.dtype, device="meta")
+    size = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    about = DTensor.from_local(local.to("meta"), p.device_mesh, p.placements, **size)
+    # from_local() would move the state of masters in host memory to the GPUs of the mesh.
+    return DTensor(local, about._spec, requires_grad=False)
 
 
 # The codes of docs/numerics.md, as kernels make and read them; zerofp4.reference.compact specifies them

@@ -61,9 +61,9 @@ __global__ void __launch_bounds__(kMeansThreads)
 
 __global__ void __launch_bounds__(kMeansThreads)
     round_mxfp8_kernel(const __grid_constant__ RoundMeansArgs args) {
+    wait_for_previous_kernel();
     const int64_t place = (static_cast<int64_t>(blockIdx.x) * kMeansThreads + threadIdx.x) * 16;
     const int64_t slice = blockIdx.y, at = slice * args.numel + place;
-    wait_for_previous_kernel();
     const MeansPiece piece = find_piece<&MeansPiece::begin>(args, at);
     const bool is_inside = place < args.numel && left_of(piece, at) > 0;  // both threads of a block, or none
     float x[16] = {};
@@ -88,9 +88,9 @@ __global__ void __launch_bounds__(kMeansThreads)
 __global__ void __launch_bounds__(kMeansThreads)
     round_nvfp4_kernel(const __grid_constant__ RoundMeansArgs args) {
     __shared__ uint32_t amaxes[4];  // of warps
+    wait_for_previous_kernel();
     const int64_t slice = blockIdx.y, number = slice * args.strips + blockIdx.x;
     const int row = static_cast<int>(threadIdx.x) / kStripBlocks, block = threadIdx.x % kStripBlocks;
-    wait_for_previous_kernel();
     const MeansPiece piece = find_piece<&MeansPiece::strip>(args, number);
     if (!has_strip(piece, number)) return;
     const MeansStrip strip = strip_at(piece, number - piece.strip);
