@@ -46,7 +46,7 @@ ARCHITECTURES = {
     "Llama": {},
     "Qwen3": {},
     "Mistral": {},
-    "Gemma2": {},
+    "Gemma2": {"hidden_act": "gelu_pytorch_tanh"},  # as published configurations have it; SGLang asks
     "Qwen3Moe": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "Mixtral": {"num_local_experts": 3},
     "DeepseekV3": LATENT,

@@ -1,7 +1,8 @@
 """The rules by which vLLM and SGLang read an export, from their own Python files.
 
 They require torch for GPUs and their kernels. The files of a rule can be imported without these, with mocks
-of all other modules. Nothing of the mocks is compared. test_vllm.py loads exports with all of vLLM, for CPUs.
+of all other modules. Nothing of the mocks is compared. test_vllm.py and test_sglang.py load
+exports with all of these packages, on a CPU.
 """
 
 from __future__ import annotations
