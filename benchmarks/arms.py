@@ -1,15 +1,17 @@
 """The arms of the fidelity benchmark: what each changes in the training of one model."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 import zerofp4
+from zerofp4 import ops
 from zerofp4.nn import MXFP8Recipe, NVFP4Recipe
 from zerofp4.optim import Communication
-from zerofp4.reference import RANDOM_SIGNS
 
 Values = dict[str, torch.Tensor]
 """By the name of a parameter."""
@@ -136,34 +138,31 @@ class Damped(Rounding):
 # Gradients in few bits
 
 
-def stochastic_bf16(gradient: torch.Tensor) -> torch.Tensor:
-    bits = gradient.view(torch.int32)
-    noise = torch.randint(1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
-    return ((bits + noise) & -(1 << 16)).view(torch.float32)
+def travel(format: str, gradient: torch.Tensor, *, number: int, step: int, host: int) -> torch.Tensor:
+    """What other hosts receive of a gradient, float32 [R, C], by ZeroFP4Optimizer's between_hosts=format.
+
+    number: of the parameter. step: of the update. host: that sends.
+    """
+    layout = _layout(format, gradient.shape, number, gradient.device)
+    message = torch.zeros(1, layout.nbytes, dtype=torch.uint8, device=gradient.device)
+    ops.round_means(gradient.reshape(1, -1), message, layout, step=step, host=host)
+    if not layout.is_decoded:
+        return message.view(torch.bfloat16).view(gradient.shape).float()
+    received = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+    ops.average_means(message, received.view(-1), layout, 0)
+    return received
 
 
-def mxfp8(gradient: torch.Tensor) -> torch.Tensor:
-    return zerofp4.quantize_mxfp8(gradient).dequantize(torch.float32)
+@functools.cache
+def _layout(format: str, shape: torch.Size, number: int, device: torch.device) -> ops.MeansLayout:
+    piece = ops.MeansPiece(0, shape.numel(), 0, number, shape[1])
+    return ops.MeansLayout(format, piece.numel, [[piece]], piece.strips, device)
 
 
-def nvfp4(gradient: torch.Tensor) -> torch.Tensor:
+def without_transform(gradient: torch.Tensor, **_: int) -> torch.Tensor:
+    """NVFP4 with one amax, scales to nearest and no transform."""
     quantized = zerofp4.quantize(gradient, block=(1, 16), stochastic_rounding=True)
     return quantized.dequantize(torch.float32)
-
-
-def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """The transform of groups of 16 along the rows, without signs, in FP32. It is its own inverse."""
-    groups = x.unflatten(1, (-1, 16))
-    for stride in (1, 2, 4, 8):
-        a, b = groups.unflatten(2, (-1, 2, stride)).unbind(3)
-        groups = torch.stack([a + b, a - b], 3).flatten(2, 4)
-    return (groups * 0.25).flatten(1)
-
-
-def nvfp4_hadamard(gradient: torch.Tensor) -> torch.Tensor:
-    signs = torch.tensor(RANDOM_SIGNS, dtype=torch.float32, device=gradient.device)
-    signs = signs.repeat(gradient.shape[1] // 16)
-    return hadamard(nvfp4(hadamard(gradient * signs))) * signs
 
 
 # Arms
@@ -180,7 +179,7 @@ class Arm:
     optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of ZeroFP4Optimizer
     rounding: Callable[[], Rounding] | None = None  # of plain parameters; the filter is the same
     until: float = 1.0  # the share of the steps in which weights are NVFP4
-    hosts: Callable[[torch.Tensor], torch.Tensor] | None = None  # rounds the FP32 gradient of each of 8 hosts
+    hosts: Callable[..., torch.Tensor] | None = None  # rounds what each of 8 hosts sends, as travel()
     clip: bool = True
     one_micro_batch: bool = False
     lr: float = 1.0  # times the protocol's
@@ -223,11 +222,11 @@ ARMS = {
     "unclipped": Arm("bf16, no clipping", clip=False, one_micro_batch=True),
     "update": Arm('bf16, no clipping, overlap="update"', optimizer=UPDATE, clip=False, one_micro_batch=True),
     "control": Arm("masters rounded to 16x16 after each step", rounding=Control),
-    "hosts-fp32": Arm("FP32 gradients between 8 hosts", hosts=lambda gradient: gradient),
-    "hosts-bf16": Arm("bf16 gradients between 8 hosts, stochastic", hosts=stochastic_bf16),
-    "hosts-mxfp8": Arm("MXFP8 gradients between 8 hosts", hosts=mxfp8),
-    "hosts-nvfp4": Arm("NVFP4 gradients between 8 hosts, stochastic", hosts=nvfp4),
-    "hosts-nvfp4-hadamard": Arm("the same after a Hadamard transform", hosts=nvfp4_hadamard),
+    "hosts-fp32": Arm("FP32 gradients between 8 hosts", hosts=lambda gradient, **_: gradient),
+    "hosts-bf16": Arm("bf16 gradients between 8 hosts", hosts=partial(travel, "bf16")),
+    "hosts-mxfp8": Arm("MXFP8 gradients between 8 hosts", hosts=partial(travel, "mxfp8")),
+    "hosts-nvfp4": Arm("NVFP4 gradients between 8 hosts", hosts=partial(travel, "nvfp4")),
+    "hosts-nvfp4-plain": Arm("the same, scales to nearest, no Hadamard transform", hosts=without_transform),
     # What could bring the gap of weights to nothing
     "first-w16x16": Arm("weights 16x16, first block in bf16", SQUARES, ("first",)),
     "last-w16x16": Arm("weights 16x16, last block in bf16", SQUARES, ("last",)),

@@ -243,15 +243,19 @@ class Run:
             part.backward()
             loss = loss + part.detach()
             if arm.hosts and i % (count // HOSTS) == 0:
-                self.send_gradients(sums)
+                self.send_gradients(sums, i * HOSTS // count - 1)
         for name, p in self.model.named_parameters() if arm.hosts else ():
             p.grad = sums[name]
         return loss
 
-    def send_gradients(self, sums: Values) -> None:
-        """Add what one host sends of its gradients, which are in p.grad."""
-        for name, p in self.model.named_parameters():
-            sent = self.arm.hosts(p.grad) if p.dim() == 2 else p.grad
+    def send_gradients(self, sums: Values, host: int) -> None:
+        """Add what one host sends of its gradients, which are in p.grad: exactly, but for those of weights
+        that could be NVFP4.
+        """
+        for number, (name, p) in enumerate(self.model.named_parameters()):
+            sent = p.grad
+            if name in self.quantized:
+                sent = self.arm.hosts(p.grad, number=number, step=self.step, host=host)
             sums[name] = sums[name] + sent if name in sums else sent.clone()
             p.grad = None
 

@@ -13,9 +13,11 @@ from cases.train import settings_restored
 
 from benchmarks import text
 from benchmarks.__main__ import main
-from benchmarks.arms import ARMS, Hysteresis, Rounding, hadamard, mxfp8, nvfp4_hadamard, stochastic_bf16
+from benchmarks.arms import ARMS, Hysteresis, Rounding, travel
 from benchmarks.fidelity import Run, Watcher, claimed, learning_rate
 from benchmarks.llama import PRESETS, Order, Tokens, make_model
+from zerofp4 import reference
+from zerofp4.testing import assert_bytes_equal
 
 CPU = torch.device("cpu")
 STEPS = 20
@@ -153,16 +155,21 @@ def test_codes_are_watched():
     assert watcher.shares() == {"flipped": pytest.approx(4 / 4 / 3), "oscillating": 0.25}
 
 
-def test_few_bits_of_gradients():
-    torch.manual_seed(0)
-    gradient = torch.randn(64, 256)
-    rounded = stochastic_bf16(gradient)
-    assert rounded.bfloat16().float().equal(rounded) and not rounded.equal(gradient.bfloat16().float())
-    many = torch.full((1000, 1000), 1 + 2**-9)
-    assert stochastic_bf16(many).mean().item() == pytest.approx(1 + 2**-9, abs=1e-5)
-    assert hadamard(hadamard(gradient)).allclose(gradient, atol=1e-5)
-    for rounds, error in ((mxfp8, 0.03), (nvfp4_hadamard, 0.15)):
-        assert 0.5 * error < (rounds(gradient) - gradient).norm() / gradient.norm() < error
+@pytest.mark.parametrize("format", ["bf16", "mxfp8", "nvfp4"])
+def test_gradients_travel_as_between_hosts(format):
+    gradient, where = torch.randn(64, 256), {"number": 3, "step": 5, "host": 2}
+    sent = reference.send_mean(gradient, format, **where)
+    expected = reference.mean_of_hosts([sent], format, 256)
+    assert_bytes_equal(travel(format, gradient, **where), expected, format)
+
+
+def test_an_arm_of_hosts_sends_what_it_may(tokens):
+    """Micro-batches of one host are added up before they are rounded; embeddings and norms travel exactly."""
+    sending, exact = run("hosts-nvfp4", tokens), run("hosts-fp32", tokens)
+    for each in (sending, exact):
+        each.backward_passes()
+    pairs = zip(sending.model.named_parameters(), exact.model.parameters(), strict=True)
+    assert {name for (name, p), q in pairs if not p.grad.equal(q.grad)} == set(sending.quantized)
 
 
 # The text
