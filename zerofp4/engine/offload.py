@@ -24,7 +24,7 @@ copy:
     slot      written by                        read by                      free in
     means     the exchange, turn n              copy down, own stream        turn n + 1
     down      that copy                         update, turn n + 1           turn n + 2
-    amaxes    update, turn n + 1; then a copy   copy up, current stream;     turn n + 3
+    amaxes    update, turn n + 1; then a copy   copy up, current stream;     turn n + 3, after a wait
               of the reduced ones, turn n + 2   then cast, turn n + 2
     up        cast, turn n + 2                  copy up, current stream      turn n + 4, after a wait
 
@@ -162,18 +162,20 @@ class Slots:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._sent_up: torch.cuda.Event | None = None
-        """The end of the last copies from `up`."""
+        self._sent: torch.cuda.Event | None = None
+        """The end of the last copies to the device."""
 
-    def fill_up(self, write: Callable[[], Copies]) -> None:
-        """Have write() write `up`, once it is free, and begin the copies to the device that it returns."""
-        wait(self._sent_up)
-        self._sent_up = copy(write(), self._device)
+    def fill(self, write: Callable[[], Copies]) -> None:
+        """Have write() write `up` or `amaxes`, once they are free, and begin the copies to the device that it
+        returns.
+        """
+        wait(self._sent)
+        self._sent = copy(write(), self._device)
 
     def send_up(self, masters: torch.Tensor, weights: torch.Tensor) -> None:
         """Round masters to the slice of weights, and begin to copy them there."""
         rounded = self.up[: weights.nbytes].view(weights.dtype)
-        self.fill_up(lambda: [(weights, rounded.copy_(masters))])
+        self.fill(lambda: [(weights, rounded.copy_(masters))])
 
 
 def copy(copies: Copies, device: torch.device) -> torch.cuda.Event | None:
@@ -401,17 +403,20 @@ class OffloadedPlan:
         self._find_places()
 
     def start_step(self) -> RuntimeError | None:
-        plan, error, amaxes = self.on_device, OwnError(), self._slots.amaxes[: self.reduced.numel()]
+        plan, error = self.on_device, OwnError()
         with error:
             self.on_host.start_step()  # computes the amaxes, unless the update has left them
-            amaxes.copy_(self.reduced)
             plan.begin_update()
-            plan.reduced[HEADER_WORDS:].copy_(amaxes[HEADER_WORDS:], non_blocking=True)
+            self._slots.fill(self._send_amaxes)
             plan.end_update()
         if error:
             plan.abstain()
             error.raise_if_any()
         return plan.start_step()
+
+    def _send_amaxes(self) -> Copies:
+        amaxes = self._slots.amaxes[: self.reduced.numel()].copy_(self.reduced)
+        return [(self.on_device.reduced[HEADER_WORDS:], amaxes[HEADER_WORDS:])]
 
     def abstain(self) -> None:
         self.on_host.begin_update()  # takes back amaxes
@@ -427,7 +432,7 @@ class OffloadedPlan:
             if not amaxes[:HEADER_WORDS].equal(self._header):
                 return  # a rank has joined with a flag, so that no rank writes
             self.reduced[HEADER_WORDS:].copy_(amaxes[HEADER_WORDS:])
-        self._slots.fill_up(self._cast)
+        self._slots.fill(self._cast)
 
     def _cast(self) -> Copies:
         if self.reduced.isinf().any():  # amax groups with a NaN or Inf keep their codes

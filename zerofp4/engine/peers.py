@@ -1,10 +1,11 @@
 """Memory that the GPUs of one host share through NVLink, and the exchange of a bucket through it."""
 
+import functools
 import itertools
 import math
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -230,11 +231,16 @@ class PeerExchange(BucketExchange):
         self.received: torch.Tensor | None = None
         self._sent_halfway = 0
         """The number of elements of the slice of weights that left halfway through its cast."""
-        self.halfway, found = None, find_halfway(bucket)
-        if found is not None:
-            position, row, count = found
-            self.halfway = position, row, lambda: self._send_weights(count)
+        self._half = find_halfway(bucket)
         self._connect()
+
+    @property
+    def halfway(self) -> tuple[int, int, Callable[[], None]] | None:
+        """Made for each cast: an attribute with a method of this object would keep the object alive."""
+        if self._half is None:
+            return None
+        position, row, count = self._half
+        return position, row, functools.partial(self._send_weights, count)
 
     def _connect(self) -> None:
         """Find the rows to read: `_rows` of all ranks, and `_own_views` of this rank's."""
