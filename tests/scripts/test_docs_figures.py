@@ -79,9 +79,8 @@ def readme() -> list[str]:
     )
     small, large = pages.runs()
     return [
-        f"{small.model} trained in full within {small.card / 1e9:.0f} GB ({speed(small)})",
+        f"{small.model} trained in full ({speed(small)})",
         f"a Llama with {large.parameters / 1e9:.2f} billion parameters ({speed(large)})",
-        f"Both ran {train_options()['steps']} steps of {tokens_of_step():,} tokens and recomputed",
         f"| 1 H200 | {measured('', 1)}",
         f"| 2 H200s, shared memory | {measured('peer_', 2)}",
         f"| 4 H100s, shared memory | {measured('peer_', 4)}",
