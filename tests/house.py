@@ -52,6 +52,7 @@ NOT_FOR_USERS = {
         "free_frozen",
         "names_in_converted_model",
         "primary_parameter",
+        "show_weights",
         "why_not_quantized",
     },
     "optim": {

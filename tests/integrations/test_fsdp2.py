@@ -61,6 +61,16 @@ def test_a_master_keeps_what_its_parameter_had():
     assert "MasterShard('first.weight'" in repr(master)
 
 
+def test_a_printed_model_shows_how_weights_are_gathered(mesh):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(5, 3))
+    fsdp2.prepare(model, block=(1, 16))
+    expected = "bias=True, weight=FP32, gathered as NVFP4(1x16))"
+    assert repr(model[0]).endswith(expected)
+    fully_shard(model, mesh=mesh)
+    assert repr(model[0]).endswith(expected)
+    assert repr(model[1]) == "Linear(in_features=5, out_features=3, bias=True)"
+
+
 def test_an_nvfp4_model_cannot_be_prepared():
     model = nn.Sequential(nn.Linear(16, 16))
     zerofp4.convert_model(model)

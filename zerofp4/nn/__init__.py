@@ -9,7 +9,7 @@ from zerofp4.nn.grouped_linear import GroupedLinear
 from zerofp4.nn.layer_norm import LayerNormLinear, LayerNormMLP
 from zerofp4.nn.linear import Linear, quantize_input
 from zerofp4.nn.plain_state import register_plain_state_dict
-from zerofp4.nn.quantizers import primary_parameter
+from zerofp4.nn.quantizers import primary_parameter, show_weights
 from zerofp4.nn.recipe import MXFP8Recipe, NVFP4Recipe, autocast
 
 __all__ = [

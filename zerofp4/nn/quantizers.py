@@ -336,9 +336,15 @@ def make_primary(layer: nn.Module) -> None:
 
 
 def shown(module: nn.Module, others: str) -> str:
-    """For extra_repr: others, and the NVFP4 weights of the module as `weight=NVFP4(16x16)`."""
-    records = {name: p.record for name, p in module._parameters.items() if isinstance(p, NVFP4Tensor)}
-    weights = [f"{name}=NVFP4({r.block[0]}x{r.block[1]})" for name, r in records.items()]
+    """For extra_repr: others, and weights that are NVFP4, `weight=NVFP4(16x16)`, or that FSDP2 gathers so."""
+    weights = []
+    for name, parameter in module._parameters.items():
+        local = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
+        gathered = getattr(local, "gathered_block", None)
+        if gathered is not None:
+            weights.append("{}=FP32, gathered as NVFP4({}x{})".format(name, *gathered))
+        elif isinstance(local, NVFP4Tensor):
+            weights.append("{}=NVFP4({}x{})".format(name, *local.block))
     return ", ".join([*([others] if others else []), *weights])
 
 

@@ -43,6 +43,11 @@ class MasterShard(torch.Tensor):
         tensor.fsdp_pre_all_gather = _PreAllGather(weight, local)  # FSDP2 looks at it three times a gather
         return tensor
 
+    @property
+    def gathered_block(self) -> tuple[int, int]:
+        """Of the NVFP4 codes that FSDP2 gathers, which print(model) shows."""
+        return self.weight.block
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():

@@ -12,7 +12,7 @@ from zerofp4.format import BLOCK, FourOverSix
 from zerofp4.integrations.fsdp2.master import MasterShard
 from zerofp4.integrations.fsdp2.state import register
 from zerofp4.integrations.fsdp2.weight import Weight
-from zerofp4.nn import ConversionReport, choose_weights
+from zerofp4.nn import ConversionReport, choose_weights, show_weights
 from zerofp4.tensors import NVFP4Tensor, weight_columns
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
@@ -77,6 +77,7 @@ def prepare(
         setattr(module, parameter_name, _as_master(parameter, weight))
         register(module, parameter_name, weight)
         report.converted.append(converted)
+    show_weights()
     return report
 
 
