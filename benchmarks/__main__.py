@@ -5,6 +5,8 @@
     python -m benchmarks quantize --no-peers        without what others do, the compiled reference above all
     torchrun --nproc-per-node 2 -m benchmarks step --transport collective peer
                                                     and others of ranks; also without torchrun
+    torchrun --nproc-per-node 4 -m benchmarks hosts --hosts 2
+                                                    training steps over slow links, emulated on one machine
     python -m benchmarks docs                       the tables and charts of docs/, from the results
 
 Run it from the repository. Each subcommand has a --help of its own.
@@ -38,6 +40,10 @@ from benchmarks import output, pages, pictures
 from benchmarks.checkpoints import checkpoint, export, load
 from benchmarks.fidelity import FOLDER, OPTIONS, fidelity
 from benchmarks.fsdp2 import CASES, fsdp2
+from benchmarks.gradients import OPTIONS as OF_GRADIENTS
+from benchmarks.gradients import gradients
+from benchmarks.hosts import WAYS as OVER_HOSTS
+from benchmarks.hosts import emulate, hosts
 from benchmarks.large import EVERY_WAY, large
 from benchmarks.megatron import megatron
 from benchmarks.operations import OPERATIONS, SHOWN
@@ -63,7 +69,7 @@ def some_of(names) -> dict[str, Any]:
 
 class OfRanks(NamedTuple):
     """A benchmark of ranks: what runs, its default scale on GPUs and repeats (None: it has no such options),
-    what repeats count, and its own options.
+    what repeats count, its own options, and what is done with them before the process group is made.
     """
 
     run: Callable
@@ -71,6 +77,7 @@ class OfRanks(NamedTuple):
     repeats: int | None
     repeated: str
     options: dict[str, dict[str, Any]]
+    prepare: Callable[[argparse.Namespace], None] = lambda options: None
 
 
 STORAGE = {"choices": ("disk", "tmpfs"), "default": "disk"}
@@ -96,6 +103,12 @@ LARGE = {
     "tokens": count(2, 2048, "of a sequence (default: 2048)"),
     "repeats": count(1, 4, "steps per median (default: 4)"),
 }
+HOSTS = {
+    "hosts": count(2, 2, "that are emulated (default: 2)"),
+    "layers": count(1, 2, "of the model (default: 2)"),
+    "tokens": count(1, 1024, "in a rank's batch (default: 1024)"),
+    "ways": some_of(OVER_HOSTS),
+}
 OF_RANKS = {
     "step": OfRanks(step, 1, 20, "steps", STEP),
     "states": OfRanks(states, 1, 20, "steps", {}),
@@ -106,6 +119,8 @@ OF_RANKS = {
     "megatron": OfRanks(megatron, 2, 20, "updates", {}),
     "small_batches": OfRanks(small_batches, 1, 10, "groups of 5 steps", SMALL),
     "large": OfRanks(large, None, None, "", LARGE),
+    "hosts": OfRanks(hosts, 1, 5, "steps", HOSTS, emulate),
+    "gradients": OfRanks(gradients, None, None, "", OF_GRADIENTS),
 }
 
 
@@ -200,6 +215,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
 def measure_on_ranks(options: argparse.Namespace) -> None:
     """All ranks measure, rank 0 writes."""
     benchmark = OF_RANKS[options.command]
+    benchmark.prepare(options)
     world, copies, own = init_process_group(), 5, list(benchmark.options)
     try:
         if benchmark.scale is not None:

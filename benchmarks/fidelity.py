@@ -30,6 +30,8 @@ from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 from zerofp4.tensors import NVFP4Tensor
 
 FOLDER = RESULTS / "fidelity"
+TEXT = ROOT / ".dev" / "tokens"
+"""Where benchmarks/text.py leaves tokens."""
 SEGMENTS = 20
 """Of a run: after each it is evaluated, and may stop."""
 WATCHED = 16
@@ -43,7 +45,7 @@ OPTIONS = {
     "tokens": {"type": float, "default": 200.0, "help": "millions to train on (default: 200)"},
     "steps": {"type": at_least(SEGMENTS), "help": "instead of --tokens"},
     "seconds": {"type": float, "default": math.inf, "help": "the time in which the call should end"},
-    "text": {"type": Path, "default": ROOT / ".dev" / "tokens", "help": "tokens (default: .dev/tokens)"},
+    "text": {"type": Path, "default": TEXT, "help": "tokens (default: .dev/tokens)"},
     "checkpoints": {
         "type": Path,
         "default": ROOT / "runs" / "fidelity",
@@ -67,8 +69,7 @@ def fidelity(options: argparse.Namespace) -> None:
     deadline = time.monotonic() + options.seconds
     be_deterministic(not options.any_order)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tiny = options.preset == "tiny"
-    tokens = Tokens.of_standard_library(device) if tiny else Tokens.read(options.text, device)
+    tokens = read_tokens(options.preset, options.text, device)
     preset = PRESETS[options.preset]
     steps = options.steps or round(options.tokens * 1e6 / (preset.batch * preset.sequence))
     folder = f"{options.preset}-{steps * preset.batch * preset.sequence / 1e6:.0f}M"
@@ -94,6 +95,11 @@ def fidelity(options: argparse.Namespace) -> None:
                 lasted = time.monotonic() - begun
                 del run
                 gc.collect()  # models and optimizers refer to one another
+
+
+def read_tokens(preset: str, folder: Path, device: torch.device) -> Tokens:
+    """What a preset trains on. folder: of the tokens of benchmarks/text.py."""
+    return Tokens.of_standard_library(device) if preset == "tiny" else Tokens.read(folder, device)
 
 
 def be_deterministic(asked: bool) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import nn
 
-from benchmarks import large, output
+from benchmarks import gradients, hosts, large, output
 from benchmarks.arms import ARMS
-from benchmarks.output import BEGIN, END, Table, markdown_table
+from benchmarks.output import BEGIN, END, Table, device_name, markdown_table
 from benchmarks.session import RESULTS
 from benchmarks.workloads import CONFIGS, ROOT
 from zerofp4.inspect.memory import WAYS, memory_kept, model_of
@@ -243,7 +243,62 @@ def training_section() -> str:
     return "\n\n".join(sections)
 
 
+# Few bits between hosts
+
+
+def between_hosts_section() -> str:
+    """Errors of gradients and steps over emulated links, for docs/optimizer.md; nothing without results."""
+    shown = {"gradients": errors_of_gradients, "hosts": steps_of_hosts}
+    results = [result for _, result in output.load(RESULTS)]
+    kinds = [(result["benchmark"].partition("_")[0], result) for result in results]
+    return "\n\n".join(shown[name](result) for name in shown for kind, result in kinds if kind == name)
+
+
+LAYERS = {
+    gradients.WHOLE: "all linear layers",
+    "tokens": "embedding, exact by default",
+    "lm_head": "head, exact by default",
+}
+
+
+def errors_of_gradients(result: dict) -> str:
+    settings, found = result["settings"], figures(result)
+    names = dict.fromkeys(name.partition("/")[0] for name in found if "/" in name)
+    rows = [
+        (LAYERS.get(name, f"`{name}`"), *(f"{found[f'{name}/{format}']:.2g}" for format in gradients.FORMATS))
+        for name in sorted(names, key=lambda name: name in LAYERS)
+    ]
+    model = f"A Llama with {settings['preset'].upper()} parameters in its layers"
+    trained = f"has trained {settings['steps']} steps in bf16 ({device_name(result)})"
+    header = ("gradients of", "bf16", "MXFP8", "NVFP4", "NVFP4, no transform")
+    table = markdown_table(Table(header, "<>>>>", rows))
+    return f"Relative squared errors of gradients. {model} {trained}:\n\n{table}"
+
+
+def steps_of_hosts(result: dict) -> str:
+    settings = result["settings"]
+    found = {name.rpartition("/")[0]: value for name, value in figures(result).items()}
+    ranks = int(result["benchmark"].split("_")[1])
+    rows = []
+    for way in settings["ways"]:
+        step, tokens, sent = (found.get(f"{way}/{part}") for part in ("step", "tokens", "sent"))
+        over = step / found[f"{hosts.BASE}/step"]
+        moved = "-" if sent is None else f"{sent:,.0f} MB"
+        rows.append((hosts.WAYS[way].rule, f"{tokens:,.0f}", f"{step:,.0f} ms", f"{over:.2f}", moved))
+    machine = f"{settings['hosts']} emulated hosts, {ranks} x {device_name(result)}"
+    model = f"{settings['layers']} layers of Llama-3-8B's shape, {settings['tokens']:,} tokens per rank"
+    link = f"A rank sends {found['link']:.1f} GB/s to the next host"
+    header = ("trained with", "tokens per second", "step", f"over `{hosts.BASE}`", "sent by a rank")
+    return f"{machine}, {model}. {link}:\n\n{markdown_table(Table(header, '<>>>>', rows))}"
+
+
+def figures(result: dict) -> dict[str, float]:
+    """By row, what it is about."""
+    return {row["name"]: row[row["kind"]] for row in result["rows"]}
+
+
 SECTIONS = {
+    "optimizer.md": between_hosts_section,
     "performance.md": output.summary_section,
     "measurements.md": output.docs_section,
     "serving.md": output.finetune_section,

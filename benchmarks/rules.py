@@ -126,6 +126,7 @@ KINDS = {
     "gigabytes_per_second": Kind(" GB/s", 0, at_least=True),
     "bytes_per_parameter": Kind(" bytes", 3),
     "loss": Kind("", 4),
+    "squared_error": Kind("", 7),
     "percent_of_shard": Kind("% of the FP32 shard", 3),
     "percent_of_state": Kind("% of the state", 2),
 }
@@ -207,6 +208,9 @@ _BY_KIND: dict[str, dict[str, float]] = {
         "fsdp2/keep/gather_over_bf16": 0.35,
         "fsdp2/keep/peak_over_bf16": 0.95,
         "fsdp2/host_layer_over_bf16": 1.10,
+        "hosts/bf16/step_over_reduce_scatter": 1.0,  # of links of at most 5 GB/s
+        "hosts/mxfp8/step_over_reduce_scatter": 0.65,
+        "hosts/nvfp4/step_over_reduce_scatter": 0.50,
         "megatron/publish_over_bf16": 0.6,
         "checkpoint/save_over_dtensors": 1.1,
         "checkpoint/load_over_dtensors": 1.1,

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch._dynamo.config as dynamo
 import torch._inductor.config as inductor
+from cases.bench import measured
 from cases.train import settings_restored
 
-from benchmarks import text
+from benchmarks import gradients, text
 from benchmarks.__main__ import main
 from benchmarks.arms import ARMS, Hysteresis, Rounding, travel
 from benchmarks.fidelity import Run, Watcher, claimed, learning_rate
@@ -101,6 +102,17 @@ def test_the_command_runs_what_is_not_there_yet(tmp_path, capsys):
     main(["fidelity", *options])
     assert "control" not in capsys.readouterr().out, "it is not run again"
     assert (folder / "compact-0.json").exists()
+
+
+@pytest.mark.heavy
+def test_errors_of_gradients(tmp_path):
+    """Those of a host's mean: unbiased rounding of normal values, which gradients are nearly."""
+    rows = measured(tmp_path, "gradients", "--preset", "tiny", "--steps", "1")["rows"]
+    layers = {"q", "k", "v", "o", "gate", "up", "down", "blocks", "tokens", "lm_head"}
+    assert rows.keys() == {f"{layer}/{format}" for layer in layers for format in gradients.FORMATS} | {"loss"}
+    expected = {"bf16": 5e-6, "mxfp8": 1.3e-3, "nvfp4": 0.022, "nvfp4_plain": 0.019}
+    for format, error in expected.items():
+        assert rows[f"blocks/{format}"]["squared_error"] == pytest.approx(error, rel=0.3), format
 
 
 def test_which_weights_an_arm_takes():

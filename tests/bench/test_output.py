@@ -8,7 +8,7 @@ import json
 import pytest
 
 import benchmarks.__main__ as bench
-from benchmarks import output, pages, pictures
+from benchmarks import hosts, output, pages, pictures
 from benchmarks.session import RESULTS
 
 
@@ -85,6 +85,53 @@ def test_the_table_of_fine_tunings(results):
         "|---|---:|---:|",
         f"| {what}, 2 x D | 1.5000 |  |",
         f"| {what}, D | 1.2500 | 1.0000 |",
+    ]
+
+
+def test_the_tables_of_few_bits_between_hosts(results, monkeypatch):
+    """Nothing while there is no file."""
+    monkeypatch.setattr(pages, "RESULTS", results)
+    assert pages.between_hosts_section() == ""
+
+    def write(
+        benchmark: str, settings: dict, threads: int | None, kind: str, found: dict[str, float]
+    ) -> None:
+        rows = [{"name": name, "kind": kind, kind: value} for name, value in found.items()]
+        content = {
+            "benchmark": benchmark,
+            "device": "D",
+            "threads": threads,
+            "settings": settings,
+            "rows": rows,
+        }
+        (results / f"{benchmark}.json").write_text(json.dumps(content))
+
+    settings = {"hosts": 2, "layers": 3, "tokens": 1024, "ways": ["fully_shard", "reduce_scatter", "nvfp4"]}
+    found = {"link/4xcuda": 2.5, "nvfp4/sent/4xcuda": 125.0, "reduce_scatter/sent/4xcuda": 250.0}
+    for way, step in {"fully_shard": 400.0, "reduce_scatter": 200.0, "nvfp4": 100.0}.items():
+        found |= {f"{way}/step/4xcuda": step, f"{way}/tokens/4xcuda": 4096e3 / step}
+    write("hosts_4_ranks", settings, None, "ratio", found)
+    errors = (("bf16", 5.4321e-6), ("mxfp8", 0.00141), ("nvfp4", 0.0222), ("nvfp4_plain", 0.0189))
+    found = {f"{layer}/{format}": value for layer in ("tokens", "q") for format, value in errors}
+    settings = {"preset": "3m", "steps": 7}
+    write("gradients_1_ranks", settings, 2, "squared_error", found | {"loss": 5.0})
+    assert pages.between_hosts_section().splitlines() == [
+        "Relative squared errors of gradients. A Llama with 3M parameters in its layers has trained 7 steps "
+        "in bf16 (D, 2 threads):",
+        "",
+        "| gradients of | bf16 | MXFP8 | NVFP4 | NVFP4, no transform |",
+        "|---|---:|---:|---:|---:|",
+        "| `q` | 5.4e-06 | 0.0014 | 0.022 | 0.019 |",
+        "| embedding, exact by default | 5.4e-06 | 0.0014 | 0.022 | 0.019 |",
+        "",
+        "2 emulated hosts, 4 x D, 3 layers of Llama-3-8B's shape, 1,024 tokens per rank. A rank sends "
+        "2.5 GB/s to the next host:",
+        "",
+        "| trained with | tokens per second | step | over `reduce_scatter` | sent by a rank |",
+        "|---|---:|---:|---:|---:|",
+        f"| {hosts.WAYS['fully_shard'].rule} | 10,240 | 400 ms | 2.00 | - |",
+        '| NVFP4 weights, `reduction="reduce_scatter"` | 20,480 | 200 ms | 1.00 | 250 MB |',
+        '| NVFP4 weights, `between_hosts="nvfp4"` | 40,960 | 100 ms | 0.50 | 125 MB |',
     ]
 
 

@@ -1,5 +1,6 @@
-"""python -m benchmarks step, fsdp2 and states: one rank and two. Never how fast anything is."""
+"""python -m benchmarks step, fsdp2, hosts and states: one rank and two. Never how fast anything is."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch.autograd.profiler_util import Interval
 
 import zerofp4
 from benchmarks import ranks
+from benchmarks.hosts import WAYS, emulate
 from benchmarks.ranks import Timer
 from benchmarks.step import Ours
 from zerofp4.distributed import PREFIX
@@ -77,6 +79,40 @@ def test_both_ways_to_gather(early):
     for name, nbytes in (("rows", 0.5 + 1 / 256), ("rows_and_columns", 1 + 1 / 128), ("bf16", 2)):
         held = rows[f"resident/{name}"]["bytes_per_parameter"]
         assert held == pytest.approx(nbytes, abs=1e-3), name
+
+
+@pytest.mark.heavy
+@waits_for(two_ranks)
+def test_two_emulated_hosts(early):
+    """Means of hosts take the bytes of their formats, so NCCL_HOSTID was heeded."""
+    run, folder = early(two_ranks)
+    assert run.returncode == 0, run.stderr
+    result = read_result(folder / "hosts_2_ranks_cpu.json")
+    rows = without_places(result["rows"])
+    assert result["settings"]["hosts"] == 2 and result["settings"]["ways"] == list(WAYS)
+    assert rows["link"]["gigabytes_per_second"] > 0 and "emulated" in rows["link"]["rule"]
+    converted, norms = 2 * (4 * 64 * 64 + 3 * 64 * 224), 4 * 64
+    wires = {"reduce_scatter": (2, 2), "bf16": (2, 4), "mxfp8": (33 / 32, 4), "nvfp4": (9 / 16, 4)}
+    for way, (of_weights, of_norms) in wires.items():
+        half = (converted * (of_weights + 0.5) + norms * (of_norms + 2)) / 2
+        # Slices end between tiles or strips, and amaxes travel, too.
+        assert rows[f"{way}/sent"]["megabytes"] * 1e6 == pytest.approx(half, rel=0.07), way
+    for way in WAYS:
+        rate = rows[f"{way}/tokens"]["tokens_per_second"]
+        assert rate * rows[f"{way}/step"]["milliseconds"] == pytest.approx(8e3)
+        assert 0 < rows[f"{way}/loss"]["loss"] < 2
+        if way != "reduce_scatter":
+            check_ratio(rows, f"{way}/step_over_reduce_scatter", f"{way}/step", "reduce_scatter/step")
+
+
+def test_emulated_hosts_need_ranks(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"--hosts 2: each needs as many ranks of torchrun, which starts 0"):
+        measured(tmp_path, "hosts")
+    monkeypatch.setattr(os, "environ", {"RANK": "3", "WORLD_SIZE": "4"})
+    with pytest.raises(ValueError, match=r"--hosts 3: .*, which starts 4"):
+        emulate(SimpleNamespace(hosts=3))
+    emulate(SimpleNamespace(hosts=2))
+    assert os.environ["NCCL_HOSTID"] == "emulated 1"
 
 
 def test_one_rank_of_fsdp2(tmp_path):

@@ -16,11 +16,12 @@ from benchmarks.workloads import ROOT
 
 STEP = ["step", "--scale", "256", "--repeats", "1", "--bucket-mb", "0.01"]
 FSDP2 = ["fsdp2", "--scale", "64", "--repeats", "1", "--layers", "2", "--tokens", "4"]
+HOSTS = ["hosts", "--scale", "64", "--repeats", "1", "--layers", "2", "--tokens", "4"]
 PROGRAM = f"""
 import sys
 from benchmarks import __main__ as bench, session
 session.COPY_BYTES["cpu"] = session.CPU_FLUSH_BYTES = 1 << 20
-for arguments in ({STEP}, {FSDP2}):
+for arguments in ({STEP}, {FSDP2}, {HOSTS}):  # hosts last: it leaves each rank with a host of its own
     bench.main([*arguments, "--output", sys.argv[1]])
 """
 
@@ -65,12 +66,12 @@ def without_places(rows: dict[str, dict]) -> dict[str, dict]:
 
 
 def two_ranks(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    """One start for both, with small copies. What came of it, and the folder that they wrote to."""
-    (folder / "both_of_them.py").write_text(PROGRAM)
+    """One start for all of them, with small copies. What came of it, and the folder that they wrote to."""
+    (folder / "all_of_them.py").write_text(PROGRAM)
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), *sys.path])),
     }
-    command = [sys.executable, "-m", "distributed.fork", "2", "-m", "both_of_them", str(folder)]
+    command = [sys.executable, "-m", "distributed.fork", "2", "-m", "all_of_them", str(folder)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True), folder
