@@ -143,8 +143,7 @@ class HostsExchange(BucketExchange):
     def receive(self) -> Arrived:
         self.finish()
         self.error.raise_if_any()
-        rows = ops.RankGradients(self.received, self.bucket.masters, self._host)
-        return Arrived(self._own_views, rows)
+        return Arrived(self._own_views, ops.RankGradients(self.received, self.bucket.masters, self._host))
 
     def average(self, squares: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
         self.finish()
