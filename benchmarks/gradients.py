@@ -18,7 +18,7 @@ FORMATS = {format: functools.partial(travel, format) for format in MEANS_FORMATS
 FORMATS["nvfp4_plain"] = without_transform
 OPTIONS = {
     "preset": {"choices": PRESETS, "default": "3m", "help": "of the model (default: 3m)"},
-    "steps": {"type": at_least(1), "default": 100, "help": "before the measured one (default: 100)"},
+    "steps": {"type": at_least(1), "default": 40, "help": "before the measured one (default: 40)"},
 }
 WHOLE = "blocks"
 """The row of all weights of the blocks, which are those that could be NVFP4."""
