@@ -47,6 +47,9 @@ class Rounding:
         """
         return zerofp4.quantize_dequantize(master.bfloat16(), block=self.block, **self.options)
 
+    def change_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Of the step that begins, before clipping. gradient: of the values that the last call returned."""
+
     def codes(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """int8, twice the E2M1 value of each element. values: what the last call returned, in bfloat16."""
         return doubled_codes(zerofp4.quantize(values, block=self.block))
@@ -135,6 +138,23 @@ class Damped(Rounding):
         return values
 
 
+class Masked(Rounding):
+    """Elements that rounding cut off get no gradient: those beyond 6 scales, or those that became zero."""
+
+    def __init__(self, saturated: bool = False, flushed: bool = False, **own: Any):
+        super().__init__(**own)
+        self.saturated, self.flushed = saturated, flushed
+
+    def __call__(self, name: str, master: torch.Tensor, step: int) -> torch.Tensor:
+        values, scale = self.scales(master)
+        x = master.bfloat16().float()
+        self.kept[name] = (self.saturated & (x.abs() > 6 * scale)) | (self.flushed & (values == 0) & (x != 0))
+        return values
+
+    def change_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        gradient.masked_fill_(self.kept[name], 0.0)
+
+
 # Gradients in few bits
 
 
@@ -183,6 +203,7 @@ class Arm:
     clip: bool = True
     one_micro_batch: bool = False
     lr: float = 1.0  # times the protocol's
+    beside: str = "bf16"  # the arm that differs from it in one thing
 
     def takes(self, name: str, layers: int) -> bool:
         """Whether a weight is NVFP4. name: of its module, blocks.<number>.<layer>."""
@@ -200,6 +221,7 @@ ROWS = {"block": (1, 16)}
 ROWS_46 = {"block": (1, 16), "four_over_six": zerofp4.FourOverSix()}
 FORWARD = {"stochastic_rounding": False, "hadamard": False, "backward": "dequantized"}
 COMPACT = {"state": "compact"}
+of_squares = partial(Arm, beside="w16x16")
 UPDATE = {"communication": Communication(overlap="update")}
 
 ARMS = {
@@ -210,47 +232,86 @@ ARMS = {
         recipe=NVFP4Recipe(**FORWARD),
     ),
     "w16x16": Arm("weights 16x16", SQUARES),
-    "w1x16-46": Arm("weights 1x16, four over six", ROWS_46),
-    "w1x16": Arm("weights 1x16", ROWS),
+    "w1x16-46": Arm("weights 1x16, four over six", ROWS_46, beside="w16x16"),
+    "w1x16": Arm("weights 1x16", ROWS, beside="w1x16-46"),
     "full": Arm("full recipe: all three products", SQUARES | {"layers": True}, recipe=NVFP4Recipe()),
     "compact": Arm("compact state, bf16 weights", optimizer=COMPACT),
-    "compact-w1x16-46": Arm("compact state, weights 1x16, four over six", ROWS_46, optimizer=COMPACT),
-    "ends-w16x16": Arm("weights 16x16, first and last block in bf16", SQUARES, FIRST_AND_LAST),
+    "compact-w1x16-46": Arm(
+        "compact state, weights 1x16, four over six", ROWS_46, optimizer=COMPACT, beside="w1x16-46"
+    ),
+    "ends-w16x16": of_squares("weights 16x16, first and last block in bf16", SQUARES, FIRST_AND_LAST),
     "ends-w1x16-46": Arm(
-        "weights 1x16, four over six, first and last block in bf16", ROWS_46, FIRST_AND_LAST
+        "weights 1x16, four over six, first and last block in bf16",
+        ROWS_46,
+        FIRST_AND_LAST,
+        beside="w1x16-46",
     ),
     "unclipped": Arm("bf16, no clipping", clip=False, one_micro_batch=True),
-    "update": Arm('bf16, no clipping, overlap="update"', optimizer=UPDATE, clip=False, one_micro_batch=True),
-    "control": Arm("masters rounded to 16x16 after each step", rounding=Control),
-    "hosts-fp32": Arm("FP32 gradients between 8 hosts", hosts=lambda gradient, **_: gradient),
-    "hosts-bf16": Arm("bf16 gradients between 8 hosts", hosts=partial(travel, "bf16")),
-    "hosts-mxfp8": Arm("MXFP8 gradients between 8 hosts", hosts=partial(travel, "mxfp8")),
-    "hosts-nvfp4": Arm("NVFP4 gradients between 8 hosts", hosts=partial(travel, "nvfp4")),
-    "hosts-nvfp4-plain": Arm("the same, scales to nearest, no Hadamard transform", hosts=without_transform),
-    # What could bring the gap of weights to nothing
-    "first-w16x16": Arm("weights 16x16, first block in bf16", SQUARES, ("first",)),
-    "last-w16x16": Arm("weights 16x16, last block in bf16", SQUARES, ("last",)),
-    "down-o-w16x16": Arm("weights 16x16, down and o in bf16", SQUARES, ("down", "o")),
-    "qk-w16x16": Arm("weights 16x16, q and k in bf16", SQUARES, ("q", "k")),
-    "vo-w16x16": Arm("weights 16x16, v and o in bf16", SQUARES, ("v", "o")),
-    "mlp-bf16-w16x16": Arm("weights 16x16, MLP in bf16", SQUARES, ("gate", "up", "down")),
-    "until-90-w16x16": Arm("weights 16x16 until 90% of the steps", SQUARES, until=0.9),
-    "until-80-w16x16": Arm("weights 16x16 until 80% of the steps", SQUARES, until=0.8),
-    "until-90-w1x16-46": Arm("weights 1x16, four over six, until 90% of the steps", ROWS_46, until=0.9),
-    "until-80-w1x16-46": Arm("weights 1x16, four over six, until 80% of the steps", ROWS_46, until=0.8),
-    "ends-until-90-w1x16-46": Arm(
-        "the same until 90% of the steps, first and last block in bf16", ROWS_46, FIRST_AND_LAST, until=0.9
+    "update": Arm(
+        'bf16, no clipping, overlap="update"',
+        optimizer=UPDATE,
+        clip=False,
+        one_micro_batch=True,
+        beside="unclipped",
     ),
-    "hysteresis-25": Arm("16x16, codes stay within 1/4 past the middle", rounding=lambda: Hysteresis(0.25)),
-    "hysteresis-50": Arm("16x16, codes stay within 1/2 past the middle", rounding=lambda: Hysteresis(0.5)),
-    "averaged-90": Arm("16x16 of masters averaged over 10 steps", rounding=lambda: Averaged(0.9)),
-    "averaged-99": Arm("16x16 of masters averaged over 100 steps", rounding=lambda: Averaged(0.99)),
-    "scales-20": Arm("16x16, scales kept for 20 steps", rounding=lambda: HeldScales(20)),
-    "scales-100": Arm("16x16, scales kept for 100 steps", rounding=lambda: HeldScales(100)),
-    "damped": Arm("16x16, masters pulled to codes by 1e-3 in a step", rounding=lambda: Damped(1e-3)),
-    "stochastic": Arm("16x16, stochastic rounding", rounding=lambda: Rounding(stochastic_rounding=True)),
+    "control": Arm("control: masters rounded to 16x16 after each step", rounding=Control, beside="w16x16"),
+    "hosts-fp32": Arm("FP32 gradients between 8 hosts", hosts=lambda gradient, **_: gradient),
+    "hosts-bf16": Arm("bf16 gradients between 8 hosts", hosts=partial(travel, "bf16"), beside="hosts-fp32"),
+    "hosts-mxfp8": Arm(
+        "MXFP8 gradients between 8 hosts", hosts=partial(travel, "mxfp8"), beside="hosts-fp32"
+    ),
+    "hosts-nvfp4": Arm(
+        "NVFP4 gradients between 8 hosts", hosts=partial(travel, "nvfp4"), beside="hosts-fp32"
+    ),
+    "hosts-nvfp4-plain": Arm(
+        "NVFP4 between hosts, no transform, scales to nearest",
+        hosts=without_transform,
+        beside="hosts-nvfp4",
+    ),
+    # What could bring the gap of weights to nothing
+    "first-w16x16": of_squares("weights 16x16, first block in bf16", SQUARES, ("first",)),
+    "last-w16x16": of_squares("weights 16x16, last block in bf16", SQUARES, ("last",)),
+    "down-o-w16x16": of_squares("weights 16x16, down and o in bf16", SQUARES, ("down", "o")),
+    "qk-w16x16": of_squares("weights 16x16, q and k in bf16", SQUARES, ("q", "k")),
+    "vo-w16x16": of_squares("weights 16x16, v and o in bf16", SQUARES, ("v", "o")),
+    "mlp-bf16-w16x16": of_squares("weights 16x16, MLP in bf16", SQUARES, ("gate", "up", "down")),
+    "until-90-w16x16": of_squares("weights 16x16 until 90% of the steps", SQUARES, until=0.9),
+    "until-80-w16x16": of_squares("weights 16x16 until 80% of the steps", SQUARES, until=0.8),
+    "until-90-w1x16-46": Arm(
+        "weights 1x16, four over six, until 90% of the steps", ROWS_46, until=0.9, beside="w1x16-46"
+    ),
+    "until-80-w1x16-46": Arm(
+        "weights 1x16, four over six, until 80% of the steps", ROWS_46, until=0.8, beside="w1x16-46"
+    ),
+    "ends-until-90-w1x16-46": Arm(
+        "weights 1x16, four over six, until 90%, first and last block in bf16",
+        ROWS_46,
+        FIRST_AND_LAST,
+        until=0.9,
+        beside="ends-w1x16-46",
+    ),
+    "hysteresis-25": of_squares(
+        "16x16, codes stay within 1/4 past the middle", rounding=lambda: Hysteresis(0.25)
+    ),
+    "hysteresis-50": of_squares(
+        "16x16, codes stay within 1/2 past the middle", rounding=lambda: Hysteresis(0.5)
+    ),
+    "averaged-90": of_squares("16x16 of masters averaged over 10 steps", rounding=lambda: Averaged(0.9)),
+    "averaged-99": of_squares("16x16 of masters averaged over 100 steps", rounding=lambda: Averaged(0.99)),
+    "scales-20": of_squares("16x16, scales kept for 20 steps", rounding=lambda: HeldScales(20)),
+    "scales-100": of_squares("16x16, scales kept for 100 steps", rounding=lambda: HeldScales(100)),
+    "damped": of_squares("16x16, masters pulled to codes by 1e-3 in a step", rounding=lambda: Damped(1e-3)),
+    "masked-saturated": of_squares(
+        "16x16, no gradients of saturated elements", rounding=lambda: Masked(saturated=True)
+    ),
+    "masked-flushed": of_squares(
+        "16x16, no gradients of elements that became 0", rounding=lambda: Masked(flushed=True)
+    ),
+    "stochastic": of_squares(
+        "16x16, stochastic rounding", rounding=lambda: Rounding(stochastic_rounding=True)
+    ),
     "lr-70-bf16": Arm("bf16, 0.7 of the learning rate", lr=0.7),
     "lr-140-bf16": Arm("bf16, 1.4 times the learning rate", lr=1.4),
-    "lr-70-w16x16": Arm("weights 16x16, 0.7 of the learning rate", SQUARES, lr=0.7),
-    "lr-140-w16x16": Arm("weights 16x16, 1.4 times the learning rate", SQUARES, lr=1.4),
+    "lr-70-w16x16": Arm("weights 16x16, 0.7 of the learning rate", SQUARES, lr=0.7, beside="lr-70-bf16"),
+    "lr-140-w16x16": Arm("weights 16x16, 1.4 times the learning rate", SQUARES, lr=1.4, beside="lr-140-bf16"),
 }

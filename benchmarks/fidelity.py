@@ -229,6 +229,7 @@ class Run:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.preset.lr * self.arm.lr * learning_rate(self.step, self.steps)
             total += self.backward_passes()
+            self.change_gradients()
             if self.arm.clip:
                 self.optimizer.clip_grad_norm_(1.0)
             self.optimizer.step()
@@ -264,6 +265,13 @@ class Run:
                 sent = self.arm.hosts(p.grad, number=number, step=self.step, host=host)
             sums[name] = sums[name] + sent if name in sums else sent.clone()
             p.grad = None
+
+    @torch.no_grad()
+    def change_gradients(self) -> None:
+        """As the arm's rounding does."""
+        parameters = dict(self.model.named_parameters())
+        for name in self.quantized if self.rounding is not None else ():
+            self.rounding.change_gradient(name, parameters[name].grad)
 
     # Weights
 

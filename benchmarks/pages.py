@@ -2,14 +2,11 @@
 
 import functools
 import json
-import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
 
-from benchmarks import gradients, hosts, large, output
-from benchmarks.arms import ARMS
+from benchmarks import gradients, hosts, large, losses, output
 from benchmarks.output import BEGIN, END, Table, device_name, markdown_table
 from benchmarks.session import RESULTS
 from benchmarks.workloads import CONFIGS, ROOT
@@ -168,81 +165,6 @@ def ways(name: str) -> str:
     return ", ".join([first, *(f"`{option}`" for option in options)])
 
 
-# Losses
-
-LOSSES = (("documents", "final"), ("packages", "final"), ("documents", "masters"))
-"""The held-out set and the entry of a result file, by column of the tables of docs/training.md."""
-T_OF_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
-"""Of Student's distribution with 1, 2, ... degrees of freedom: half of a 95% interval in standard errors."""
-
-
-@functools.cache
-def losses() -> dict[str, dict[str, dict[int, dict]]]:
-    """Results of `python -m benchmarks fidelity` by folder, arm in the order of arms.py, and seed."""
-    found: dict[str, dict[str, dict[int, dict]]] = {}
-    for folder in sorted((RESULTS / "fidelity").glob("*")):
-        results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-        for result in sorted(results, key=lambda result: list(ARMS).index(result["arm"])):
-            found.setdefault(folder.name, {}).setdefault(result["arm"], {})[result["seed"]] = result
-    return {name: arms for name, arms in found.items() if "bf16" in arms}
-
-
-def gaps(arms: dict[str, dict[int, dict]], arm: str, part: str, entry: str) -> list[float]:
-    """Percent by which losses are above those of bf16 with the same seed."""
-    base, own = arms["bf16"], arms[arm]
-    seeds = [seed for seed in own if seed in base and entry in own[seed]]
-    return [100 * (own[seed][entry][part] / base[seed]["final"][part] - 1) for seed in seeds]
-
-
-def gaps_over_tokens(arms: dict[str, dict[int, dict]], arm: str) -> list[tuple[float, list[float]]]:
-    """(millions of tokens, percent by seed) at each evaluation of a run, on held-out documents."""
-    pairs = [(run, arms["bf16"][seed]) for seed, run in arms[arm].items() if seed in arms["bf16"]]
-    rows = zip(*(zip(run["curve"], base["curve"], strict=True) for run, base in pairs), strict=True)
-    per_step = pairs[0][0]["tokens"] / pairs[0][0]["steps"] / 1e6
-    return [
-        (own[0][0]["step"] * per_step, [100 * (a["documents"] / b["documents"] - 1) for a, b in own])
-        for own in rows
-    ]
-
-
-def interval(values: Sequence[float]) -> float | None:
-    """Half of the 95% interval of their mean; None of one value."""
-    if len(values) < 2:
-        return None
-    return T_OF_95[len(values) - 2] * statistics.stdev(values) / len(values) ** 0.5
-
-
-def shown_gap(values: Sequence[float]) -> str:
-    if not values:
-        return ""
-    half = interval(values)
-    return f"{statistics.mean(values):+.2f}%" + ("" if half is None else f" ± {half:.2f}")
-
-
-def training_section() -> str:
-    """Gaps of losses, for docs/training.md."""
-    sections = []
-    for arms in losses().values():
-        runs = list(arms["bf16"].values())
-        plain = [run["final"]["documents"] for run in runs]
-        about = runs[0]
-        head = f"{about['preset'].upper()}, {about['tokens'] / 1e6:,.0f}M tokens, "
-        head += (
-            f"{about['tokens_per_parameter']:.1f} per parameter of the blocks, {about['epochs']:.1f} epochs. "
-        )
-        head += f"bf16: {len(plain)} runs, loss {statistics.mean(plain):.4f}"
-        if len(plain) > 1:
-            head += f", standard deviation {100 * statistics.stdev(plain) / statistics.mean(plain):.2f}%"
-        rows = [
-            (ARMS[arm].words, str(len(own)), *(shown_gap(gaps(arms, arm, *column)) for column in LOSSES))
-            for arm, own in arms.items()
-            if arm != "bf16"
-        ]
-        header = ("arm", "runs", "held-out documents", "held-out packages", "documents, masters in bf16")
-        sections.append(f"{head}.\n\n{markdown_table(Table(header, '<>>>>', rows))}")
-    return "\n\n".join(sections)
-
-
 # Few bits between hosts
 
 
@@ -302,7 +224,7 @@ SECTIONS = {
     "performance.md": output.summary_section,
     "measurements.md": output.docs_section,
     "serving.md": output.finetune_section,
-    "training.md": training_section,
+    "training.md": losses.section,
     "large-models.md": large_models_section,
 }
 """By page of docs/, what stands between its markers."""

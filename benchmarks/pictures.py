@@ -1,11 +1,11 @@
 """The pictures of docs/ and README.md. They need matplotlib, that of memory transformers, too."""
 
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks import output, pages
+from benchmarks import losses, output, pages
+from benchmarks.arms import ARMS
 from benchmarks.session import RESULTS
 from benchmarks.workloads import ROOT
 
@@ -20,7 +20,7 @@ def new_picture(rows: int, cols: int, figsize: tuple[float, float], **options) -
     from matplotlib.figure import Figure
 
     figure = Figure(figsize, dpi=130, layout="constrained")
-    axes = figure.subplots(rows, cols, sharex=True, squeeze=False, **options)
+    axes = figure.subplots(rows, cols, squeeze=False, **{"sharex": True} | options)
     for panel in axes.flat:
         panel.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -42,34 +42,31 @@ def draw_summary() -> Path:
 
 # Losses
 
-LOSSES = IMAGES / "losses.png"
-SHOWN_ARMS = ("w16x16", "w1x16-46", "full", "compact", "ends-w1x16-46", "until-90-w1x16-46", "control")
+SHOWN_ARMS = ("w16x16", "w1x16-46", "full", "compact", "ends-w1x16-46", "until-90-w1x16-46")
 
 
 def draw_losses() -> Path | None:
     """By preset and number of tokens, how far the losses of arms are above bf16's in a run: means over seeds,
     and bands of their 95% intervals. None without results.
     """
-    folders = pages.losses()
+    folders = losses.results()
     if not folders:
         return None
-    figure, axes = new_picture(len(folders), 1, figsize=(8, 3.6 * len(folders)))
-    for panel, (name, arms) in zip(axes.flat, folders.items(), strict=True):
-        for arm in [arm for arm in SHOWN_ARMS if arms["bf16"].keys() & arms.get(arm, {}).keys()]:
-            rows = pages.gaps_over_tokens(arms, arm)
-            tokens, means = [row[0] for row in rows], [statistics.mean(row[1]) for row in rows]
-            halves = [pages.interval(row[1]) or 0.0 for row in rows]
-            (line,) = panel.plot(tokens, means, label=pages.ARMS[arm].words)
+    figure, axes = new_picture(len(folders), 1, figsize=(8, 3.6 * len(folders)), sharex=False)
+    for panel, arms in zip(axes.flat, folders.values(), strict=True):
+        for arm in filter(arms.__contains__, SHOWN_ARMS):
+            tokens, means, halves = zip(*losses.gaps_over_tokens(arms, arm), strict=True)
+            (line,) = panel.plot(tokens, means, label=f"{ARMS[arm].words} ({len(arms[arm])})")
             low, high = ([m + sign * h for m, h in zip(means, halves, strict=True)] for sign in (-1, 1))
-            panel.fill_between(tokens, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+            panel.fill_between(tokens, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
         panel.axhline(0, color="black", linewidth=0.8, linestyle=":")
-        panel.set_title(name, fontsize=9)
+        panel.set_title(losses.title(losses.some_run(arms)), fontsize=9)
         panel.set_ylabel("% above bf16's loss")
         panel.set_ylim(-0.5, 4)
-        panel.legend(fontsize=7, frameon=False)
+        panel.legend(fontsize=7, frameon=False, title="arm (runs)", title_fontsize=7)
     axes[-1, 0].set_xlabel("millions of tokens")
-    figure.savefig(LOSSES)
-    return LOSSES
+    figure.savefig(losses.PICTURE)
+    return losses.PICTURE
 
 
 # Links

@@ -14,7 +14,7 @@ from cases.train import settings_restored
 
 from benchmarks import gradients, text
 from benchmarks.__main__ import main
-from benchmarks.arms import ARMS, Hysteresis, Rounding, travel
+from benchmarks.arms import ARMS, Hysteresis, Masked, Rounding, travel
 from benchmarks.fidelity import Run, Watcher, claimed, learning_rate
 from benchmarks.llama import PRESETS, Order, Tokens, make_model
 from zerofp4 import reference
@@ -156,6 +156,30 @@ def test_codes_with_hysteresis_stay_until_the_master_is_past_the_middle():
         return rounding("w", master, 0)[0, 0].item()
 
     assert [rounded(x) for x in (3.4, 3.6, 3.7, 3.4, 3.3, 0.1)] == pytest.approx([3, 3, 4, 4, 3, 0])
+
+
+def test_elements_that_rounding_cut_off_get_no_gradient():
+    """Beside a block that makes the least scale 1, the scale of one with 6.3125 is rounded from 1.05 to 1."""
+    master = torch.full((16, 32), 1.0)
+    master[0, 0], master[0, 16], master[1, 16], master[2, 16] = 6 * 448, 6.3125, 0.2, 0.0
+    saturated, flushed = ([0, 16], [1, 16])
+    for options, cut in (({"saturated": True}, [saturated]), ({"flushed": True}, [flushed])):
+        rounding, gradient = Masked(**options), torch.ones(16, 32)
+        assert rounding("w", master, 1).equal(Rounding()("w", master, 1).float())
+        rounding.change_gradient("w", gradient)
+        of_the_block = gradient[:, 16:] == 0  # in the first one, everything but 6 * 448 became 0
+        assert (of_the_block.nonzero() + torch.tensor([0, 16])).tolist() == cut
+
+
+def test_a_step_sees_masked_gradients(tokens):
+    own = run("masked-flushed", tokens, 40)
+    masks, parameters = dict(own.rounding.kept), dict(own.model.named_parameters())
+    assert set(masks) == set(own.quantized)
+    own.train_segment(1)
+    for name, mask in masks.items():
+        moment = own.optimizer.state[parameters[name]]["exp_avg"].whole()
+        assert 0.01 < mask.float().mean() < 0.5, name
+        assert not moment[mask].any() and (moment[~mask] != 0).float().mean() > 0.9, name
 
 
 def test_codes_are_watched():

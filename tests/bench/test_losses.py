@@ -1,0 +1,104 @@
+"""The generated part of docs/training.md, with one run of each arm and with several."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import losses, pictures
+from benchmarks.arms import ARMS
+from benchmarks.losses import LOSSES, bits_per_weight, gap, t_of_95
+
+DOCUMENTS = LOSSES["held-out documents"]
+
+
+def run(arm: str, seed: int, loss: float, preset: str = "30m", tokens: int = 200_000_000) -> dict:
+    """A result file whose every loss is the same."""
+    both = {"documents": loss, "packages": loss}
+    shares = {"flipped": 0.01, "oscillating": 0.02}
+    curve = [{"step": step, "train": loss, **both, **shares} for step in (50, 100)]
+    found = {"arm": arm, "seed": seed, "preset": preset, "steps": 100, "tokens": tokens, "device": "cpu"}
+    found |= {"parameters_of_blocks": 30_000_000, "tokens_per_parameter": tokens / 30e6, "epochs": 3.4}
+    found |= {"curve": curve, "final": both}
+    if ARMS[arm].convert:
+        found |= {"masters": both, "errors": {"blocks.0.q.weight": 0.09, "blocks.1.q.weight": 0.11}}
+    return found
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    """Writes result files, which losses.py reads from then on."""
+    monkeypatch.setattr(losses, "RESULTS", tmp_path)
+    monkeypatch.setattr(losses, "results", losses.results.__wrapped__)
+
+    def write(*runs: dict) -> Path:
+        for each in runs:
+            folder = tmp_path / "fidelity" / f"{each['preset']}-{each['tokens']}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{each['arm']}-{each['seed']}.json").write_text(json.dumps(each))
+        return tmp_path
+
+    return write
+
+
+def test_a_gap_and_its_interval():
+    """Two runs an arm, each 1% from its arm's mean: 1.41% is the standard deviation of a run."""
+    arms = {
+        "bf16": {0: run("bf16", 0, 1.98), 1: run("bf16", 1, 2.02)},
+        "w16x16": {0: run("w16x16", 0, 2.97), 1: run("w16x16", 1, 3.03)},
+        "full": {0: run("full", 0, 4.0)},
+    }
+    deviation = 0.01 * math.sqrt(2)
+    assert gap(arms, "w16x16", DOCUMENTS) == pytest.approx((50, 100 * 4.303 * deviation))
+    assert gap(arms, "full", DOCUMENTS)[1] == pytest.approx(100 * 4.303 * deviation * math.sqrt(1.5))
+    assert gap(arms, "full", DOCUMENTS, "w16x16")[0] == pytest.approx(100 / 3)
+    one = {arm: {0: own[0]} for arm, own in arms.items()}
+    assert gap(one, "full", DOCUMENTS) == (pytest.approx(100 * (4 / 1.98 - 1)), None)
+
+
+def test_factors_of_students_distribution():
+    known = {1: 12.706, 11: 2.201, 12: 2.179, 20: 2.086, 60: 2.000}
+    assert {freedom: t_of_95(freedom) for freedom in known} == pytest.approx(known, abs=2e-3)
+
+
+def test_bits_per_weight():
+    assert bits_per_weight("compact") == 16
+    assert bits_per_weight("w16x16") == 4 + 8 / 256
+    assert bits_per_weight("ends-w1x16-46") == pytest.approx((30 * 4.5 + 2 * 16) / 32)
+
+
+def test_the_page_without_runs(published):
+    published()
+    page = losses.section()
+    assert page.startswith("No run of ours has been published yet.") and "| 1.43% |" in page
+    assert pictures.draw_losses() is None
+
+
+def test_the_page_with_one_run_of_each_arm(published):
+    published(run("bf16", 0, 2.0), run("w16x16", 0, 2.01), run("update", 0, 2.0), run("full", 1, 2.03))
+    page = losses.section()
+    assert "| weights 16x16 | 1 | +0.50% | +0.50% | +0.50% |" in page and "±" not in page
+    assert "| 4.03 | +0.50% | bf16, FP32 masters | 1 | 6.7 |" in page
+    assert "| 16.00 | +0.00% | bf16, FP32 masters | 1 | 6.7 |" in page, "there is no unclipped run"
+    assert "| weights 16x16 | 10.0% | 11.0% | blocks.1.q | 1% | 2% |  |" in page
+    assert "| all three products, NVIDIA's recipe | 1.60% | 1.78% | 1.88% | +1.50% |" in page
+    assert "over those of another arm" not in page
+
+
+def test_the_page_shows_the_evidence_with_the_most_tokens(published, tmp_path, monkeypatch):
+    """And every table has its own spread."""
+    pytest.importorskip("matplotlib")
+    short = [run(arm, seed, 2.0 + 0.01 * seed) for arm in ("bf16", "w16x16", "w1x16-46") for seed in (0, 1)]
+    long = [run("bf16", 0, 1.0, tokens=750_000_000), run("w16x16", 0, 1.02, tokens=750_000_000)]
+    alone = run("w16x16", 0, 1.0, preset="100m")
+    published(*short, *long, alone)
+    page = losses.section()
+    assert "100M" not in page.replace("| 100M |", ""), "there is no run of bf16"
+    assert page.index("## 30M, 200M tokens") < page.index("## 30M, 750M tokens")
+    uses = page.split("## Curves")[0]
+    assert "| 4.03 | +2.00% | bf16, FP32 masters | 1 | 25.0 |" in uses
+    assert "| 4.50 | +0.00% ± 1.12 | bf16, FP32 masters | 2 | 6.7 |" in uses
+    assert "| weights 1x16, four over six | weights 16x16 | +0.00% ± 1.12 |" in page
+    monkeypatch.setattr(losses, "PICTURE", tmp_path / "losses.png")
+    assert pictures.draw_losses().read_bytes().startswith(b"\x89PNG")
