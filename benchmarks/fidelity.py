@@ -93,6 +93,7 @@ def fidelity(options: argparse.Namespace) -> None:
                 path.write_text(json.dumps(run.record, indent=1) + "\n")
                 (own / "checkpoint.pt").unlink(missing_ok=True)
                 lasted = time.monotonic() - begun
+                print(f"{name} {seed}: {lasted:.0f} s in this call", flush=True)
                 del run
                 gc.collect()  # models and optimizers refer to one another
 
@@ -149,14 +150,15 @@ class Run:
         modules = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
         self.quantized = [f"{name}.weight" for name in modules if self.arm.takes(name, own.layers)]
         """Names of the weights that are NVFP4 or rounded; all that could be in an arm without."""
-        self.is_quantized = self.arm.convert is not None or self.arm.rounding is not None
+        changes = self.arm.convert is not None or self.arm.rounding is not None
+        self.is_quantized = changes and bool(self.quantized)
         if self.arm.convert is not None:
             taken = lambda module, name: f"{name}.weight" in self.quantized  # noqa: E731
             zerofp4.convert_model(self.model, taken, **self.arm.convert)
         self.rounding = self.arm.rounding and self.arm.rounding()
         self.ends_at = round(self.arm.until * steps) if self.arm.until < 1 else steps + 1
         """The step before which weights become ordinary ones again."""
-        self.context = autocast(self.arm.recipe, self.model) if self.arm.recipe else contextlib.nullcontext()
+        self.context = autocast(self.arm.recipe) if self.arm.recipe else contextlib.nullcontext()
         self.optimizer = self.make_optimizer()
         self.round_weights()
         torch.manual_seed(seed)  # of stochastic rounding

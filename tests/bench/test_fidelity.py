@@ -11,8 +11,9 @@ import torch._dynamo.config as dynamo
 import torch._inductor.config as inductor
 from cases.bench import measured
 from cases.train import settings_restored
+from torch._dynamo.testing import CompileCounter
 
-from benchmarks import gradients, text
+from benchmarks import gradients, llama, text
 from benchmarks.__main__ import main
 from benchmarks.arms import ARMS, Hysteresis, Masked, Rounding, travel
 from benchmarks.fidelity import Run, Watcher, claimed, learning_rate
@@ -82,6 +83,18 @@ def test_rounding_gives_the_values_of_converted_weights(tokens):
         assert Rounding().codes(name, rounded).equal(own.codes()[name])
 
 
+def test_runs_of_an_arm_share_compiled_graphs(tokens, monkeypatch, fresh_compiler):
+    """Layers with a recipe, too."""
+    counter = CompileCounter()
+    compiled = torch.compile(lambda block, *arguments: block(*arguments), backend=counter, dynamic=False)
+    monkeypatch.setattr(llama, "run_block", compiled)
+    counts = []
+    for _ in range(2):
+        run("full", tokens).backward_passes()
+        counts.append(counter.frame_count)
+    assert counts == [1, 1]
+
+
 @pytest.mark.heavy
 def test_the_command_runs_what_is_not_there_yet(tmp_path, capsys):
     options = ["--preset", "tiny", "--steps", str(STEPS), "--output", str(tmp_path / "out")]
@@ -115,7 +128,7 @@ def test_errors_of_gradients(tmp_path):
         assert rows[f"blocks/{format}"]["squared_error"] == pytest.approx(error, rel=0.3), format
 
 
-def test_which_weights_an_arm_takes():
+def test_which_weights_an_arm_takes(tokens):
     model = make_model(PRESETS["tiny"], 0, CPU)
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     every = {name for name in names if name != "lm_head"}
@@ -125,7 +138,7 @@ def test_which_weights_an_arm_takes():
         return {name for name in names if ARMS[arm].takes(name, 2)}
 
     assert taken("w16x16") == every
-    assert taken("ends-w16x16") == set()
+    assert taken("ends-w16x16") == set() == run("ends-w16x16", tokens).measure_weights().keys()
     assert taken("last-w16x16") == {name for name in every if ".0." in name}
     assert taken("down-o-w16x16") == {name for name in every if not name.endswith((".o", ".down"))}
 
