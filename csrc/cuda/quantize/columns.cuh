@@ -11,7 +11,7 @@ namespace zerofp4::cuda {
 template <typename T, class Rounding>
 __device__ __forceinline__ uint32_t encode_column(const Pairs (&values)[2], const Scales& scales,
                                                   const Rounding& rounding, int k, int strip,
-                                                  TileBuffers& tile) {
+                                                  TileBuffers<true>& tile) {
     Signs signs[2] = {Signs(values[0]), Signs(values[1])};
     uint32_t fours[4];
 #pragma unroll
@@ -34,7 +34,7 @@ __device__ __forceinline__ uint32_t encode_column(const Pairs (&values)[2], cons
 template <class Rounding>
 __device__ __forceinline__ uint32_t encode_column(const float (&x)[kBlock], const Scales& scales,
                                                   const Rounding& rounding, int k, int strip,
-                                                  TileBuffers& tile) {
+                                                  TileBuffers<true>& tile) {
     uint32_t most = 0;
 #pragma unroll
     for (int r = 0; r < kBlock; ++r) most = max(most, magnitude_bits(x[r]));
@@ -86,7 +86,7 @@ __device__ __forceinline__ void transformed_pairs(const uint32_t (&words)[kBlock
 template <typename T, Columns kColumns, class Rounding>
 __device__ __forceinline__ uint32_t encode_columns(const uint32_t (&words)[kBlock], const Scales& scales,
                                                    const Rounding& rounding, int pair, int strip,
-                                                   TileBuffers& tile) {
+                                                   TileBuffers<true>& tile) {
     uint32_t bytes = 0;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -108,7 +108,8 @@ using ColumnType = std::conditional_t<kColumns == Columns::kHadamard, BFloat16, 
 // Blocks along the columns.
 template <typename T, Columns kColumns, class Rounding>
 __device__ __forceinline__ void quantize_columns(const StripWords<T>& words, const Scales& scales,
-                                                 const Rounding& rounding, int strip, TileBuffers& tile) {
+                                                 const Rounding& rounding, int strip,
+                                                 TileBuffers<true>& tile) {
     uint32_t bytes = 0;
     if constexpr (kPerWord<T> == 2 || kColumns == Columns::kHadamard) {
         // The transform begins with rounding to bfloat16.

@@ -186,7 +186,8 @@ template <bool kTiles>
 using RowwiseScales = std::conditional_t<kTiles, TileScales, Scales>;
 
 // The columnwise codes of a strip of tiles, from those of its rows.
-__device__ __forceinline__ void keep_columns(const uint32_t (&fours)[kBlock], int strip, TileBuffers& tile) {
+__device__ __forceinline__ void keep_columns(const uint32_t (&fours)[kBlock], int strip,
+                                             TileBuffers<true>& tile) {
     uint32_t columns[kLaneColumns][2];
     transpose_codes(fours, columns);
 #pragma unroll
@@ -233,7 +234,8 @@ __device__ __forceinline__ CodeRows code_rows(const TileMatrix& matrix, const St
 template <typename T, bool kTiles, Columns kColumns, class Rounding>
 __device__ __forceinline__ void quantize_any_strip(const TileMatrix& matrix, const StripWords<T>& words,
                                                    const StripPlace& at, const float (&factors)[4],
-                                                   const Rounding& rounding, int strip, TileBuffers& tile) {
+                                                   const Rounding& rounding, int strip,
+                                                   TileBuffers<kColumns != Columns::kNone>& tile) {
     StripWords<T> own_words;
     float own_factors[4];
     copy_strip<T, kTiles ? 1 : 4>(words, factors, own_words, own_factors);
@@ -271,7 +273,7 @@ template <typename T, bool kTiles, Columns kColumns, class Rounding>
 __device__ __forceinline__ void quantize_rows(const TileMatrix& matrix, const StripWords<T>& words,
                                               const StripPlace& at, bool whole,
                                               const RowwiseScales<kTiles>& scales, const Rounding& rounding,
-                                              int strip, TileBuffers& tile) {
+                                              int strip, TileBuffers<kColumns != Columns::kNone>& tile) {
     const int tile_column = lane_index() / kBlockLanes;
     float factors[4];
     bool regular;

@@ -61,7 +61,7 @@ struct TilePlace {
 
 template <typename T, bool kTiles, Columns kColumns, class Rounding>
 __device__ __forceinline__ void quantize_tile(const TileMatrix& matrix, const TilePlace& place) {
-    __shared__ TileBuffers tile;
+    __shared__ TileBuffers<kColumns != Columns::kNone> tile;
     __shared__ Tables tables;
     const QuantizeArgs& whole = matrix.whole;
     const bool is_columnwise = !kTiles && Tables::side() == 1 && whole.columnwise_amax;

@@ -14,10 +14,17 @@ constexpr int kTileStrips = kTileRows / kBlock;
 constexpr int kTileScaleColumns = kTileCols / kBlock;
 constexpr int kColumnVectors = kTileRows / 2 / 16;  // of 16 bytes, in a row of the columnwise codes
 
+// A tile without a columnwise copy leaves its scales alone.
+template <bool kColumnwise>
 struct TileBuffers {
+    // [row][column block], or in tiles [strip][column block], for both orientations.
+    alignas(16) uint8_t rowwise_scale[kTileRows][kTileScaleColumns];
+};
+
+template <>
+struct TileBuffers<true> {
     // [column][8 rows to a word]. The vectors of a row change places, as in transpose.cu.
     alignas(16) uint32_t columnwise[kTileCols][kTileRows / 8];
-    // [row][column block], or in tiles [strip][column block], for both orientations.
     alignas(16) uint8_t rowwise_scale[kTileRows][kTileScaleColumns];
     // [strip][column]: a lane has those of four columns, which are one word.
     alignas(16) uint8_t columnwise_scale[kTileStrips][kTileCols];
@@ -37,7 +44,7 @@ struct TileBuffers {
 };
 
 // Rows of `pitch` bytes that begin at `data`, of which this tile has [row, ...) and bytes [byte, ...).
-__device__ __forceinline__ void write_columnwise(TileBuffers& tile, uint8_t* data, int64_t rows,
+__device__ __forceinline__ void write_columnwise(TileBuffers<true>& tile, uint8_t* data, int64_t rows,
                                                  int64_t pitch, int64_t row, int64_t byte) {
     constexpr int kRowsPerPass = kThreads / kColumnVectors;
     static_assert(kRowsPerPass / 4 % kColumnVectors == 0, "vectors have the same places in every pass");
