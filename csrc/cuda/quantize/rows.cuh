@@ -127,7 +127,7 @@ __device__ __forceinline__ uint32_t tile_bits(const StripWords<T>& words) {
     return most;
 }
 
-// Where the lane's elements of a strip go as values that their codes stand for, in the input's dtype.
+// Where the lane's elements of a strip go as values that their codes stand for, of type T.
 template <typename T>
 struct ValueRows {
     T* first;
@@ -158,6 +158,16 @@ struct ValueRows {
         }
     }
 };
+
+// Calls body with them, in the input's dtype. Kernels of floats read halves, too.
+template <typename T, class Body>
+__device__ __forceinline__ void with_value_rows(const TileMatrix& matrix, const StripPlace& at,
+                                                const Body& body) {
+    if constexpr (std::is_same_v<T, float>) {
+        if (matrix.whole.dtype == DType::kFloat16) return body(ValueRows<Float16>(matrix, at));
+    }
+    body(ValueRows<T>(matrix, at));
+}
 
 // The codes of 16 rows, four a row, as those of 4 columns.
 __device__ __forceinline__ void transpose_codes(const uint32_t (&fours)[kBlock], uint32_t (&columns)[4][2]) {
@@ -250,7 +260,7 @@ __device__ __forceinline__ void quantize_any_strip(const TileMatrix& matrix, con
         codes.write(r, fours[r]);
         if (kColumns == Columns::kNone && matrix.whole.values) {
             const uint32_t byte = tile.rowwise_scale[kTiles ? strip : strip * kBlock + r][tile_column];
-            ValueRows<T>(matrix, at).write(r, fours[r], byte);
+            with_value_rows<T>(matrix, at, [&](const auto& rows) { rows.write(r, fours[r], byte); });
         }
     }
     if constexpr (kTiles && kColumns == Columns::kPlain) keep_columns(fours, strip, tile);
@@ -326,11 +336,13 @@ __device__ __forceinline__ void quantize_rows(const TileMatrix& matrix, const St
                 *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(fours[r]);
         }
         if (values) {
-            const ValueRows<T> rows(matrix, at);
-            __syncwarp();
+            with_value_rows<T>(matrix, at, [&](const auto& rows) {
+                __syncwarp();
 #pragma unroll
-            for (int r = 0; r < kBlock; ++r)
-                rows.write(r, fours[r], tile.rowwise_scale[kTiles ? strip : strip * kBlock + r][tile_column]);
+                for (int r = 0; r < kBlock; ++r)
+                    rows.write(r, fours[r],
+                               tile.rowwise_scale[kTiles ? strip : strip * kBlock + r][tile_column]);
+            });
         }
         if constexpr (kKeeps) keep_columns(fours, strip, tile);
     }

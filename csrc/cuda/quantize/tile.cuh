@@ -52,6 +52,16 @@ __device__ __forceinline__ float pin(float x) {
     return x;
 }
 
+// dtype: of the elements. Kernels of floats read halves, too.
+template <typename T, bool kLastUse>
+__device__ __forceinline__ bool load_input(const Matrix<T>& x, DType dtype, const StripPlace& at,
+                                           StripWords<T>& words) {
+    if constexpr (std::is_same_v<T, float>) {
+        if (dtype == DType::kFloat16) return load_strip_of_halves<kLastUse>(x, at, words);
+    }
+    return load_strip<T, kLastUse>(x, at, words);
+}
+
 // Which tile of a matrix, if there is one.
 struct TilePlace {
     uint32_t down;
@@ -81,7 +91,8 @@ __device__ __forceinline__ void quantize_tile(const TileMatrix& matrix, const Ti
         if (kTiles || rows_wanted) rounding.draw_rows(at.row, col, whole.cols);
         const Matrix<T> input = matrix.input<T>();
         StripWords<T> words;
-        const bool whole_strip = load_strip<T, kReadsEvictFirst<T, kTiles, kColumns>>(input, at, words);
+        const bool whole_strip =
+            load_input<T, kReadsEvictFirst<T, kTiles, kColumns>>(input, whole.dtype, at, words);
         if (strip < kWarps) {  // the warp's first strip is on its way
             if constexpr (kPrefetches<T, kTiles, Rounding>)
                 prefetch_strip<T>(input, at.row + kWarps * kBlock, col);

@@ -71,6 +71,23 @@ __device__ __forceinline__ bool load_strip(const Matrix<T>& x, const StripPlace&
     return false;
 }
 
+// The same where x has halves, which are widened.
+template <bool kLastUse>
+__device__ __forceinline__ bool load_strip_of_halves(const Matrix<float>& x, const StripPlace& at,
+                                                     StripWords<float>& words) {
+    const Matrix<Float16> input{reinterpret_cast<const Float16*>(x.data), x.rows, x.cols};
+    StripWords<Float16> halves;
+    const bool whole = load_strip<Float16, kLastUse>(input, at, halves);
+#pragma unroll
+    for (int r = 0; r < kBlock; ++r) {
+        float row[kLaneColumns];
+        unpack<Float16>(halves[r], row);
+#pragma unroll
+        for (int i = 0; i < kLaneColumns; ++i) words[r][i] = to_bits(row[i]);
+    }
+    return whole;
+}
+
 // Begins to fetch the strip of 16-bit elements at these indices to the L2 cache, a line a lane.
 template <typename T>
 __device__ __forceinline__ void prefetch_strip(const Matrix<T>& x, int64_t row, int64_t col) {
