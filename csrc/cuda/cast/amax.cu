@@ -1,12 +1,11 @@
 // The start of a step: the reduced vector is cleared, then raised to the amaxes of what this rank owns.
 
 #include "common/args/cast.h"
+#include "cuda/device/tuning.cuh"
 #include "cuda/strip/tile_amax.cuh"
 
 namespace zerofp4::cuda {
 namespace {
-
-constexpr int kAmaxBlocksPerSm = 3;
 
 __global__ void __launch_bounds__(kThreads)
     cast_begin_kernel(const __grid_constant__ CastTable table, float error) {
@@ -54,7 +53,7 @@ __device__ __forceinline__ void publish_cut_blocks(float* reduced, const WeightD
 }
 
 template <bool kSingle>
-__global__ void __launch_bounds__(kThreads, kAmaxBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kTuning.cast_amax_blocks)
     partial_amax_kernel(const __grid_constant__ CastTable table,
                         const __grid_constant__ WeightDescriptor single) {
     wait_for_previous_kernel();

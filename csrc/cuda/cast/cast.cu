@@ -2,13 +2,12 @@
 // here and written, too. Only bytes and nibbles of the shard are written.
 
 #include "common/args/cast.h"
+#include "cuda/device/tuning.cuh"
 #include "cuda/format/four_over_six.cuh"
 #include "cuda/strip/master_strip.cuh"
 
 namespace zerofp4::cuda {
 namespace {
-
-constexpr int kCastBlocksPerSm = 3;
 
 // A row's four codes of a lane whose strip is wholly owned.
 __device__ __forceinline__ void store_codes(uint8_t* p, uint32_t codes) {
@@ -195,7 +194,7 @@ __device__ __forceinline__ void cast_chosen(const WeightDescriptor& weight, cons
 
 // Weights of one kind; the others are left to other launches.
 template <bool kSingle, CastKind kKind>
-__global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kTuning.cast_blocks)
     partial_cast_kernel(const __grid_constant__ CastTable table,
                         const __grid_constant__ WeightDescriptor single) {
     wait_for_previous_kernel();

@@ -5,6 +5,7 @@
 
 #include "common/args/cast.h"
 #include "common/scale.h"
+#include "cuda/device/tuning.cuh"
 #include "cuda/device/units.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/format/scale_square.cuh"
@@ -12,7 +13,6 @@
 namespace zerofp4::cuda {
 namespace {
 
-constexpr int kScaleBlocksPerSm = 2;
 constexpr int kBandSquares = 4;  // squares below one another
 static_assert(kWarpSquares == kLanes);
 
@@ -98,7 +98,7 @@ __device__ __forceinline__ void scale_unit(const CastTable& table, const WeightD
 }
 
 template <bool kSingle>
-__global__ void __launch_bounds__(kThreads, kScaleBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kTuning.scale_blocks)
     fused_scale_kernel(const __grid_constant__ CastTable table,
                        const __grid_constant__ WeightDescriptor single) {
     wait_for_previous_kernel();
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, kScaleBlocksPerSm)
 }
 
 template <bool kSingle>
-__global__ void __launch_bounds__(kThreads, kScaleBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kTuning.scale_blocks)
     spread_scales_kernel(const __grid_constant__ CastTable table,
                          const __grid_constant__ WeightDescriptor single) {
     wait_for_previous_kernel();

@@ -4,6 +4,7 @@
 // more than short runs of reads.
 
 #include "common/args/transpose.h"
+#include "cuda/device/tuning.cuh"
 #include "cuda/device/units.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/format/nibbles.cuh"
@@ -11,7 +12,6 @@
 namespace zerofp4::cuda {
 namespace {
 
-constexpr int kTransposeBlocksPerSm = 3;
 constexpr int kLaneRows = 8;  // a thread reads 8 rows of 32 codes, 16 bytes each
 constexpr int kLaneCodes = 32;
 constexpr int kTileWords = kBlockTile / 8;  // of a row of the tile
@@ -95,7 +95,7 @@ __device__ __forceinline__ void store_tile(const TransposeDescriptor& item, cons
 }
 
 template <bool kSingle>
-__global__ void __launch_bounds__(kThreads, kTransposeBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kTuning.transpose_blocks)
     transpose_kernel(const __grid_constant__ TransposeTable table,
                      const __grid_constant__ TransposeDescriptor single) {
     __shared__ Tile tile;

@@ -2,13 +2,13 @@
 // 32 KB of output, in the widest vectors for which input and output lie alike.
 
 #include "common/args/gather.h"
+#include "cuda/device/tuning.cuh"
 #include "cuda/device/units.cuh"
 #include "cuda/device/vector.cuh"
 
 namespace zerofp4::cuda {
 namespace {
 
-constexpr int kGatherBlocksPerSm = 4;
 constexpr int kInFlight = kGatherUnit / (kThreads * kGatherVector);  // loads of a thread before its stores
 static_assert(kInFlight * kThreads * kGatherVector == kGatherUnit);
 
@@ -58,7 +58,7 @@ __device__ __forceinline__ void copy_unit(const GatherItems& all) {
     }
 }
 
-__global__ void __launch_bounds__(kThreads, kGatherBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kTuning.gather_blocks)
     gather_pack_kernel(const __grid_constant__ GatherTable table, int32_t known) {
     wait_for_previous_kernel();
     const int32_t state = own_state(table, known);
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, kGatherBlocksPerSm)
     if (state == kPresent) copy_unit(table.own);
 }
 
-__global__ void __launch_bounds__(kThreads, kGatherBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kTuning.gather_blocks)
     gather_unpack_kernel(const __grid_constant__ GatherTable table) {
     wait_for_previous_kernel();
     bool refused = false;

@@ -4,14 +4,14 @@
 #include "common/scale.h"
 #include "cuda/dequantize/rows.cuh"
 #include "cuda/device/lists.cuh"
+#include "cuda/device/tuning.cuh"
 #include "cuda/format/nibbles.cuh"
 
 namespace zerofp4::cuda {
 namespace {
 
-constexpr int kDequantizeBlocksPerSm = 4;
-// Of a single matrix, which is bound by memory: pieces of fewer rows, and more warps at once.
-constexpr int kRowwiseBlocksPerSm = 8;
+template <bool kColumnwise>
+constexpr int kBlocks = kColumnwise ? kTuning.dequantize_blocks : kTuning.dequantize_rows_blocks;
 constexpr int kPieceRows = 4;
 static_assert(kUnitWarps == kWarps && kWarpRows % kPieceRows == 0);
 
@@ -175,7 +175,7 @@ __device__ __forceinline__ void dequantize_columnwise(const DequantizeDescriptor
 }
 
 template <typename T, bool kColumnwise>
-__global__ void __launch_bounds__(kThreads, kColumnwise ? kDequantizeBlocksPerSm : kRowwiseBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kBlocks<kColumnwise>)
     dequantize_kernel(const __grid_constant__ DequantizeDescriptor item) {
     wait_for_previous_kernel();
     if constexpr (kColumnwise) {
@@ -195,7 +195,7 @@ __device__ __forceinline__ void dequantize_item(const DequantizeDescriptor& item
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kTuning.dequantize_blocks)
     dequantize_list_kernel(const __grid_constant__ ItemTable<DequantizeDescriptor> table,
                            const __grid_constant__ ItemArguments<DequantizeDescriptor> arguments) {
     wait_for_previous_kernel();
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kTuning.dequantize_blocks)
     product_values_kernel(const __grid_constant__ ItemTable<DequantizeDescriptor> table,
                           const __grid_constant__ ItemArguments<DequantizeDescriptor> arguments,
                           const __grid_constant__ ProductScale scale) {

@@ -3,11 +3,11 @@
 
 #include "common/args/grouped_values.h"
 #include "cuda/dequantize/rows.cuh"
+#include "cuda/device/tuning.cuh"
 
 namespace zerofp4::cuda {
 namespace {
 
-constexpr int kValuesBlocksPerSm = 4;
 constexpr int kPieceColumns = kWarpBytes / static_cast<int>(sizeof(BFloat16));
 constexpr int kLaneValues = kVector<BFloat16>;
 
@@ -82,7 +82,7 @@ __device__ __forceinline__ void decode_along(const GroupedValuesArgs& args, int6
 }
 
 template <bool kColumnwise>
-__global__ void __launch_bounds__(kThreads, kValuesBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kTuning.group_values_blocks)
     grouped_values_kernel(const __grid_constant__ GroupedValuesArgs args, uint32_t across) {
     wait_for_previous_kernel();
     if (blockIdx.x == 0) store_ends(args);

@@ -2,13 +2,13 @@
 
 #include "common/args/mxfp8.h"
 #include "cuda/device/lists.cuh"
+#include "cuda/device/tuning.cuh"
 #include "cuda/format/decode.cuh"
 #include "cuda/mxfp8/units.cuh"
 
 namespace zerofp4::cuda {
 namespace {
 
-constexpr int kDequantizeBlocksPerSm = 8;
 constexpr int kSteps = kMxfp8WarpRows;
 static_assert(kUnitWarps == kWarps);
 
@@ -89,14 +89,14 @@ __device__ __forceinline__ void dequantize_block(const Mxfp8DequantizeDescriptor
 }
 
 template <typename T, bool kColumnwise>
-__global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kTuning.dequantize_mxfp8_blocks)
     dequantize_mxfp8_kernel(const __grid_constant__ Mxfp8DequantizeDescriptor item) {
     wait_for_previous_kernel();
     dequantize_block<T, kColumnwise>(item, blockIdx.x);
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kDequantizeBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kTuning.dequantize_mxfp8_blocks)
     dequantize_mxfp8_list_kernel(const __grid_constant__ Mxfp8DequantizeTable table,
                                  const __grid_constant__ ItemArguments<Mxfp8DequantizeDescriptor> arguments) {
     wait_for_previous_kernel();

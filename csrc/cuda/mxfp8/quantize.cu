@@ -2,6 +2,7 @@
 
 #include "common/args/mxfp8.h"
 #include "common/args/quantize.h"
+#include "cuda/device/tuning.cuh"
 #include "cuda/format/convert.cuh"
 #include "cuda/format/magnitudes.cuh"
 #include "cuda/mxfp8/units.cuh"
@@ -10,8 +11,9 @@ namespace zerofp4::cuda {
 namespace {
 
 constexpr int kSteps = 8;  // rows of a lane
-constexpr int kRowwiseBlocksPerSm = 4;
-constexpr int kColumnwiseBlocksPerSm = 3;
+template <bool kColumnwise>
+constexpr int kBlocks =
+    kColumnwise ? kTuning.quantize_mxfp8_columns_blocks : kTuning.quantize_mxfp8_rows_blocks;
 
 // Lanes side by side, and rows that the others have at the same step. For the columnwise copy a unit is as
 // high as its blocks, otherwise as wide as a warp can make it.
@@ -205,7 +207,7 @@ __device__ __forceinline__ void quantize_unit(const Mxfp8Args& args, const Unit&
 }
 
 template <typename T, bool kRowwise, bool kColumnwise>
-__global__ void __launch_bounds__(kThreads, kColumnwise ? kColumnwiseBlocksPerSm : kRowwiseBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kBlocks<kColumnwise>)
     quantize_mxfp8_kernel(const __grid_constant__ Mxfp8Args args, uint32_t across) {
     wait_for_previous_kernel();
     if (is_skipped(args.skip)) return;

@@ -11,13 +11,13 @@
 
 #include "common/adamw.h"
 #include "cuda/device/raise.cuh"
+#include "cuda/device/tuning.cuh"
 #include "cuda/optim/gradient.cuh"
 #include "cuda/strip/tile_amax.cuh"
 
 namespace zerofp4::cuda {
 namespace {
 
-constexpr int kUpdateBlocksPerSm = 4;
 constexpr int kWarpRows = kBlock / kWarps;
 constexpr int kStripTiles = kLanes / kTileLanes;
 
@@ -271,7 +271,7 @@ __device__ __forceinline__ void update_strip(const AdamWTable& table, const Adam
 
 // Gradient: GivenGradient, BroughtGradient or PeerGradient.
 template <template <typename, int> class Gradient>
-__global__ void __launch_bounds__(kThreads, kUpdateBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kTuning.adamw_blocks)
     adamw_update_kernel(const __grid_constant__ AdamWTable table) {
     wait_for_previous_kernel();
     const int64_t unit = blockIdx.x;

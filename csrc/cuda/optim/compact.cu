@@ -7,6 +7,7 @@
 // instructions count, too: what is the same for all lanes is kept once for the warp, and all that is rare is
 // out of line, so that the loop over the pairs of a whole strip has the registers to itself.
 
+#include "cuda/device/tuning.cuh"
 #include "cuda/optim/compact_row.cuh"
 #include "cuda/optim/gradient.cuh"
 #include "cuda/strip/tile_amax.cuh"
@@ -17,8 +18,6 @@ namespace {
 // Small blocks: the place of a warp that has ended is empty until its whole block has.
 constexpr int kCompactThreads = 128;
 constexpr int kCompactWarps = kCompactThreads / kLanes;
-// On a multiprocessor, by registers; with less than 132 KB of shared memory there are fewer.
-constexpr int kCompactBlocksPerSm = 4;
 
 __device__ const CodeValues kCodeValues = make_code_values();
 
@@ -308,7 +307,7 @@ __device__ __noinline__ float update_rare_strip(const AdamWTable& table, const A
 
 // Gradient: GivenGradient, BroughtGradient or PeerGradient.
 template <template <typename, int> class Gradient>
-__global__ void __launch_bounds__(kCompactThreads, kCompactBlocksPerSm)
+__global__ void __launch_bounds__(kCompactThreads, kTuning.compact_adamw_blocks)
     compact_update_kernel(const __grid_constant__ AdamWTable table) {
     __shared__ CodeValues values;
     __shared__ Ring rings[kCompactWarps];

@@ -1,6 +1,7 @@
 // Quantization with four over six: blocks along the rows of the input, or along its columns, and tiles.
 
 #include "common/args/quantize.h"
+#include "cuda/device/tuning.cuh"
 #include "cuda/format/four_over_six.cuh"
 #include "cuda/format/magnitudes.cuh"
 #include "cuda/format/scale_block.cuh"
@@ -8,12 +9,6 @@
 
 namespace zerofp4::cuda {
 namespace {
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900  // more would spill
-constexpr int kBlocksPerSm = 3;
-#else
-constexpr int kBlocksPerSm = 4;
-#endif
 
 // A warp takes a strip: 16 rows by 8 blocks. Half of it takes four neighbouring blocks of a row, one after
 // another, whose scales are a word of every padded layout.
@@ -103,7 +98,7 @@ __device__ __forceinline__ void store_transpose(const Copy& copy, int64_t row, i
 
 // `across` strips beside each other, down to where the padding of the layouts ends.
 template <typename T, bool kColumnwise, bool kTiles>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kTuning.four_over_six_blocks)
     four_over_six_kernel(const __grid_constant__ QuantizeArgs args, uint32_t strips, uint32_t across) {
     wait_for_previous_kernel();
     if (is_skipped(args.skip)) return;

@@ -67,7 +67,7 @@ __device__ __forceinline__ TilePlace tile_of_bands(const QuantizeLaunch& launch,
 }
 
 template <typename T, bool kTiles, Columns kColumns, class Rounding>
-__global__ void __launch_bounds__(kThreads, kQuantizeBlocksPerSm<T>)
+__global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
     quantize_kernel(const __grid_constant__ QuantizeLaunch launch) {
     wait_for_previous_kernel();
     if (is_skipped(launch.given.whole.skip)) return;

@@ -4,14 +4,15 @@
 // stochastically. A warp takes strips of 16 rows by 128 columns, each lane 4 neighbouring columns of every
 // row: a block along the rows is 4 lanes, a block along the columns lies in one lane.
 
+#include "cuda/device/tuning.cuh"
 #include "cuda/format/scale_tile.cuh"
 #include "cuda/quantize/columns.cuh"
 
 namespace zerofp4::cuda {
 
-// Registers for as many blocks on a multiprocessor.
 template <typename T>
-constexpr int kQuantizeBlocksPerSm = std::is_same_v<T, float> ? 2 : 3;
+constexpr int kQuantizeBlocks =
+    std::is_same_v<T, float> ? kTuning.quantize_floats_blocks : kTuning.quantize_blocks;
 
 // Whether the input is read evict-first. Tiles with both copies reach 88% of a copy on an H200 without, and
 // 83% with, the other kernels less without.

@@ -3,6 +3,7 @@
 // rows by 256 columns, a warp strips of 8 rows by 256 columns, each lane 8 neighbouring columns of every row.
 // Of a row it writes 128 bytes of codes and 16 of scales side by side, twice as many as quantize_tile.
 
+#include "cuda/device/tuning.cuh"
 #include "cuda/quantize/tile.cuh"
 
 namespace zerofp4::cuda {
@@ -12,7 +13,6 @@ constexpr int kWideTurns = 2;
 constexpr int kWideTileRows = kWarps * kWideRows * kWideTurns;
 constexpr int kWideTileCols = kVector<BFloat16> * kLanes;
 constexpr int kWideScaleColumns = kWideTileCols / kBlock;
-constexpr int kWideBlocksPerSm = 4;
 
 // A lane's vectors of a strip; 0 past the edges.
 using WideWords = uint32_t[kWideRows][kVectorWords];
@@ -132,7 +132,7 @@ __device__ __noinline__ void quantize_cut_wide_tile(const QuantizeArgs& args, in
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kWideBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kTuning.quantize_wide_rows_blocks)
     quantize_wide_rows_kernel(const __grid_constant__ QuantizeArgs args, uint32_t across) {
     wait_for_previous_kernel();
     if (is_skipped(args.skip)) return;
