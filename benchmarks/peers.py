@@ -189,7 +189,9 @@ def torchao_dequantize_mxfp8(data: torch.Tensor, scale: torch.Tensor, dtype: tor
 
 
 def flash_adamw(parameters: Iterable, **options: object) -> torch.optim.Optimizer:
-    """FlashOptim 0.1.4's, with masters of 24 bits and moments of 8. Raises ImportError without flashoptim."""
+    """FlashOptim 0.1.4's, with masters of 24 bits and moments of 8. Raises ImportError without flashoptim,
+    NotImplementedError on a CPU.
+    """
     from flashoptim import FlashAdamW
 
     return FlashAdamW(parameters, **options)

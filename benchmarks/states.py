@@ -85,7 +85,7 @@ def measure(timer: Timer, shapes: Shapes, name: str, make: Callable[..., Made], 
     torch.manual_seed(0)
     try:
         parameters, optimizer, run = make(shapes, timer.device)
-    except ImportError as error:
+    except (ImportError, NotImplementedError) as error:
         timer.session.say(f"step_{name} is left out: {error}")
         return None
     elements = elements_of(shapes)

@@ -312,7 +312,7 @@ def measure_replicated(timer: Timer, shapes: Shapes) -> Iterator[tuple[str, floa
             p.grad = part.view_as(p)
         try:
             optimizer = build(parameters, **ADAMW)
-        except ImportError as error:
+        except (ImportError, NotImplementedError) as error:
             timer.session.say(f"step_{name} is left out: {error}")
             continue
 

@@ -32,7 +32,7 @@ def test_a_step_of_two_ranks(early):
         check_ratio(rows, f"{part}_over_bf16", part, theirs)
     check_ratio(rows, "step_over_zero_redundancy", "step", "step_zero_redundancy")
     if "step_flash" not in rows:
-        assert run.stdout.count("step_flash is left out: No module named 'flashoptim'") == 1
+        assert run.stdout.count("step_flash is left out: ") == 1
     assert rows["link"]["gigabytes_per_second"] > 0
     assert rows["link"]["rule"].startswith("an all-to-all of gloo, 1 x ")
     for phase in ("scan", "reduce", "adamw", "adamw_reducing", "publish", "publish_alone"):
@@ -134,7 +134,7 @@ def test_steps_of_full_and_of_compact_state(tmp_path, monkeypatch, capsys):
     for other in ("full", "torch_bf16"):
         check_ratio(rows, f"step_compact_over_{other}", "step_compact", f"step_{other}")
     if "step_flash" not in rows:
-        assert "step_flash is left out: No module named 'flashoptim'" in capsys.readouterr().out
+        assert "step_flash is left out: " in capsys.readouterr().out
 
 
 def test_a_part_of_a_step_lasts_from_its_first_work_to_its_last():
