@@ -110,6 +110,7 @@ def both(world, make_one, share: float):
 
 
 def take_same_steps(world, pair, steps, clips=False) -> None:
+    assert_all_equal(*(all_bytes(*one) for one in pair), "as built: tensor")
     for step in steps:
         for parameters, optimizer in pair:
             set_gradients(parameters, gradients_of(world, parameters, step))
