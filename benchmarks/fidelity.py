@@ -10,7 +10,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,8 @@ def fidelity(options: argparse.Namespace) -> None:
     OUTPUT/<preset>-<millions of tokens>/<arm>-<seed>.json when it has ended. One that is there, or in
     benchmarks/results/fidelity, is not run again. --seconds stops a run after the evaluation behind which the
     next segment might not end in time, and the next call goes on from its checkpoint, to the bit. Several
-    processes may share a folder: each takes runs that no other one has.
+    processes may share a folder: each takes runs that no other one has. Raises ValueError for results of
+    another text.
 
     The preset `tiny` trains on Python's standard library; others need the tokens of benchmarks/text.py.
     """
@@ -73,12 +74,14 @@ def fidelity(options: argparse.Namespace) -> None:
     preset = PRESETS[options.preset]
     steps = options.steps or round(options.tokens * 1e6 / (preset.batch * preset.sequence))
     folder = f"{options.preset}-{steps * preset.batch * preset.sequence / 1e6:.0f}M"
+    places = [place / folder for place in (FOLDER, options.output)]
+    check_text(places, tokens)
     lasted = 0.0
     for seed in options.seeds:
         for name in options.arms:
             file = f"{name}-{seed}.json"
             with claimed(options.checkpoints / folder / name / str(seed)) as own:
-                if own is None or any((place / folder / file).exists() for place in (FOLDER, options.output)):
+                if own is None or any((place / file).exists() for place in places):
                     continue
                 begun = time.monotonic()
                 is_new = not (own / "checkpoint.pt").exists()
@@ -101,6 +104,13 @@ def fidelity(options: argparse.Namespace) -> None:
 def read_tokens(preset: str, folder: Path, device: torch.device) -> Tokens:
     """What a preset trains on. folder: of the tokens of benchmarks/text.py."""
     return Tokens.of_standard_library(device) if preset == "tiny" else Tokens.read(folder, device)
+
+
+def check_text(places: Iterable[Path], tokens: Tokens) -> None:
+    """Raise ValueError if a result in these folders is of another text: losses would not compare."""
+    for path in (path for place in places for path in sorted(place.glob("*.json"))):
+        if json.loads(path.read_text())["text"] != tokens.digests:
+            raise ValueError(f"{path} is of another text: give another --output, or the tokens that it had")
 
 
 def be_deterministic(asked: bool) -> None:

@@ -115,6 +115,10 @@ def test_the_command_runs_what_is_not_there_yet(tmp_path, capsys):
     main(["fidelity", *options])
     assert "control" not in capsys.readouterr().out, "it is not run again"
     assert (folder / "compact-0.json").exists()
+    found["text"]["train"] = "another digest"
+    (folder / "control-0.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=r"control-0\.json is of another text"):
+        main(["fidelity", *options])
 
 
 @pytest.mark.heavy
