@@ -192,6 +192,12 @@ class ShardedParameters:
             note_master(parameter)
         return sorted(coarse)
 
+    def forget_groups(self) -> None:
+        """Once all is built: keep no process group alive, so that its threads end when it is destroyed. A
+        thread of gloo that outlives the interpreter may end the process with an error.
+        """
+        self.trained = [one._replace(sharding=Sharding()) for one in self.trained]
+
     def by_parameter(self, of_bucket: Callable[[Bucket], list]) -> list:
         """Join a function's values for the parameters of each bucket, in the order of all parameters."""
         found: dict[int, Any] = {}

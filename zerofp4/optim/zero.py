@@ -174,6 +174,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._shards.offload.follow(self._agreement.skip_in_kernels, self._agreement.decision.present)
         steps = self._agreement.look
         self.state = self._saved = SavedState(self._shards, self.inners, announced, rank, token, steps)
+        self._shards.forget_groups()
         # The parts of a step
         self._offer_parts()
         self._step = Step(exchanges, self._peers, sends=self._schedule is None, late=late)

@@ -5,6 +5,7 @@ tensor parallelism.
 from __future__ import annotations
 
 import os
+import weakref
 from unittest import mock
 
 import pytest
@@ -29,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zerofp4
 from distributed.cases import raised_everywhere, shared_folder
-from distributed.optim.cases import WAYS, model_bytes, parameters_of
+from distributed.optim.cases import WAYS, built, model_bytes, parameters_of
 from distributed.optim.group_cases import (
     CLASSES,
     OPTIONS,
@@ -467,3 +468,15 @@ def test_meshes_that_cannot_be_meant(world):
         (square, "transport='peer' is not supported because", {"transport": "peer"}),
     ]:
         check_refused(model, [{"params": model.parameters, "process_group": group}], message, **options)
+
+
+@on_ranks(2)
+def test_a_group_ends_when_it_is_destroyed(world):
+    """An optimizer does not keep it alive: a thread of gloo could outlive the interpreter."""
+    group = dist.new_group()
+    optimizer = built(world, FusedAdamW, seed=0, process_group=group)[1]
+    optimizer.step()
+    known = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    assert known() is None and optimizer.world_size == 2
