@@ -16,6 +16,7 @@ from cases.fsdp2 import Collectives
 from cases.optim import (
     Plain,
     assert_all_equal,
+    built,
     check,
     keywords,
     make_gradients,
@@ -30,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zerofp4
 from distributed.cases import raised_everywhere, shared_folder
-from distributed.optim.cases import WAYS, built, model_bytes, parameters_of
+from distributed.optim.cases import WAYS, model_bytes, parameters_of
 from distributed.optim.group_cases import (
     CLASSES,
     OPTIONS,
@@ -472,9 +473,9 @@ def test_meshes_that_cannot_be_meant(world):
 
 @on_ranks(2)
 def test_a_group_ends_when_it_is_destroyed(world):
-    """An optimizer does not keep it alive: a thread of gloo could outlive the interpreter."""
-    group = dist.new_group()
-    optimizer = built(world, FusedAdamW, seed=0, process_group=group)[1]
+    """An optimizer does not keep it alive: a thread of gloo could outlive the interpreter. So on CPUs."""
+    group = dist.new_group(backend="gloo")
+    optimizer = built(torch.device("cpu"), FusedAdamW, 0, process_group=group)[1]
     optimizer.step()
     known = weakref.ref(group)
     dist.destroy_process_group(group)
