@@ -197,12 +197,13 @@ class Going:
             self._left.append((source, source.clone()))
             self.count += 1
 
-    def end(self):
-        """An event after all copies so far."""
-        return types.SimpleNamespace(synchronize=functools.partial(self._wait, self.count))
+    def end(self, event: torch.cuda.Event | None):
+        """An event after all copies so far. event: the one that it takes the place of."""
+        return types.SimpleNamespace(synchronize=functools.partial(self._wait, self.count, event))
 
-    def _wait(self, count: int) -> None:
+    def _wait(self, count: int, event: torch.cuda.Event | None) -> None:
         self.check()
+        offload.wait(event)
         del self._left[: max(0, len(self._left) - (self.count - count))]
 
 
@@ -218,7 +219,7 @@ def test_slots_are_kept_until_what_they_hold_has_left(world):
         return copy_tensor(target, source, non_blocking)
 
     with mock.patch.object(torch.Tensor, "copy_", begin), mock.patch.object(offload, "copy") as patched:
-        patched.side_effect = lambda *arguments: (copy(*arguments), going.end())[1]
+        patched.side_effect = lambda *arguments: going.end(copy(*arguments))
         for step in range(2):
             set_gradients(parameters, make_gradients(parameters, step))
             optimizer.step()
@@ -243,10 +244,11 @@ def test_a_pass_waits_for_no_gradient_of_the_present_turn(world, share):
     turns, waits, take_turn, copy = [0], [], Step.turn, offload.copy
 
     class Turn:
-        def __init__(self):
-            self.begun = turns[0]
+        def __init__(self, event):
+            self.begun, self.event = turns[0], event
 
         def synchronize(self):
+            offload.wait(self.event)  # or the host would read what has not arrived
             waits.append(turns[0] - self.begun)
 
     def count(*arguments):
@@ -254,7 +256,7 @@ def test_a_pass_waits_for_no_gradient_of_the_present_turn(world, share):
         take_turn(*arguments)
 
     with mock.patch.object(Step, "turn", count), mock.patch.object(offload, "copy") as patched:
-        patched.side_effect = lambda *arguments: (copy(*arguments), Turn())[1]
+        patched.side_effect = lambda *arguments: Turn(copy(*arguments))
         for _ in range(2):
             loss_of(parameters).backward()
             optimizer.step()
