@@ -93,20 +93,28 @@ def hosts(session: Session, options: argparse.Namespace, world: World) -> None:
 
 
 def count_link(timer: Timer, hosts: int) -> None:
-    """Bytes that each rank sends to the rank of its number on the next host, all at once, over their time."""
+    """Rates of what each rank sends, all at once: to its counterpart on the next host, as means travel,
+    and to the next rank of a ring, as collectives do. NCCL gives the first fewer sockets.
+    """
     world, nbytes = timer.world, SENT_BYTES[timer.device.type]
     distance = world.world_size // hosts
     sent, received = (torch.zeros(nbytes, dtype=torch.uint8, device=timer.device) for _ in range(2))
     ends = (world.rank + distance) % world.world_size, (world.rank - distance) % world.world_size
     pairs = list(zip((dist.isend, dist.irecv), (sent, received), ends, strict=True))
+    gathered = torch.empty(world.world_size * nbytes, dtype=torch.uint8, device=timer.device)
 
     def exchange() -> None:
         for work in dist.batch_isend_irecv([dist.P2POp(*pair) for pair in pairs]):
             work.wait()
 
+    def gather() -> None:
+        dist.all_gather_into_tensor(gathered, sent)
+
+    end = f"{nbytes >> 20} MiB, {world.backend} over loopback"
     rate = nbytes / timer.time(exchange) / 1e6
-    rule = f"sent by each rank to the next emulated host, {nbytes >> 20} MiB, {world.backend} over loopback"
-    timer.count("link", "gigabytes_per_second", rate, rule)
+    timer.count("link", "gigabytes_per_second", rate, f"sent by each rank to the next emulated host, {end}")
+    rate = nbytes * (world.world_size - 1) / timer.time(gather) / 1e6
+    timer.count("ring", "gigabytes_per_second", rate, f"sent by each rank in an all-gather of as much, {end}")
 
 
 def measure(timer: Timer, options: argparse.Namespace, way: str) -> float:

@@ -91,6 +91,7 @@ def test_two_emulated_hosts(early):
     rows = without_places(result["rows"])
     assert result["settings"]["hosts"] == 2 and result["settings"]["ways"] == list(WAYS)
     assert rows["link"]["gigabytes_per_second"] > 0 and "emulated" in rows["link"]["rule"]
+    assert rows["ring"]["gigabytes_per_second"] > 0
     converted, norms = 2 * (4 * 64 * 64 + 3 * 64 * 224), 4 * 64
     wires = {"reduce_scatter": (2, 2), "bf16": (2, 4), "mxfp8": (33 / 32, 4), "nvfp4": (9 / 16, 4)}
     for way, (of_weights, of_norms) in wires.items():
