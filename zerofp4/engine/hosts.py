@@ -1,19 +1,30 @@
 """The exchange of a bucket over several hosts: each averages its gradients, and these means are exchanged."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from zerofp4 import ops
-from zerofp4.distributed import OwnError, Pending, start_exchange, start_gather
+from zerofp4.distributed import (
+    GroupReference,
+    OwnError,
+    Pending,
+    rank_and_size,
+    start_exchange,
+    start_gather,
+)
 from zerofp4.engine.buckets import Bucket, GradientMemory, Gradients, gradient_memory, in_slots, zeros_on
 from zerofp4.engine.exchange import ABSTAIN, Abstain, Arrived, BucketExchange
 from zerofp4.shard import intersect
 
+Circle = tuple[GroupReference, range]
+"""Ranks of a group, which exchange rows."""
+
 
 class HostsExchange(BucketExchange):
     """Local rank l of every host averages its host's gradients, in FP32 and in rank order, for the slices
-    that local rank l of all hosts owns. The owner receives each host's mean, and adds them in host order.
+    that local rank l of all hosts owns. The owner receives each host's mean, and adds them in host order. If
+    hosts hold replicas, these ranks own one slice, and each of them receives and adds the same means.
 
     A mean travels in the format of its bucket, rounded once at random (page on numerics), or as the float32
     that it is. The mean of the owner's own host is rounded, too: so no sum depends on who owns an element.
@@ -22,9 +33,10 @@ class HostsExchange(BucketExchange):
     means are made and sent when they are needed: a backward pass never waits.
 
     hosts: their number, each with as many consecutive ranks.
-    memory: of this rank's gradients. inside: [ranks of a host, hosts, slice_numel] for gradients of this
-        host. means: float32 [hosts, slice_numel], made of them. sent: the same as messages, one row for each
-        host, shared by all buckets like means. received: messages, one from each host.
+    memory: of this rank's gradients. inside: [ranks of a host, slices, slice_numel] for gradients of this
+        host, where slices are those that its counterparts own. means: float32 [slices, slice_numel], made of
+        them. sent: the same as messages, one row for each slice, shared by all buckets like means. received:
+        messages, one from each host.
     layout: of messages; None if they are the means.
     before: the bucket that is sent before this one. user: the last one that is sent from the same `memory`.
     stream: None on a CPU. taken: returns the number of steps taken so far.
@@ -51,18 +63,22 @@ class HostsExchange(BucketExchange):
         self._inside, self._means, self._sent = inside, means, sent
         self._layout, self._before, self._user = layout, before, user
         self._stream, self._taken = stream, taken
-        local_size = bucket.world_size // hosts
-        self._host, self._local = divmod(bucket.rank, local_size)
-        self._neighbours = range(self._host * local_size, (self._host + 1) * local_size)
-        self._counterparts = range(self._local, bucket.world_size, local_size)
-        self._rows = memory.flat.view(hosts, local_size, -1)  # by owner
+        local_size = len(inside)
+        self._own_slice, self._local = divmod(bucket.rank, local_size)
+        first = bucket.rank - self._local
+        self._neighbours: Circle = bucket.group, range(first, first + local_size)
+        self._counterparts: Circle = bucket.group, range(self._local, bucket.world_size, local_size)
+        self._host = self._own_slice
+        if bucket.replica_count > 1:
+            self._host, self._counterparts = bucket.replica, (bucket.replicas, range(hosts))
+        self._rows = memory.flat.view(-1, local_size, bucket.slice_numel)  # by owner
         is_decoded = layout is not None and layout.is_decoded
         self.arrives_as: torch.dtype | None = None if is_decoded else received.dtype
         self._own_views = bucket.own_views(None if is_decoded else received[self._host])
-        slices = hosts * (local_size - 1) * bucket.slice_numel * bucket.sent_as.itemsize
+        inside_host = memory.flat.nbytes * (local_size - 1) // local_size
         self.bytes_between_hosts = (hosts - 1) * received[0].nbytes
         self.means_travel_as = bucket.between_hosts or "float32"
-        self.gradient_bytes = slices + self.bytes_between_hosts
+        self.gradient_bytes = inside_host + self.bytes_between_hosts
         self._from_inside: Pending | None = None
         self._pending: Pending | None = None
         self._has_means = True  # nothing was sent without its means
@@ -99,11 +115,10 @@ class HostsExchange(BucketExchange):
     def _send_inside(self) -> None:
         """Begin to send each rank of this host its rows of this rank's gradients."""
         self._inside[self._local].copy_(self._rows[:, self._local])
-        sent = self._messages(self._neighbours, self._rows.unbind(1))
-        received = self._messages(self._neighbours, self._inside)
-        if any(sent):
-            stage = "averaging gradients inside hosts"
-            self._from_inside = start_exchange(received, sent, self.bucket.group(), stage)
+        if len(self._inside) > 1:
+            self._from_inside = _exchange(
+                self._neighbours, self._inside, self._rows.unbind(1), "averaging gradients inside hosts"
+            )
         self._has_means = False
 
     def _send_means(self) -> None:
@@ -121,17 +136,10 @@ class HostsExchange(BucketExchange):
             with self.error:
                 where = {"step": self._taken(), "host": self._host}
                 ops.round_means(self._means, self._sent, self._layout, **where)
-        self.received[self._host].copy_(self._sent[self._host])
-        rows = (self._messages(self._counterparts, each) for each in (self.received, self._sent))
-        self._pending = start_exchange(*rows, self.bucket.group(), "averaging gradients over hosts")
-
-    def _messages(self, ranks: Sequence[int], rows: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """By rank of the group, its messages: the contiguous rows of one of `ranks`, in their order."""
-        messages: list[list[torch.Tensor]] = [[] for _ in range(self.bucket.world_size)]
-        for rank, row in zip(ranks, rows, strict=True):
-            if rank != self.bucket.rank:
-                messages[rank] = list(row) if row.dim() > 1 else [row]
-        return messages
+        sent = self._sent.expand_as(self.received)  # to replicas the same
+        self.received[self._host].copy_(sent[self._host])
+        stage = "averaging gradients over hosts"
+        self._pending = _exchange(self._counterparts, self.received, sent, stage)
 
     def finish(self) -> None:
         if not self._has_means:
@@ -149,18 +157,30 @@ class HostsExchange(BucketExchange):
         self.finish()
         means = self.bucket.gradients if into is None else into
         if self.arrives_as is None:
-            ops.average_means(self.received, means, self._layout, self._host)
-            if squares is not None:
-                ops.add_squares([means], squares)
+            ops.average_means(self.received, means, self._layout, self._own_slice)
         else:
-            ops.average(self.received, means, squares=squares)
+            ops.average(self.received, means)
+        if squares is not None:  # of several replicas each counts a part
+            ops.add_squares([means[self.bucket.part]], squares)
         self.error.raise_if_any()
 
     def gather(self) -> Pending | None:
         return start_gather(self.bucket.gathered, self.bucket.group(), "gathering weights")
 
 
-def message_layout(bucket: Bucket, hosts: int) -> ops.MeansLayout | None:
+def _exchange(
+    circle: Circle, received: Iterable[torch.Tensor], sent: Iterable[torch.Tensor], stage: str
+) -> Pending:
+    """Begin to send each rank of the circle its row, contiguous or made of such rows, and to receive one."""
+    group, ranks = circle[0](), circle[1]
+    messages = [[[] for _ in range(rank_and_size(group)[1])] for _ in (received, sent)]
+    for by_rank, rows in zip(messages, (received, sent), strict=True):
+        for rank, row in zip(ranks, rows, strict=True):
+            by_rank[rank] = list(row) if row.dim() > 1 else [row]
+    return start_exchange(*messages, group, stage)
+
+
+def message_layout(bucket: Bucket, local_size: int) -> ops.MeansLayout | None:
     """How the means that this rank sends lie in their messages; None for means that travel exactly."""
     if bucket.between_hosts is None:
         return None
@@ -173,7 +193,6 @@ def message_layout(bucket: Bucket, hosts: int) -> ops.MeansLayout | None:
                 place, cols = offset + shard.start - begin, shape[-1] if shape else 1
                 pieces[-1].append(ops.MeansPiece(place, shard.numel, shard.start, i, cols))
     strips = max(sum(piece.strips for piece in own) for own in pieces)
-    local_size = bucket.world_size // hosts
     own = pieces[bucket.rank % local_size :: local_size]
     return ops.MeansLayout(bucket.between_hosts, bucket.slice_numel, own, strips, bucket.device)
 
@@ -188,7 +207,7 @@ def _message_of(bucket: Bucket, layout: ops.MeansLayout | None) -> tuple[int, to
 def hosts_exchanges(
     buckets: Sequence[Bucket], hosts: int, taken: Callable[[], int], *, early: bool, aliased: bool
 ) -> list[BucketExchange]:
-    """By bucket, whose ranks are as many of each host, a HostsExchange.
+    """By bucket, whose ranks (those of its replicas, too) are as many of each host, a HostsExchange.
 
     early, aliased: as of collective_exchanges().
     """
@@ -197,20 +216,23 @@ def hosts_exchanges(
     # On a CPU nothing leaves a slot in a backward pass.
     slots, places = None if early else 2, None if early and device.type == "cpu" else 2
     memory = gradient_memory(buckets, zeros, places, aliased)
-    layouts = [((b.world_size // hosts, hosts, b.slice_numel), b.sent_as) for b in buckets]
-    inside = in_slots(layouts, zeros, places)
-    messages = [message_layout(bucket, hosts) for bucket in buckets]
-    pairs = (_message_of(*pair) for pair in zip(buckets, messages, strict=True))
-    layouts = [((hosts, length), dtype) for length, dtype in pairs]
-    received = in_slots(layouts, zeros, slots)
+    sizes = [b.world_size * b.replica_count // hosts for b in buckets]  # ranks of a host
+    shapes = [(size, b.world_size // size, b.slice_numel) for b, size in zip(buckets, sizes, strict=True)]
+    inside = in_slots(list(zip(shapes, (b.sent_as for b in buckets), strict=True)), zeros, places)
+    messages = list(map(message_layout, buckets, sizes))
+    lengths = (_message_of(*pair) for pair in zip(buckets, messages, strict=True))
+    received = in_slots([((hosts, length), dtype) for length, dtype in lengths], zeros, slots)
     means = zeros(hosts * most, dtype=torch.float32)
     rounded = zeros(max(rows.nbytes for rows in received), dtype=torch.uint8)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     made: list[HostsExchange] = []
     users: dict[int, HostsExchange] = {}  # by the address of memory, the last one that sends from there
     for bucket, own, local, rows, layout in zip(buckets, memory, inside, received, messages, strict=True):
-        mean = means[: hosts * bucket.slice_numel].view(hosts, -1)
-        sent = mean if layout is None else rounded[: rows.nbytes].view(rows.dtype).view(rows.shape)
+        count = local.shape[1]
+        mean = means[: count * bucket.slice_numel].view(count, -1)
+        sent = mean
+        if layout is not None:
+            sent = rounded[: count * rows[0].nbytes].view(rows.dtype).view(count, -1)
         before, user = made[-1] if made else None, users.get(own.flat.data_ptr())
         ends = before, user, stream, taken
         made.append(HostsExchange(bucket, hosts, own, local, mean, sent, rows, layout, *ends))

@@ -608,10 +608,11 @@ def choose_way(checked: Checked, by_rank: Sequence[Announcement]) -> tuple[str, 
             )
         for one in (one for rank in by_rank for one in rank.members if one.is_trainable):
             own = find_hosts([names[r] for r in one.ranks])
-            if own is None or own[0] != hosts[0] or one.parts < len(one.ranks):
+            if own is None or own[0] != hosts[0] or one.parts not in (own[1], len(one.ranks)):
                 raise ValueError(
-                    f"{given} needs parameters that are sharded over as many consecutive ranks of each host: "
-                    f"{one.label} is sharded over {one.parts} of ranks {list(one.ranks)}, on {names}"
+                    f"{given} needs parameters that are sharded over as many consecutive ranks of each host, "
+                    f"or within each host and replicated over all: {one.label} is sharded over {one.parts} "
+                    f"of ranks {list(one.ranks)}, on {names}"
                 )
         return "collective", "ordered", f"{given} uses collectives"
     why, origin = checked.why_collective, "" if options.reduction else ", the default over several hosts,"

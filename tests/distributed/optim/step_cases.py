@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from cases.optim import keywords, make_parameters, plain_masters
 from helpers import assert_all_equal, assert_bytes_equal, assert_values_equal
+from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.optim.cases import whole_state
 from zerofp4 import NVFP4Tensor, reference
@@ -32,10 +33,10 @@ class Pair:
     """Parameters with their optimizer, the reference of these, and what backward passes have added up.
 
     group: of the ranks that step together, this one among them.
-    options: of ZeroFP4Optimizer and Communication.
+    replicated: whether hosts hold replicas. options: of ZeroFP4Optimizer and Communication.
     """
 
-    def __init__(self, specifications, group: dist.ProcessGroup, **options):
+    def __init__(self, specifications, group: dist.ProcessGroup, replicated: bool = False, **options):
         self.group = group
         self.hypers = {name: options.pop(name, value) for name, value in HYPERS.items()}
         self.parameters = make_parameters(torch.device("cpu"), 0, specifications)
@@ -62,6 +63,8 @@ class Pair:
         ]
         reference.cast_and_gather(self.expected, group)
         named = [(f"weight {i}", p) for i, p in enumerate(self.parameters)]
+        if replicated:
+            named = [{"params": named, "process_group": mesh_of_hosts(group, self.hosts)}]
         host = None if self.hosts is None else dist.get_rank(group) // (size // self.hosts)
         with mock.patch.dict(os.environ, {} if host is None else {"NCCL_HOSTID": str(host)}):
             self.optimizer = ZeroFP4Optimizer(
@@ -160,6 +163,15 @@ class Pair:
         parts = zip(*(part.split([t.nbytes for t in kept]) for part in by_rank), strict=True)
         wholes = (torch.cat(part).view(t.dtype) for part, t in zip(parts, kept, strict=True))
         return [_named(p, [next(wholes) for _ in (p.master, *p.moments)]) for p in self.expected]
+
+
+def mesh_of_hosts(group: dist.ProcessGroup, hosts: int) -> DeviceMesh:
+    """Replicas on hosts, for parameters on a CPU. Collective, of all ranks of the world."""
+    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(hosts, -1)
+    circles = (
+        dist.new_subgroups_by_enumeration(each.tolist(), backend="gloo")[0] for each in (ranks.t(), ranks)
+    )
+    return DeviceMesh.from_group(list(circles), "cpu", ranks, mesh_dim_names=("replicas", "ranks"))
 
 
 def only_the_first(name: str, parameter: torch.Tensor) -> bool:

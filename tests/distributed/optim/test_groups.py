@@ -137,16 +137,44 @@ def test_means_of_hosts_in_groups_that_span_them_alike(world, wire):
 
 
 @on_ranks(2, 4)
+@pytest.mark.parametrize("wire", MEANS_FORMATS)
+def test_replicas_on_hosts(world, wire):
+    """The bytes of ranks that are all in one group, and messages as long."""
+    local, way = world.world_size // 2, Communication(between_hosts=wire, bucket_mb=1e-3)
+    more = [((64, 96), torch.bfloat16, True)]
+    both = [[*parameters_of(world), *make_parameters(world.device, 1, more)] for _ in range(2)]
+    groups = [{"params": both[0]}], [{"params": both[1], "process_group": mesh_of(world, (2, local))}]
+    with mock.patch.dict(os.environ, {"NCCL_HOSTID": str(world.rank // local)}):
+        optimizers = [ZeroFP4Optimizer(own, FusedAdamW, communication=way, **HYPERS) for own in groups]
+    wires = [{bucket["means_travel_as"] for bucket in one.describe()["buckets"]} for one in optimizers]
+    assert wires[0] == wires[1] == {wire, "float32"}
+    for step in range(4):
+        norms = []
+        for own, optimizer in zip(both, optimizers, strict=True):
+            set_gradients(own, gradients_of(own, world.rank, step))
+            if step % 2:
+                norms.append(optimizer.clip_grad_norm_(0.3))
+            optimizer.step()
+        assert_all_equal(norms[1:], norms[:1], f"step {step}: norm")
+        assert_all_equal(model_bytes(both[1]), model_bytes(both[0]), f"step {step}: weight")
+    masters = [optimizer.gathered_masters() for optimizer in optimizers]
+    assert_all_equal(masters[1], masters[0], "master")
+
+
+@on_ranks(2, 4)
 def test_groups_between_hosts_that_cannot_be(world):
-    """Groups on one host each, and replicas of what hosts have."""
+    """Groups on one host each, and replicas over which ranks of one host are sharded in part."""
     local = world.world_size // 2
     halves = [dist.new_group([*range(first, first + local)]) for first in (0, local)]
-    with mock.patch.dict(os.environ, {"NCCL_HOSTID": str(world.rank // local)}):
-        for group in (halves[world.rank // local], mesh_of(world, (2, local))):
+    cases = [(halves[world.rank // local], world.rank // local)]
+    if world.world_size == 4:
+        cases += [(mesh_of(world, (4, 1)), world.rank // 2), (mesh_of(world, (2, 2)), world.rank)]
+    for group, host in cases:
+        with mock.patch.dict(os.environ, {"NCCL_HOSTID": str(host)}):
             groups = [{"params": parameters_of(world), "process_group": group}]
             arguments = {"lr": 0.1, "communication": Communication(between_hosts="mxfp8")}
             message = raised_everywhere(world, ValueError, ZeroFP4Optimizer, groups, **arguments)
-            assert "sharded over as many consecutive ranks of each host" in message
+            assert "or within each host and replicated over all" in message
 
 
 # Experts

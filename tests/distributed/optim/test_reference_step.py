@@ -62,6 +62,15 @@ def test_gradients_of_other_dtypes_inside_hosts(world, exchange, dtypes):
     take_steps(world, exchange, "both", True, **dtypes)
 
 
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("state", ["full", "compact"])
+@pytest.mark.parametrize("overlap", [None, "forward"])
+@pytest.mark.parametrize("exchange", [name for name in EXCHANGES if "hosts" in name])
+def test_replicas_on_hosts(world, exchange, overlap, state):
+    """The bytes of ranks that are all in one group."""
+    take_steps(world, exchange, overlap, True, state=state, replicated=True)
+
+
 @on_ranks(2, 4)
 @pytest.mark.parametrize("exchange", ["collective", "hosts, NVFP4"])
 def test_a_backward_pass_after_a_refused_step_waits_for_nobody(world, exchange):
