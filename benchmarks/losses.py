@@ -36,7 +36,7 @@ PUBLISHED = (
 PUBLISHED_WORDS = (
     "[Quartet II](https://github.com/IST-DASLab/Quartet-II), as published by IST-DASLab: Llama's shapes, a "
     "vocabulary of 32,000, sequences of 512 and 25 tokens per parameter, on another text, with a noise of "
-    "about 0.05 points. An empty cell was not published, or has not run."
+    "about 0.05 points. An empty cell was not published, or has no interval yet."
 )
 USES = (
     ("ranks compute all scales, or FP4 tensor cores read columns", "`block=(16, 16)`", "w16x16"),
@@ -133,11 +133,13 @@ def shown_gap(percent: float, half: float | None) -> str:
 
 def section() -> str:
     found = results()
-    others = ["## Beside published gaps", PUBLISHED_WORDS, markdown_table(published(found))]
+    settled = {name: arms for name, arms in found.items() if spread(arms, DOCUMENTS)[1]}
+    others = ["## Beside published gaps", PUBLISHED_WORDS, markdown_table(published(settled))]
     if not found:
         return "\n\n".join(["No run of ours has been published yet.", *others])
     picture = f"![Gaps over tokens](images/{PICTURE.name})"
-    parts = ["## What to use when", markdown_table(uses(found)), "## Curves", picture]
+    parts = ["## What to use when", markdown_table(uses(settled))] if settled else []
+    parts += ["## Curves", picture]
     for arms in found.values():
         run = some_run(arms)
         parts += [f"## {title(run)}", about(arms), markdown_table(gaps(arms))]
@@ -166,6 +168,8 @@ def about(arms: Results) -> str:
     if freedom:
         words += f". Standard deviation of a run, from all arms ({freedom} degrees of freedom): "
         words += f"{100 * deviation:.2f}%"
+    else:
+        words += ". **No arm has two runs yet**, so no gap has an interval: a seed may turn them"
     return f"{words}."
 
 
