@@ -35,7 +35,7 @@ struct {
     PyObject* linear_gradients;
     PyObject* quantizers_of;
     PyObject* cached_rows;
-} python;
+} layer_functions;
 
 // The weight
 
@@ -108,7 +108,7 @@ bool takes(const Tensor& x, const Tensor& splits, const Tensor& weight, const Te
 // The Quantizers of a recipe on the tensor's device. Needs the GIL.
 THPObjectPtr quantizers_of(c10::string_view recipe, const Tensor& tensor) {
     THPObjectPtr device = checked(THPDevice_New(tensor.device()));
-    return call_python(python.quantizers_of, recipe, device.get());
+    return call_python(layer_functions.quantizers_of, recipe, device.get());
 }
 
 // Nothing where C++ does not multiply.
@@ -130,7 +130,7 @@ struct Pass {
 Copy find_rows(PyObject* quantizers, const WeightArguments& given) {
     if (!given.primary.empty()) return primary_rows(given);
     if (!given.weight || !given.cache) return {};
-    return rows_of(call_python(python.cached_rows, quantizers, *given.weight, *given.cache).get());
+    return rows_of(call_python(layer_functions.cached_rows, quantizers, *given.weight, *given.cache).get());
 }
 
 // Nothing where Python is to run the pass.
@@ -172,7 +172,7 @@ std::vector<Tensor> run_linear(const Tensor& x, at::TensorList x_copies, const O
         pass = begin_linear(x, own_splits, own_bias, {weight, primary, e4m3_max, recipe, cache});
     if (!pass) {
         Gil gil;
-        return unpacked(call_python(python.linear, x, x_copies, splits, bias, weight, primary, dtype,
+        return unpacked(call_python(layer_functions.linear, x, x_copies, splits, bias, weight, primary, dtype,
                                     e4m3_max, recipe, cache, main_grad, x_needs, weight_needs));
     }
     const auto& [scheme, launch, rows] = *pass;
@@ -204,9 +204,9 @@ bool takes_sums(const Tensor& buffer, const Groups& groups, int64_t cols, const 
 }
 
 // Nothing where C++ does not compute them. rows, columns: undefined if not needed.
-std::optional<Gradients> gradients(const Tensor& grad, const Groups& groups, const Copy& columns,
-                                   const Copy& rows, int64_t cols, const GradientOptions& options,
-                                   const Scheme& scheme) {
+std::optional<Gradients> try_gradients(const Tensor& grad, const Groups& groups, const Copy& columns,
+                                       const Copy& rows, int64_t cols, const GradientOptions& options,
+                                       const Scheme& scheme) {
     if (!fits_gradients(grad, groups, columns, rows, cols, scheme) ||
         (options.adds && !takes_sums(options.out, groups, cols, grad)))
         return std::nullopt;
@@ -247,14 +247,14 @@ GradientTuple run_gradients(const Tensor& grad, at::TensorList groups, at::Tenso
         if (!(columns.defined() || x.empty()) || (x_needs && !are_rows(rows, shape, grad.device())))
             return std::nullopt;
         const GradientOptions options{x_dtype, dtype, out.value_or(Tensor()), adds, bias_needs};
-        return gradients(grad, of_x, columns, rows, cols, options, scheme);
+        return try_gradients(grad, of_x, columns, rows, cols, options, scheme);
     };
     std::optional<Gradients> made = run();
     if (!made) {
         Gil gil;
         THPObjectPtr found =
-            call_python(python.linear_gradients, grad, groups, x, cols, own, weight, primary, dtype, e4m3_max,
-                        recipe, cache, out, adds, x_dtype, x_needs, bias_needs);
+            call_python(layer_functions.linear_gradients, grad, groups, x, cols, own, weight, primary, dtype,
+                        e4m3_max, recipe, cache, out, adds, x_dtype, x_needs, bias_needs);
         PyObject *of_input, *of_weight, *of_bias;
         if (!PyArg_ParseTuple(found, "OOO", &of_input, &of_weight, &of_bias)) throw_python_error();
         return {unwrapped(of_input), unwrapped(of_weight), unwrapped(of_bias)};
@@ -345,8 +345,8 @@ struct LayerBackward : OwnNode {
         if (is_usual && scheme && !has_tangent(grad)) {  // without the dispatcher
             const GradientOptions options{x_dtype, weight_dtype, out.value_or(Tensor()),
                                           main_grad && weight_needs, bias_dtype.has_value()};
-            made = gradients(grad, groups, copy_of(of_x, 1, e4m3_max_of(scheme->choice)),
-                             copy_of(of_weight, block_rows, e4m3_max), cols, options, *scheme);
+            made = try_gradients(grad, groups, copy_of(of_x, 1, e4m3_max_of(scheme->choice)),
+                                 copy_of(of_weight, block_rows, e4m3_max), cols, options, *scheme);
         }
         if (!made) made = call_operator(grad, of_x, of_weight, out);
         variable_list result{made->x, weight_needs ? made->weight : Tensor(),
@@ -572,8 +572,9 @@ PyObject* scheme(PyObject*, PyObject* given) {
 PyObject* configure_layer(PyObject*, PyObject* given) {
     HANDLE_TH_ERRORS
     PyObject* neutral_amax;
-    if (!PyArg_ParseTuple(given, "OOOOO", &neutral_amax, &python.linear, &python.linear_gradients,
-                          &python.quantizers_of, &python.cached_rows))
+    if (!PyArg_ParseTuple(given, "OOOOO", &neutral_amax, &layer_functions.linear,
+                          &layer_functions.linear_gradients, &layer_functions.quantizers_of,
+                          &layer_functions.cached_rows))
         return nullptr;
     Py_INCREF(given);  // and all that it holds
     set_neutral_amax(neutral_amax);

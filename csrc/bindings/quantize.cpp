@@ -100,8 +100,8 @@ void bind_quantize(py::module_& m) {
                         FIELD(Args, amax),
                         FIELD(Args, other_amax),
                         {"other_e4m3_max",
-                         [](Args& args, const py::handle& value) {
-                             args.other_factor = decode_factor(value.cast<float>());
+                         [](void* args, const py::handle& value) {
+                             static_cast<Args*>(args)->other_factor = decode_factor(value.cast<float>());
                          }},
                         FIELD(Args, offsets),
                         FIELD(Args, data_offsets),

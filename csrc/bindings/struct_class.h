@@ -1,11 +1,12 @@
 #pragma once
 // Structs of addresses and numbers that Python makes from keyword arguments.
 
-#include <functional>
-#include <map>
+#include <algorithm>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
 
@@ -27,31 +28,37 @@ void assign(T& field, const py::handle& value) {
     }
 }
 
-template <class T, class Owner>
-auto field(T Owner::* member) {
-    return [member](auto& made, const py::handle& value) { assign(made.*member, value); };
+struct Field {
+    const char* name;
+    void (*set)(void* made, const py::handle& value);
+};
+
+template <class Struct, auto member>
+void set(void* made, const py::handle& value) {
+    assign(static_cast<Struct*>(made)->*member, value);
 }
 
 // A field by its own name.
-#define FIELD(Struct, name) {#name, field(&Struct::name)}
+#define FIELD(Struct, name) {#name, &set<Struct, &Struct::name>}
 
-template <class Struct>
-using Fields = std::map<std::string, std::function<void(Struct&, const py::handle&)>>;
+inline void set_fields(void* made, const std::vector<Field>& fields, const py::kwargs& given) {
+    for (const auto& [key, value] : given) {
+        const auto name = py::cast<std::string_view>(key);
+        const auto found = std::find_if(fields.begin(), fields.end(),
+                                        [name](const Field& field) { return name == field.name; });
+        if (found == fields.end()) throw py::type_error("no field " + std::string(name));
+        found->set(made, value);
+    }
+}
 
 // The class of a struct with these fields, by their keywords; what is not given is 0.
 template <class Struct>
-void struct_class(py::module_& m, const char* name, Fields<Struct> fields) {
-    const auto make = [fields = std::move(fields)](const py::kwargs& given) {
+void struct_class(py::module_& m, const char* name, std::vector<Field> fields) {
+    py::class_<Struct>(m, name).def(py::init([fields = std::move(fields)](const py::kwargs& given) {
         Struct made{};
-        for (const auto& [key, value] : given) {
-            const auto name = py::cast<std::string>(key);
-            const auto found = fields.find(name);
-            if (found == fields.end()) throw py::type_error("no field " + name);
-            found->second(made, value);
-        }
+        set_fields(&made, fields, given);
         return made;
-    };
-    py::class_<Struct>(m, name).def(py::init(make));
+    }));
 }
 
 }  // namespace zerofp4::bindings
