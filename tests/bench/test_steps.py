@@ -113,7 +113,7 @@ def test_emulated_hosts_need_ranks(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"--hosts 3: .*, which starts 4"):
         emulate(SimpleNamespace(hosts=3))
     emulate(SimpleNamespace(hosts=2))
-    assert os.environ["NCCL_HOSTID"] == "emulated 1"
+    assert os.environ["NCCL_HOSTID"] == "emulated 1" and os.environ["NCCL_MAX_NCHANNELS"] == "1"
 
 
 def test_one_rank_of_fsdp2(tmp_path):
