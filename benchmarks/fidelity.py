@@ -212,7 +212,7 @@ class Run:
             row = {
                 "step": end,
                 "train": loss,
-                **self.evaluate(self.model, self.preset.validated // 3),
+                **self.evaluate(self.model, self.preset.validated // 8),
                 **self.watcher.shares(),
             }
             row |= self.measure_weights()

@@ -28,14 +28,14 @@ class Preset:
     batch: int  # sequences of a step
     micro_batches: int  # of a step, whose gradients are added up in FP32
     lr: float
-    validated: int  # sequences of each validation set at the end, a third of them before
+    validated: int  # sequences of each validation set at the end, an eighth of them before
 
 
 PRESETS = {
     "tiny": Preset(2, 128, 2, 256, 256, 64, 16, 8, 3e-3, 48),
     "3m": Preset(4, 256, 4, 704, 32_000, 128, 16, 4, 2e-3, 96),
-    "30m": Preset(6, 640, 5, 1792, 32_000, 512, 256, 8, 1.2e-3, 768),
-    "100m": Preset(8, 1024, 8, 2816, 32_000, 512, 256, 16, 1.2e-3 * 640 / 1024, 768),
+    "30m": Preset(6, 640, 5, 1792, 32_000, 512, 256, 8, 1.2e-3, 8192),
+    "100m": Preset(8, 1024, 8, 2816, 32_000, 512, 256, 16, 1.2e-3 * 640 / 1024, 8192),
 }
 
 
@@ -149,7 +149,8 @@ class Tokens:
     def read(cls, folder: Path, device: torch.device) -> "Tokens":
         """What benchmarks.text wrote. Raises ValueError for tokens of another digest."""
         about = json.loads((folder / "tokens.json").read_text())["parts"]
-        content = memoryview(lzma.decompress((folder / "tokens.xz").read_bytes()))
+        files = sorted(folder.glob("tokens-*.xz"))
+        content = memoryview(b"".join(lzma.decompress(file.read_bytes()) for file in files))
         parts, begin = {}, 0
         for name in PARTS:
             end = begin + 2 * about[name]["tokens"]

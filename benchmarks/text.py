@@ -1,12 +1,12 @@
-"""The text of the fidelity benchmark: Debian's documentation packages as a file of uint16 tokens.
+"""The text of the fidelity benchmark: Debian's packages of documentation and of sources, as uint16 tokens.
 
     apt-get download $(python -m benchmarks.text --packages)
     python -m benchmarks.text DIRECTORY_OF_DEBS .dev/tokens
 
 Needs the package `tokenizers` and dpkg-deb. Markup is stripped, lines that repeat are dropped, documents are
-shuffled. Three packages and a hundredth of the other documents are held out. tokens.json has the versions and
-digests of the packages, and the digests of the tokens; tokens.xz has the tokens of all parts, one after the
-other.
+shuffled. Three packages and a fiftieth of the other documents are held out. tokens.json has the versions and
+digests of the packages, and the digests of the tokens; tokens-*.xz have the tokens of all parts, one after
+the other.
 """
 
 import argparse
@@ -19,10 +19,12 @@ import random
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PACKAGES = {
@@ -43,8 +45,41 @@ PACKAGES = {
     "llvm-14-doc": "**/*.html",
     "octave-doc": "**/*.html",
     "debian-handbook": "**/en-US/*.html",
+    "python-pandas-doc": "**/*.html",
+    "python-scipy-doc": "**/*.html",
+    "python-sympy-doc": "**/*.html",
+    "python-sklearn-doc": "**/*.html",
+    "python-astropy-doc": "**/*.html",
+    "python-statsmodels-doc": "**/*.html",
+    "sagemath-doc": "**/*.html",
+    "racket-doc": "**/*.html",
+    "scala-doc": "**/*.html",
+    "ghc-doc": "**/*.html",
+    "wx3.2-doc": "**/*.html",
+    "derby-doc": "**/*.html",
+    "gnuradio-doc": "**/*.html",
+    "twisted-doc": "**/*.html",
+    "lazarus-doc-2.2": "**/*.html",
+    "petsc3.18-doc": "**/*.html",
+    "opencv-doc": "**/*.html",
+    "pike8.0-doc": "**/*.html",
+    "groovy-doc": "**/*.html",
+    "libapache-poi-java-doc": "**/*.html",
+    "libgtkmm-3.0-doc": "**/*.html",
+    "libreoffice-help-en-us": "**/*.html",
+    "emacs-el": "**/*.el.gz",
+    "golang-1.19-src": "**/*.go",
+    "rust-src": "**/*.rs",
+    "libboost1.81-dev": "**/*.hpp",
+    "acl2-books-source": "**/*.lisp",
+    "perl-modules-5.36": "**/*.pm",
+    "libpython3.11-stdlib": "**/*.py",
+    "python3-sympy": "**/*.py",
+    "linux-source-6.1": "**/*.tar.xz",
 }
-"""By package of Debian 12, its documents."""
+"""By package of Debian 12, its documents, or an archive of them."""
+IN_ARCHIVES = re.compile(r"[^/]+/(?!arch/|drivers/|sound/|tools/).*\.c")
+"""Which files of an archive are documents."""
 HELD_OUT = ("dict-foldoc", "postgresql-doc-15", "debian-handbook")
 SOURCES = "/html/src/"  # of rust-doc
 VOCABULARY, END = 32_000, "<|end|>"
@@ -54,11 +89,13 @@ DICTIONARY_LINES = 100
 """How many lines of a dictionary are a document, at least."""
 ONCE, SHORT_TIMES = 24, 1_000
 """Lines of as many characters are kept once, shorter ones so often."""
-EVERY = 100
+EVERY = 50
 """One in so many documents is held out."""
 SEED = 20_260
 MOST_TRAINED_ON = 80_000_000
 """Characters that the tokenizer is trained on: the first documents."""
+PIECE = 64_000_000
+"""Tokens of a file."""
 PARTS = ("train", "documents", "packages")
 """Of the tokens: for training; held-out documents; held-out packages."""
 
@@ -80,6 +117,9 @@ def documents(package: str, folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob(PACKAGES[package])):
         if not path.is_file() or path.is_symlink() or SOURCES in str(path):
             continue
+        if path.suffix == ".xz":
+            yield from archived(path)
+            continue
         content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix in (".gz", ".dz") else content
         text = content.decode("utf-8", "replace")
@@ -87,6 +127,13 @@ def documents(package: str, folder: Path) -> Iterator[str]:
             yield from entries(text)
         else:
             yield plain(text) if path.suffix == ".html" else text
+
+
+def archived(path: Path) -> Iterator[str]:
+    with tarfile.open(path) as archive:
+        for member in archive:
+            if member.isfile() and IN_ARCHIVES.fullmatch(member.name):
+                yield archive.extractfile(member).read().decode("utf-8", "replace")
 
 
 def entries(dictionary: str) -> Iterator[str]:
@@ -153,11 +200,16 @@ def train_tokenizer(texts: list[str]):
     return tokenizer
 
 
+def pack(tokens: bytes) -> bytes:
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 1, "pb": 1, "dict_size": 1 << 27}]
+    return lzma.compress(tokens, filters=filters)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.text")
     parser.add_argument("--packages", action="store_true", help="print the names of the packages")
     parser.add_argument("debs", type=Path, nargs="?", help="folder of the downloaded packages")
-    parser.add_argument("output", type=Path, nargs="?", help="folder for tokens.xz and tokens.json")
+    parser.add_argument("output", type=Path, nargs="?", help="folder for tokens-*.xz and tokens.json")
     parser.add_argument("--most", type=int, help="tokens to train on, the first of the shuffled documents")
     options = parser.parse_args()
     if options.packages:
@@ -180,14 +232,15 @@ def main() -> None:
         total.extend(tokens)
     if sys.byteorder != "little":
         total.byteswap()
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 1, "pb": 1, "dict_size": 1 << 27}]
-    packed = lzma.compress(total.tobytes(), filters=filters)
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "tokens.xz").write_bytes(packed)
+    pieces = [total[begin : begin + PIECE].tobytes() for begin in range(0, len(total), PIECE)]
+    with ThreadPoolExecutor() as pool:
+        for n, packed in enumerate(pool.map(pack, pieces)):
+            (options.output / f"tokens-{n:02}.xz").write_bytes(packed)
+            print(f"wrote {options.output / f'tokens-{n:02}.xz'}: {len(packed) / 1e6:.1f} MB", flush=True)
     vocabulary = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
     about = {"packages": records, "tokenizer": {"sha256": vocabulary}, "parts": parts}
     (options.output / "tokens.json").write_text(json.dumps(about, indent=1) + "\n")
-    print(f"wrote {options.output / 'tokens.xz'}: {len(packed) / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

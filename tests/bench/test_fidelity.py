@@ -4,6 +4,7 @@ import hashlib
 import json
 import lzma
 import math
+import tarfile
 
 import pytest
 import torch
@@ -241,12 +242,22 @@ def test_text_of_packages():
     assert len(runs) == 3
 
 
+def test_documents_of_an_archive(tmp_path):
+    """C files outside of architectures and drivers."""
+    with tarfile.open(tmp_path / "source.tar.xz", "w:xz") as archive:
+        for name in ("source/mm/slab.c", "source/drivers/ata.c", "source/mm/slab.h", "source/main.c"):
+            (tmp_path / "file").write_text(name)
+            archive.add(tmp_path / "file", name)
+    assert list(text.archived(tmp_path / "source.tar.xz")) == ["source/mm/slab.c", "source/main.c"]
+
+
 def test_tokens_of_another_digest(tmp_path):
     parts = {name: bytes([i, 0, i, 1]) for i, name in enumerate(text.PARTS)}
     about = {name: {"tokens": 2, "sha256": hashlib.sha256(own).hexdigest()} for name, own in parts.items()}
     (tmp_path / "tokens.json").write_text(json.dumps({"parts": about}))
-    (tmp_path / "tokens.xz").write_bytes(lzma.compress(b"".join(parts.values())))
+    for n, some in enumerate((parts["train"] + parts["documents"], parts["packages"])):
+        (tmp_path / f"tokens-0{n}.xz").write_bytes(lzma.compress(some))
     assert Tokens.read(tmp_path, CPU).parts["packages"].tolist() == [2, 258]
-    (tmp_path / "tokens.xz").write_bytes(lzma.compress(bytes(12)))
+    (tmp_path / "tokens-00.xz").write_bytes(lzma.compress(bytes(8)))
     with pytest.raises(ValueError, match="another digest of 'train'"):
         Tokens.read(tmp_path, CPU)
