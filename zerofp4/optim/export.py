@@ -10,7 +10,7 @@ from zerofp4.distributed import OwnError
 from zerofp4.engine import joined
 from zerofp4.optim.piece import Piece
 from zerofp4.optim.sharded import initial_values
-from zerofp4.optim.state_dict import MASTER, agree_on_save, find_saves
+from zerofp4.optim.state_dict import MASTER, agree_on_save, entries_of, find_saves
 from zerofp4.optim.zero import ZeroFP4Optimizer
 from zerofp4.tensors import QuantizedTensor, is_held
 
@@ -78,13 +78,15 @@ class AveragedMasters:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of averages. Collective: if a rank's does not fit, or the ranks' are of two
-        saves, all of them raise TypeError or ValueError, and nothing changes.
+        """Go on from a state dict of averages, matched by name if both sides have names. Collective: if a
+        rank's does not fit, or the ranks' are of two saves, all of them raise TypeError or ValueError, and
+        nothing changes.
         """
         found, saves, error = [], set(), OwnError()
         with error:
-            for one in self.optimizer._saved.parameters:
-                entries = state_dict["state"].get(one.number, {})
+            saved = self.optimizer._saved.parameters
+            by_parameter = entries_of(state_dict["state"], [one.number for one in saved])
+            for one, entries in zip(saved, by_parameter, strict=True):
                 one.check_complete(["average"], entries)
                 found.append(one.read("average", entries["average"], MASTER))
             _, saves = find_saves(state_dict)

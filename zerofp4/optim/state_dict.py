@@ -491,6 +491,16 @@ def _match(
     return dict(zip(own, found, strict=True))
 
 
+def entries_of(state: Mapping, numbers: Sequence[ParameterId]) -> list[Mapping]:
+    """By parameter, its entries in `state` of a state dict without param_groups: by name if both sides have
+    names, else by number. Empty if there are none.
+    """
+    by_name = {_name(key): entries for key, entries in state.items()}
+    if None in (*by_name, *(number.name for number in numbers)):
+        return [state.get(number, {}) for number in numbers]
+    return [by_name.get(number.name, {}) for number in numbers]
+
+
 def _name(key: Any) -> str | None:
     """The name under which a state dict has the entries of a parameter; None for a number."""
     name = getattr(key, "name", key)

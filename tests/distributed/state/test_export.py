@@ -223,6 +223,21 @@ def test_averages_are_saved_and_loaded(world):
 
 
 @on_ranks(1, 2)
+def test_averages_go_by_name_to_an_optimizer_with_other_groups(world):
+    """Numbers would exchange layers of one shape, and nobody would notice."""
+    model = nn.Sequential(*[nn.Linear(48, 32, dtype=torch.bfloat16) for _ in range(3)]).to(world.device)
+    zerofp4.convert_model(model)
+    named = list(model.named_parameters())
+    averages = AveragedMasters(build(model, "fused"), DECAY)
+    expected = dict(zerofp4.master_state_dict(model, averages))
+    kept = averages.state_dict()
+    groups = [{"params": named[4:]}, {"params": named[:4]}]
+    other = AveragedMasters(build(model, "fused", groups=groups), DECAY)
+    other.load_state_dict(kept)
+    check(model, other, expected)
+
+
+@on_ranks(1, 2)
 def test_averages_that_lack_one_are_refused_and_the_others_make_an_ordinary_model(world):
     model, _, averages, expected = averaged(world)
     state = averages.state_dict()
