@@ -264,12 +264,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         A CUDA graph may capture it in a world of one, after an eager step with gradients of the same
         parameters. In a replay a NaN or Inf skips the step, whatever on_nonfinite is.
         """
+        scale = self._take_scale()  # before any error
         self._saved.consolidated = None
         if self._shards.holder.watched:
             self._shards.holder.end_watch()
         if self._early is not None:
             obstacle = self._find_other_groups()
-            if self._take_scale() is not None or self._gradients.scaler_found_inf is not None:
+            if scale is not None or self._gradients.scaler_found_inf is not None:
                 used = "overlap='update' has used gradients as they were"
                 obstacle = f"a GradScaler has scaled the loss, and {used}"
             return self._early.end_step(closure, obstacle)
@@ -283,7 +284,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._check_ready()
             reduces, own = self._clipped is None, self._gradients
             gradients = self._collect()
-            self._unscale(gradients)
             self.inners.check_options()
             if not reduces and self._clipped.gradients.changed(gradients):
                 raise RuntimeError(
@@ -298,6 +298,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 factor = self._clipped and self._clipped.factor
                 on_host = self._shards.offload.begin(factor)
                 self._fused.begin_buckets(self._step.exchanges, skip, factor, in_slices, on_host)
+            self._unscale(gradients, scale)  # last: a step that is taken again must not divide them twice
             sent = None if self._sums is not None else own.to_average(gradients, reduces)
         except BaseException as failure:
             error = self._to_vote(failure)
@@ -478,9 +479,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def _collect(self) -> Gradients:
         return self._gradients.collect() if self._sums is None else self._sums.collect()
 
-    def _unscale(self, gradients: Gradients) -> None:
-        """Divide the gradients by the scale of a GradScaler, unless its unscale_() has."""
-        scale, schedule, obstacle = self._take_scale(), self._schedule, None
+    def _unscale(self, gradients: Gradients, scale: torch.Tensor | None) -> None:
+        """Divide the gradients by the scale of a GradScaler; None if its unscale_() has."""
+        schedule, obstacle = self._schedule, None
         was_sent = schedule is not None and schedule.has_sent  # before unscale_()
         was_sent |= self._sums is not None
         if scale is None and not (was_sent and self._gradients.scaler_found_inf is not None):

@@ -80,6 +80,30 @@ def test_gradients_that_cannot_be_unscaled_are_refused(world, options, clip, mes
     assert optimizer.found_inf.item() == 0
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("fault", ["moved", "option"])
+def test_a_refused_step_that_is_taken_again_divides_gradients_once(world, fault):
+    """Whether the error came before they were divided, or would have come after that."""
+    (model, optimizer), (plain, expected) = build(world), build(world)
+    scaler, group = scaler_of(world), optimizer.param_groups[0]
+    scaler.scale(loss_of(world, model, 0)).backward()
+    if fault == "moved":
+        bias = optimizer.param_groups[0]["params"][1]
+        bias.data = bias.data.clone()
+    else:
+        group["lr"] = torch.nan
+    with pytest.raises((RuntimeError, ValueError), match="moved" if fault == "moved" else "lr"):
+        scaler.step(optimizer)
+    optimizer.refresh()
+    group["lr"] = 0.02
+    scaler.step(optimizer)
+    loss_of(world, plain, 0).backward()
+    expected.step()
+    gradients = [(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
+    assert_all_equal(*map(list, zip(*gradients, strict=True)), "gradient")
+    assert_all_equal(optimizer.gathered_masters(), expected.gathered_masters(), "master")
+
+
 SENDING = [{"overlap": "backward"}, {"overlap": "backward", "gradient_wire": torch.float32}]
 """With which p.grad is in the memory that it is sent from, and is copied there."""
 
