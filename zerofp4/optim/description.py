@@ -1,9 +1,22 @@
 """What describe() and the repr of a ZeroFP4Optimizer show, and how they count memory."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+
+from zerofp4.storage import record_of
+
+
+class Built(NamedTuple):
+    """Entries of describe() that building an optimizer decides."""
+
+    why_collective: str | None
+    hosts: tuple[int, int] | None
+    reduction: str
+    obstacle: str | None
+    host_waits: str | None
+    bucket_mb: float
 
 
 class Description(dict[str, Any]):
@@ -21,6 +34,80 @@ class Description(dict[str, Any]):
         lines.append(f"ranks {self['world_size']}, buckets {len(self['buckets'])}, {ways}")
         lines.append(f"sent by this rank in a step, MB: {sent}")
         return "\n".join([*lines, f"entries: {', '.join(self)}"])
+
+
+def describe(optimizer: Any) -> Description:
+    """As ZeroFP4Optimizer.describe(), which says what each entry is."""
+    shards, peers, exchanges = optimizer._shards, optimizer._peers, optimizer._step.exchanges
+    built, optimizers, offload = optimizer._built, optimizer.inners.all, shards.offload
+    of_step = optimizer._step.describe()
+    for entry, bucket in zip(of_step["buckets"], shards.buckets, strict=True):
+        entry["optimizer"] = type(optimizers[shards.trained[bucket.indices[0]].by]).__name__
+        entry["state"] = bucket.state
+        entry["masters"] = "host" if bucket.is_offloaded else "device"
+        is_exact = entry["means_travel_as"] == "float32"
+        entry["exactly"] = [shards.names[i] for i in bucket.indices] if is_exact else []
+    states = [[optimizer.inners.state_of(master) for master in own] for own in shards.optimized]
+    pinned = {"pinned slots": {"device": 0, "host": offload.pinned_bytes}}
+    described = {
+        "transport": _transport(optimizer),
+        "why_collective": built.why_collective,
+        "hosts": built.hosts,
+        "reduction": built.reduction,
+        "in_buckets": built.obstacle is None,
+        "obstacle": built.obstacle,
+        "overlap": optimizer.communication.overlap,
+        "host_waits": built.host_waits,
+        "world_size": optimizer.world_size,
+        "bucket_mb": built.bucket_mb,
+        "memory": bytes_by_use(_tensors_by_use(shards, exchanges, states)) | pinned,
+        "shared_bytes": 0 if peers is None else peers.nbytes,
+        "host_bytes": _host_bytes(shards, states),
+        "pinned_bytes": offload.pinned_bytes,
+        "offload_threads": offload.threads,
+    }
+    return Description(described | of_step)
+
+
+def _transport(optimizer: Any) -> str:
+    if optimizer.world_size == 1:
+        return "none"
+    return "collective" if optimizer._peers is None else "peer"
+
+
+States = Sequence[Sequence[Mapping[str, Any]]]
+"""By parameter, the state of each tensor that an optimizer of masters updates."""
+
+
+def _tensors_by_use(
+    shards: Any, exchanges: Sequence[Any], states: States
+) -> dict[str, list[torch.Tensor | None]]:
+    """The tensors in the memory of the parameters, masters, state and gradients of this rank."""
+    buckets = shards.buckets
+    weights = [b.weights for b in buckets]
+    for parameter in shards.parameters:
+        record = record_of(parameter)
+        weights += [parameter] if record is None else [buffer for _, buffer in record.places()]
+    gradients = [p.grad for p in shards.parameters]
+    gradients += [vars(b).get("gradients") for b in buckets]  # made on demand
+    gradients += [each.memory.flat for each in exchanges if each.memory is not None]
+    values = (value for own in states for state in own for value in state.values())
+    return {
+        "weights": weights,
+        "masters": [plane for b in buckets for plane in (b.masters, b.low)],
+        "state": [value for value in values if isinstance(value, torch.Tensor)],
+        "gradients": gradients,
+        "received gradients": [each.received for each in exchanges],
+    }
+
+
+def _host_bytes(shards: Any, states: States) -> int:
+    """Bytes of offloaded masters, their state, and their gradients if these wait on the host."""
+    kept = [value for i in shards.offloaded for state in states[i] for value in state.values()]
+    for bucket in shards.buckets:
+        if bucket.is_offloaded:
+            kept += [bucket.masters, bucket.low, vars(bucket).get("gradients")]
+    return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
 
 def bytes_by_use(tensors: Mapping[str, Iterable[torch.Tensor | None]]) -> dict[str, dict[str, int]]:
@@ -53,8 +140,8 @@ def _size(ranges: list[tuple[int, int]]) -> int:
 
 def show(optimizer: Any) -> str:
     """The repr of a ZeroFP4Optimizer."""
-    name, described = type(optimizer).__name__, optimizer._described
-    if described is None:
+    name = type(optimizer).__name__
+    if optimizer._built is None:
         return f"{name}(not built)"
     shards = optimizer._shards
     trained, buckets = len(shards.parameters), shards.buckets
@@ -66,7 +153,7 @@ def show(optimizer: Any) -> str:
         f"{name} (",
         f"parameters: {packed} NVFP4, {trained - packed} others, {frozen} frozen",
         f"masters: {own} elements on this rank, by {classes}",
-        f"world size: {optimizer.world_size}, transport: {described['transport']}, buckets: {len(buckets)}",
+        f"world size: {optimizer.world_size}, transport: {_transport(optimizer)}, buckets: {len(buckets)}",
         *([] if optimizer.broken is None else [f"broken: {optimizer.broken}"]),
     ]
     for g, group in enumerate(optimizer.param_groups):

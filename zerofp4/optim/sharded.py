@@ -7,7 +7,7 @@ follow their masters.
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -264,31 +264,6 @@ class ShardedParameters:
         flat = torch.zeros(most, dtype=torch.float32, device=self.buckets[0].device)
         for bucket in self.buckets:
             bucket.gradients = flat[: bucket.slice_numel]
-
-    def host_bytes(self, state_of: Callable[[torch.Tensor], Mapping[str, Any]]) -> int:
-        """Bytes of offloaded masters, their state, and their gradients if these wait on the host."""
-        flats = (vars(b) for b in self.buckets if b.is_offloaded)
-        planes = [flat.get(name) for flat in flats for name in ("masters", "low", "gradients")]
-        states = [state_of(master) for i in self.offloaded for master in self.optimized[i]]
-        kept = planes + [value for state in states for value in state.values()]
-        return sum(tensor.nbytes for tensor in kept if tensor is not None)
-
-    def held(
-        self, state_of: Callable[[torch.Tensor], Mapping[str, Any]]
-    ) -> dict[str, list[torch.Tensor | None]]:
-        """The tensors in the memory of the parameters, masters, state and gradients of this rank."""
-        states = [state_of(master) for masters in self.optimized for master in masters]
-        buckets = self.buckets
-        weights = [b.weights for b in buckets]
-        for parameter in self.parameters:
-            record = record_of(parameter)
-            weights += [parameter] if record is None else [buffer for _, buffer in record.places()]
-        return {
-            "weights": weights,
-            "masters": [plane for b in buckets for plane in (b.masters, b.low)],
-            "state": [v for state in states for v in state.values() if isinstance(v, torch.Tensor)],
-            "gradients": [*(p.grad for p in self.parameters), *(vars(b).get("gradients") for b in buckets)],
-        }
 
     def _build_plan(
         self, bucket: Bucket, amax_groups: Sequence[Sequence[torch.Tensor]]

@@ -39,7 +39,7 @@ from zerofp4.ops import is_capturing
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.agreement import Agreement, Call, Clipped, OwnGradients, global_norm
 from zerofp4.optim.build import Checked, Communication, check_announcements, choose_way
-from zerofp4.optim.description import Description, bytes_by_use, show
+from zerofp4.optim.description import Built, describe, show
 from zerofp4.optim.inner import InnerOptimizers
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state_dict import SavedState, agree_on_save, read_state_dict
@@ -96,8 +96,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     and, unless its unscale_() was called, `grad_scale` meanwhile.
     """
 
-    _described: dict[str, Any] | None = None
-    """The entries of describe() that never change; None while the optimizer is being built."""
+    _built: Built | None = None
+    """None while the optimizer is being built."""
 
     @torch.no_grad()
     def __init__(
@@ -202,19 +202,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._shards.holder.watch_clipping(checked.parameters)
         for doubt in checked.doubts(rank, self._shards.coarse):
             warnings.warn(doubt, stacklevel=3)
-        shared_by = "collective" if self._peers is None else "peer"
-        self._described = {
-            "transport": "none" if self.world_size == 1 else shared_by,
-            "why_collective": why_collective or why_no_peers,
-            "hosts": hosts,
-            "reduction": reduction,
-            "in_buckets": why_at_once is None,
-            "obstacle": why_at_once,
-            "overlap": communication.overlap,
-            "host_waits": why_host_waits,
-            "world_size": self.world_size,
-            "bucket_mb": bucket_mb,
-        }
+        self._built = Built(
+            why_collective=why_collective or why_no_peers,
+            hosts=hosts,
+            reduction=reduction,
+            obstacle=why_at_once,
+            host_waits=why_host_waits,
+            bucket_mb=bucket_mb,
+        )
 
     def _make_exchanges(
         self, ordered: bool, sums: bool, hosts: int | None
@@ -775,30 +770,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         gradients, amaxes and weights on their way between host and device, before torch rounds each up to a
         power of two. offload_threads: that update; None if nothing is offloaded.
         """
-        described = self._step.describe()
-        for entry, bucket in zip(described["buckets"], self._shards.buckets, strict=True):
-            entry["optimizer"] = type(self.inners.all[self._shards.trained[bucket.indices[0]].by]).__name__
-            entry["state"] = bucket.state
-            entry["masters"] = "host" if bucket.is_offloaded else "device"
-            is_exact = entry["means_travel_as"] == "float32"
-            entry["exactly"] = [self._shards.names[i] for i in bucket.indices] if is_exact else []
-        beyond = {
-            "memory": self._memory(),
-            "shared_bytes": 0 if self._peers is None else self._peers.nbytes,
-            "host_bytes": self._shards.host_bytes(self.inners.state_of),
-            "pinned_bytes": self._shards.offload.pinned_bytes,
-            "offload_threads": self._shards.offload.threads,
-        }
-        return Description(self._described | beyond | described)
-
-    def _memory(self) -> dict[str, dict[str, int]]:
-        held = self._shards.held(self.inners.state_of)
-        exchanges = self._step.exchanges
-        held["gradients"] += [None if each.memory is None else each.memory.flat for each in exchanges]
-        held["received gradients"] = [each.received for each in exchanges]
-        found = bytes_by_use(held)
-        pinned = self._shards.offload.pinned_bytes
-        return found | {"pinned slots": {"device": 0, "host": pinned}}
+        return describe(self)
 
     @torch.no_grad()
     def check(self) -> None:
@@ -852,7 +824,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """Only while the optimizer is being built; later the layout is fixed and this raises RuntimeError."""
-        if self._described is not None:
+        if self._built is not None:
             raise RuntimeError(
                 "add_param_group: masters and weights lie in flat buffers that were laid out when the "
                 "optimizer was built; build a new optimizer for other parameters, with masters_from=this "
