@@ -156,12 +156,14 @@ class Checked:
         _choose_state(self.param_groups, self.classes, state)
         self.has_names = find_names(self.param_groups)
         """Whether checkpoints call parameters by their names, not by their positions."""
-        groups = enumerate(self.param_groups)
-        self._positions = [(g, i) for g, own in groups for i in range(len(own["params"]))]
-        """By parameter, its group and its position there."""
-        self.parameters = [self.param_groups[g]["params"][i] for g, i in self._positions]
-        self.names = [parameter_name(g, i, self.param_groups[g]) for g, i in self._positions]
+        groups = self.param_groups
+        positions = [(g, i) for g, own in enumerate(groups) for i in range(len(own["params"]))]
+        self.parameters = [groups[g]["params"][i] for g, i in positions]
+        self.names = [parameter_name(g, i, groups[g]) for g, i in positions]
         """Their names in messages."""
+        saved_as = [own_name(groups[g]["param_names"][i]) if self.has_names else None for g, i in positions]
+        self._listed = list(zip(positions, self.parameters, self.names, saved_as, strict=True))
+        """By parameter, its group and position there, itself, and its names in messages and checkpoints."""
         _check_parameters(self.parameters, self.names)
         tried = try_options(self.classes, self.param_groups, self.parameters[0].device)
         _check_parts(self.classes, self.param_groups, rank_and_size(group)[1])
@@ -180,11 +182,12 @@ class Checked:
         self.why_collective = self._find_why_collective(group)
         self.held: Mapping = {}
         """The masters of an earlier optimizer, by parameter."""
-        self.values_of = _find_values(masters_from, self.param_groups) if self.has_names else None
+        self.values_of: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Returns the value that a parameter begins with, if masters_from is a folder or a function."""
         if isinstance(masters_from, str | Path) or callable(masters_from):
             if not self.has_names:
                 raise ValueError("masters_from finds values by name: pass model.named_parameters()")
+            self.values_of = _by_name(masters_from, {id(p): name for _, p, _, name in self._listed})
         elif masters_from is not None:
             self.held = getattr(masters_from, "_saved", None)
             if self.held is None:
@@ -239,15 +242,14 @@ class Checked:
         amax and cannot share a bucket.
         """
         found = []
-        for (g, i), p, name in zip(self._positions, self.parameters, self.names, strict=True):
+        for (g, _), p, name, saved_as in self._listed:
             if p.requires_grad:
                 inner = self.classes[g]
                 work = matrix_work(inner, p, name, tried[g].param_groups[0].get("ns_steps", 1))
                 state, sharding = "full", self.places[g].sharding
                 if self.param_groups[g].get("state") == "compact" and suits_compact(p.shape):
                     state = "compact24" if p.dtype == torch.bfloat16 else "compact"
-                given = self.param_groups[g].get("param_names")
-                between = _format_between_hosts(self.communication, own_name(given[i]) if given else name, p)
+                between = _format_between_hosts(self.communication, saved_as or name, p)
                 found.append(Trained(p, name, sharding, inner.number, work, len(found), state, between))
         weights = [i for i, one in enumerate(found) if isinstance(one.parameter, NVFP4Tensor)]
         leaders: dict[int, int] = {}  # by number of an amax group
@@ -291,8 +293,8 @@ class Checked:
         """All parameters, frozen ones too."""
         numbers = {id(one.parameter): number for number, one in enumerate(self.trained)}
         members = []
-        for (g, i), p, label in zip(self._positions, self.parameters, self.names, strict=True):
-            place, saved_as = self.places[g], self.param_groups[g].get("param_names")
+        for (g, i), p, label, name in self._listed:
+            place = self.places[g]
             parts = rank_and_size(place.sharding.group)[1]
             number = numbers.get(id(p))
             one = Trained(p, label) if number is None else self.trained[number]
@@ -308,17 +310,16 @@ class Checked:
                 f"in {parts} parts": place.sharding.replicas is not None,
             }
             facts = [f"{kind_of(p)} in group {g}", *(fact for fact, holds in facts.items() if holds)]
-            kind, name = ", ".join(facts), saved_as and own_name(saved_as[i])
             held_by = place.ranks, place.copies, parts
-            members.append(Member(g, i, label, name, kind, number is not None, *held_by))
+            members.append(Member(g, i, label, name, ", ".join(facts), number is not None, *held_by))
         return members
 
 
-def _find_values(source: Any, param_groups: Sequence[dict]) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """A function that returns the values of a parameter, if the source is a folder or a function."""
+def _by_name(
+    source: str | Path | Callable[..., torch.Tensor], names: Mapping[int, str]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that returns the values of a parameter. source: as masters_from. names: by id()."""
     read = _read_folder(Path(source)) if isinstance(source, str | Path) else source
-    pairs = (zip(group["params"], group["param_names"], strict=True) for group in param_groups)
-    names = {id(p): own_name(name) for own in pairs for p, name in own}
 
     def values_of(parameter: torch.Tensor) -> torch.Tensor:
         name = names[id(parameter)]
@@ -328,7 +329,7 @@ def _find_values(source: Any, param_groups: Sequence[dict]) -> Callable[[torch.T
             raise ValueError(f"masters_from: {name!r} has the shape {shapes}")
         return values
 
-    return values_of if callable(read) else None
+    return values_of
 
 
 def _read_folder(folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
