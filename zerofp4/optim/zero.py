@@ -276,10 +276,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             self._agreement.raise_own()
-            self._check_ready()
             reduces, own = self._clipped is None, self._gradients
             gradients = self._collect()
-            self.inners.check_options()
             if not reduces and self._clipped.gradients.changed(gradients):
                 raise RuntimeError(
                     "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
@@ -346,8 +344,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             if not norm_type > 0:
                 raise ValueError(f"norm_type must be positive, got {norm_type}")
             kind = norm_type
-            self._check_ready()
-            self.inners.check_options()
             gradients = self._collect()
             if before is not None and before.gradients.written():
                 raise RuntimeError(
@@ -398,12 +394,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """As torch.optim.Optimizer's; also forgets the averages of clip_grad_norm_. Not collective."""
         self._forget_clipped()
         self._gradients.scaler_found_inf = None  # GradScaler leaves it after an error
-        if self._sums is not None:
-            self._sums.drop()
-        if self._schedule is not None:
-            self._schedule.drop()
-        if self._early is not None:
-            self._early.drop()
+        for schedule in (self._sums, self._schedule, self._early):
+            if schedule is not None:
+                schedule.drop()
         super().zero_grad(set_to_none)
 
     def train(self) -> None:
@@ -464,14 +457,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             return None
         return "param_groups is not the list that the optimizer was built with: change its groups in place"
 
-    def _check_ready(self) -> None:
-        """Raise RuntimeError if this rank cannot step."""
+    def _collect(self) -> Gradients:
+        """p.grad of all trainable parameters. Raises if this rank cannot step."""
         obstacle = self._find_other_groups()
         if obstacle is not None:
             raise RuntimeError(obstacle)
         self._shards.check_unchanged()
-
-    def _collect(self) -> Gradients:
+        self.inners.check_options()
         return self._gradients.collect() if self._sums is None else self._sums.collect()
 
     def _unscale(self, gradients: Gradients, scale: torch.Tensor | None) -> None:
