@@ -18,19 +18,24 @@ from zerofp4.distributed import OwnError, Stage, error_text, exchange, rank_and_
 from zerofp4.engine import (
     CHUNK,
     Bucket,
+    BucketExchange,
     LateGathers,
     Offload,
+    OffloadedExchange,
     OffloadedPlan,
     Peers,
     Sharding,
     build_buckets,
+    collective_exchanges,
     gradient_dtype,
+    hosts_exchanges,
     joined,
+    peer_exchanges,
     write_master,
     zeros_on,
 )
 from zerofp4.ops import Addresses, Versions
-from zerofp4.optim.build import Checked, kind_of
+from zerofp4.optim.build import Checked, Communication, kind_of
 from zerofp4.optim.moments import Slice
 from zerofp4.shard import Shard, intersect
 from zerofp4.storage import record_of
@@ -258,12 +263,39 @@ class ShardedParameters:
         """By parameter, its whole averaged gradient, in a world of one."""
         return self.by_parameter(lambda b: b.whole_views(b.gradients))
 
-    def share_gradients(self) -> None:
-        """Let all buckets have `gradients` in one slot, each until its update."""
-        most = max(bucket.slice_numel for bucket in self.buckets)
-        flat = torch.zeros(most, dtype=torch.float32, device=self.buckets[0].device)
-        for bucket in self.buckets:
-            bucket.gradients = flat[: bucket.slice_numel]
+    def make_exchanges(
+        self,
+        options: Communication,
+        *,
+        is_ordered: bool,
+        sends_early: bool,
+        sums: bool,
+        hosts: int | None,
+        count_steps: Callable[[], int],
+    ) -> list[BucketExchange]:
+        """The exchange of each bucket, and the memory of offloaded ones.
+
+        is_ordered, sends_early: as `ordered` and `early` of collective_exchanges().
+        sums: whether gradients are added up in host memory.
+        hosts, count_steps: as of hosts_exchanges(), for `between_hosts`.
+        """
+        buckets, in_turns = self.buckets, options.overlap == "update"
+        ways = {"early": sends_early, "aliased": not (in_turns or sums)}
+        if self._peers is not None:
+            exchanges = peer_exchanges(buckets, self._peers, early=sends_early, in_turns=in_turns)
+        elif options.between_hosts is not None:
+            exchanges = hosts_exchanges(buckets, hosts, count_steps, **ways)
+        else:
+            exchanges = collective_exchanges(buckets, ordered=is_ordered, **ways)
+        if in_turns and any(exchange.arrives_as is None for exchange in exchanges):
+            # All buckets have `gradients` in one slot, each until its update.
+            most = max(bucket.slice_numel for bucket in buckets)
+            flat = torch.zeros(most, dtype=torch.float32, device=buckets[0].device)
+            for bucket in buckets:
+                bucket.gradients = flat[: bucket.slice_numel]
+        exchanges = [OffloadedExchange(e, self.offload) if e.bucket.is_offloaded else e for e in exchanges]
+        self.offload.allocate(exchanges)
+        return exchanges
 
     def _build_plan(
         self, bucket: Bucket, amax_groups: Sequence[Sequence[torch.Tensor]]

@@ -19,19 +19,14 @@ from zerofp4.engine import (
     ABSTAIN,
     Abstain,
     BackwardSchedule,
-    BucketExchange,
     Gradients,
     LateGathers,
-    OffloadedExchange,
     Step,
     SumSchedule,
     Update,
     UpdateSchedule,
-    collective_exchanges,
     find_hosts,
     find_peers,
-    hosts_exchanges,
-    peer_exchanges,
     write_master,
 )
 from zerofp4.nn import free_frozen
@@ -154,17 +149,26 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         late = LateGathers(device) if communication.overlap in ("forward", "both") else None
         self._shards = ShardedParameters(checked, group, bucket_mb, self._peers, late)
         free_frozen(checked.parameters)
+        self._schedule: BackwardSchedule | None = None
+        """Sends gradients in backward passes."""
+        sends_early = communication.overlap in ("backward", "both") and self.world_size > 1
         with error:
             hosts = find_hosts([one.host for one in announced])
-            exchanges, self._schedule = self._make_exchanges(
-                reduction == "ordered", offload_gradients, hosts and hosts[0]
+            exchanges = self._shards.make_exchanges(
+                communication,
+                is_ordered=reduction == "ordered",
+                sends_early=sends_early,
+                sums=offload_gradients,
+                hosts=hosts and hosts[0],
+                count_steps=lambda: self._agreement.steps,
             )
-            self._shards.offload.allocate(exchanges)
+            if sends_early:
+                self._schedule = BackwardSchedule(self._shards.trained, self._shards.holder, exchanges)
             masters = dict(zip(map(id, self._shards.parameters), self._shards.optimized, strict=True))
             self.inners = InnerOptimizers(checked.classes, self.param_groups, masters)
             """The optimizers of the masters, in the order in which their classes come first in the groups."""
         exchange(None, error, group, "building the optimizers of masters")
-        if self._schedule is not None and self._peers is None:
+        if sends_early and self._peers is None:
             # NCCL connects on the first message, and the host waits until the peer connects, too. In a
             # backward pass the peer may never come.
             exchanges[0].send(ABSTAIN)
@@ -177,13 +181,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._shards.forget_groups()
         # The parts of a step
         self._offer_parts()
-        self._step = Step(exchanges, self._peers, sends=self._schedule is None, late=late)
+        self._step = Step(exchanges, self._peers, sends=not sends_early, late=late)
         parts = self._shards, exchanges, self._agreement, self.inners
         self._gradients = OwnGradients(*parts, are_summed=offload_gradients)
         why_at_once = checked.why_at_once
         self._fused: FusedAdamW | None = self.inners.all[0] if why_at_once is None else None
         """Updates the masters bucket by bucket; None if all are updated at once."""
-        why_host_waits = self._agreement.find_why_host_waits(self._schedule is not None) or why_at_once
+        why_host_waits = self._agreement.find_why_host_waits(sends_early) or why_at_once
         self._agreement.defers = why_host_waits is None
         self._early: UpdateSchedule | None = None
         if communication.overlap == "update":
@@ -210,27 +214,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             host_waits=why_host_waits,
             bucket_mb=bucket_mb,
         )
-
-    def _make_exchanges(
-        self, ordered: bool, sums: bool, hosts: int | None
-    ) -> tuple[list[BucketExchange], BackwardSchedule | None]:
-        """The exchange of each bucket, and the schedule that sends gradients in backward passes, if any."""
-        shards, overlap = self._shards, self.communication.overlap
-        early, in_turns = overlap in ("backward", "both") and self.world_size > 1, overlap == "update"
-        if self._peers is not None:
-            exchanges = peer_exchanges(shards.buckets, self._peers, early=early, in_turns=in_turns)
-        else:
-            ways = {"early": early, "aliased": not (in_turns or sums)}
-            if self.communication.between_hosts is not None:
-                ways["taken"] = lambda: self._agreement.steps
-                exchanges = hosts_exchanges(shards.buckets, hosts, **ways)
-            else:
-                exchanges = collective_exchanges(shards.buckets, ordered=ordered, **ways)
-        if in_turns and any(exchange.arrives_as is None for exchange in exchanges):
-            shards.share_gradients()
-        offload = shards.offload
-        exchanges = [OffloadedExchange(e, offload) if e.bucket.is_offloaded else e for e in exchanges]
-        return exchanges, BackwardSchedule(shards.trained, shards.holder, exchanges) if early else None
 
     def _offer_parts(self) -> None:
         """Let FusedAdamW update its masters bucket by bucket, and leave the amaxes that casts need."""
