@@ -1,22 +1,11 @@
 """What describe() and the repr of a ZeroFP4Optimizer show, and how they count memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from zerofp4.storage import record_of
-
-
-class Built(NamedTuple):
-    """Entries of describe() that building an optimizer decides."""
-
-    why_collective: str | None
-    hosts: tuple[int, int] | None
-    reduction: str
-    obstacle: str | None
-    host_waits: str | None
-    bucket_mb: float
 
 
 class Description(dict[str, Any]):
@@ -39,7 +28,7 @@ class Description(dict[str, Any]):
 def describe(optimizer: Any) -> Description:
     """As ZeroFP4Optimizer.describe(), which says what each entry is."""
     shards, peers, exchanges = optimizer._shards, optimizer._peers, optimizer._step.exchanges
-    built, optimizers, offload = optimizer._built, optimizer.inners.all, shards.offload
+    optimizers, offload = optimizer.inners.all, shards.offload
     of_step = optimizer._step.describe()
     for entry, bucket in zip(of_step["buckets"], shards.buckets, strict=True):
         entry["optimizer"] = type(optimizers[shards.trained[bucket.indices[0]].by]).__name__
@@ -49,30 +38,14 @@ def describe(optimizer: Any) -> Description:
         entry["exactly"] = [shards.names[i] for i in bucket.indices] if is_exact else []
     states = [[optimizer.inners.state_of(master) for master in own] for own in shards.optimized]
     pinned = {"pinned slots": {"device": 0, "host": offload.pinned_bytes}}
-    described = {
-        "transport": _transport(optimizer),
-        "why_collective": built.why_collective,
-        "hosts": built.hosts,
-        "reduction": built.reduction,
-        "in_buckets": built.obstacle is None,
-        "obstacle": built.obstacle,
-        "overlap": optimizer.communication.overlap,
-        "host_waits": built.host_waits,
-        "world_size": optimizer.world_size,
-        "bucket_mb": built.bucket_mb,
+    now = {
         "memory": bytes_by_use(_tensors_by_use(shards, exchanges, states)) | pinned,
         "shared_bytes": 0 if peers is None else peers.nbytes,
         "host_bytes": _host_bytes(shards, states),
         "pinned_bytes": offload.pinned_bytes,
         "offload_threads": offload.threads,
     }
-    return Description(described | of_step)
-
-
-def _transport(optimizer: Any) -> str:
-    if optimizer.world_size == 1:
-        return "none"
-    return "collective" if optimizer._peers is None else "peer"
+    return Description(optimizer._described | now | of_step)
 
 
 States = Sequence[Sequence[Mapping[str, Any]]]
@@ -140,8 +113,8 @@ def _size(ranges: list[tuple[int, int]]) -> int:
 
 def show(optimizer: Any) -> str:
     """The repr of a ZeroFP4Optimizer."""
-    name = type(optimizer).__name__
-    if optimizer._built is None:
+    name, described = type(optimizer).__name__, optimizer._described
+    if described is None:
         return f"{name}(not built)"
     shards = optimizer._shards
     trained, buckets = len(shards.parameters), shards.buckets
@@ -153,7 +126,7 @@ def show(optimizer: Any) -> str:
         f"{name} (",
         f"parameters: {packed} NVFP4, {trained - packed} others, {frozen} frozen",
         f"masters: {own} elements on this rank, by {classes}",
-        f"world size: {optimizer.world_size}, transport: {_transport(optimizer)}, buckets: {len(buckets)}",
+        f"world size: {optimizer.world_size}, transport: {described['transport']}, buckets: {len(buckets)}",
         *([] if optimizer.broken is None else [f"broken: {optimizer.broken}"]),
     ]
     for g, group in enumerate(optimizer.param_groups):

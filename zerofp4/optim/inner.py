@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from zerofp4 import ops
+
 NOT_ELEMENTWISE = {
     "Muon": "it orthogonalizes whole matrices",
     "Adafactor": "its second moments are sums over rows and columns: whole_matrices=True gives it matrices",
@@ -240,8 +242,17 @@ class InnerOptimizers:
         given = [vars(one)["found_inf"] for one in self.all if vars(one).get("found_inf") is not None]
         return sum(flag.reshape(()) for flag in given) if given else None
 
-    def step(self, found_inf: torch.Tensor | None) -> None:
-        """Step each optimizer, with this attribute instead of a user's own."""
+    def step(
+        self,
+        masters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Step each optimizer, with `found_inf` instead of a user's own."""
+        # Gradients are the same views in every step, and assigning one costs more than comparing it.
+        if not all(map(operator.is_, ops.gradients_of(masters), gradients)):
+            for master, gradient in zip(masters, gradients, strict=True):
+                master.grad = gradient
         for optimizer in self.all:
             own = vars(optimizer)
             before = own.get("found_inf")
@@ -250,6 +261,7 @@ class InnerOptimizers:
                 optimizer.step()
             finally:
                 own["found_inf"] = before
+        self.sync_options()
 
     # State
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import operator
 import secrets
 import sys
 import warnings
@@ -34,7 +33,7 @@ from zerofp4.ops import is_capturing
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.agreement import Agreement, Call, Clipped, OwnGradients, global_norm
 from zerofp4.optim.build import Checked, Communication, check_announcements, choose_way
-from zerofp4.optim.description import Built, describe, show
+from zerofp4.optim.description import describe, show
 from zerofp4.optim.inner import InnerOptimizers
 from zerofp4.optim.sharded import ShardedParameters
 from zerofp4.optim.state_dict import SavedState, agree_on_save, read_state_dict
@@ -91,8 +90,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     and, unless its unscale_() was called, `grad_scale` meanwhile.
     """
 
-    _built: Built | None = None
-    """None while the optimizer is being built."""
+    _described: dict[str, Any] | None = None
+    """The entries of describe() that never change; None while the optimizer is being built."""
 
     @torch.no_grad()
     def __init__(
@@ -206,14 +205,19 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._shards.holder.watch_clipping(checked.parameters)
         for doubt in checked.doubts(rank, self._shards.coarse):
             warnings.warn(doubt, stacklevel=3)
-        self._built = Built(
-            why_collective=why_collective or why_no_peers,
-            hosts=hosts,
-            reduction=reduction,
-            obstacle=why_at_once,
-            host_waits=why_host_waits,
-            bucket_mb=bucket_mb,
-        )
+        shared_by = "collective" if self._peers is None else "peer"
+        self._described = {
+            "transport": "none" if self.world_size == 1 else shared_by,
+            "why_collective": why_collective or why_no_peers,
+            "hosts": hosts,
+            "reduction": reduction,
+            "in_buckets": why_at_once is None,
+            "obstacle": why_at_once,
+            "overlap": communication.overlap,
+            "host_waits": why_host_waits,
+            "world_size": self.world_size,
+            "bucket_mb": bucket_mb,
+        }
 
     def _offer_parts(self) -> None:
         """Let FusedAdamW update its masters bucket by bucket, and leave the amaxes that casts need."""
@@ -540,14 +544,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             pairs = zip(self._shards.optimized, present, strict=True)
             there = [is_there for own, is_there in pairs for _ in own]
             gradients = [g if is_there else None for g, is_there in zip(gradients, there, strict=True)]
-        # The gradients are the same views in every step, and assigning one costs more than comparing it.
-        if not all(map(operator.is_, ops.gradients_of(masters), gradients)):
-            for master, gradient in zip(masters, gradients, strict=True):
-                master.grad = gradient
         self._agreement.decide(None, looks=False)  # a barrier may have failed since
         skip = self._agreement.decision.skip if self.inners.heed_found_inf() else None
-        self.inners.step(skip)
-        self.inners.sync_options()
+        self.inners.step(masters, gradients, skip)
 
     def _run_program(
         self,
@@ -799,7 +798,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """Only while the optimizer is being built; later the layout is fixed and this raises RuntimeError."""
-        if self._built is not None:
+        if self._described is not None:
             raise RuntimeError(
                 "add_param_group: masters and weights lie in flat buffers that were laid out when the "
                 "optimizer was built; build a new optimizer for other parameters, with masters_from=this "
