@@ -146,14 +146,20 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._peers, why_no_peers = find_peers(transport, group, device)
         bucket_mb = max(other.bucket_mb for other in announced)
         late = LateGathers(device) if communication.overlap in ("forward", "both") else None
-        self._shards = ShardedParameters(checked, group, bucket_mb, self._peers, late)
+        shards = self._shards = ShardedParameters(checked, group, bucket_mb, self._peers, late)
         free_frozen(checked.parameters)
+        sends_early = communication.overlap in ("backward", "both") and self.world_size > 1
+        why_at_once = checked.why_at_once
         self._schedule: BackwardSchedule | None = None
         """Sends gradients in backward passes."""
-        sends_early = communication.overlap in ("backward", "both") and self.world_size > 1
-        with error:
+        self._early: UpdateSchedule | None = None
+        self._sums: SumSchedule | None = None
+        """Adds up gradients in host memory."""
+        self._clipped: Clipped | None = None
+        """The gradients of the next step, if clip_grad_norm_ has averaged them."""
+        with error:  # all of it allocates, and other ranks wait for this one afterwards
             hosts = find_hosts([one.host for one in announced])
-            exchanges = self._shards.make_exchanges(
+            exchanges = shards.make_exchanges(
                 communication,
                 is_ordered=reduction == "ordered",
                 sends_early=sends_early,
@@ -162,48 +168,43 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 count_steps=lambda: self._agreement.steps,
             )
             if sends_early:
-                self._schedule = BackwardSchedule(self._shards.trained, self._shards.holder, exchanges)
-            masters = dict(zip(map(id, self._shards.parameters), self._shards.optimized, strict=True))
+                self._schedule = BackwardSchedule(shards.trained, shards.holder, exchanges)
+            masters = dict(zip(map(id, shards.parameters), shards.optimized, strict=True))
             self.inners = InnerOptimizers(checked.classes, self.param_groups, masters)
             """The optimizers of the masters, in the order in which their classes come first in the groups."""
+            failed = None if self._peers is None else self._peers.failed
+            agreement = self._agreement = Agreement(
+                announced, shards, self.inners, group, on_nonfinite, failed
+            )
+            shards.offload.follow(agreement.skip_in_kernels, agreement.decision.present)
+            saved = SavedState(shards, self.inners, announced, rank, token, agreement.look)
+            self.state = self._saved = saved
+            shards.forget_groups()
+            # The parts of a step
+            self._offer_parts()
+            self._step = Step(exchanges, self._peers, sends=not sends_early, late=late)
+            own = self._gradients = OwnGradients(
+                shards, exchanges, agreement, self.inners, are_summed=offload_gradients
+            )
+            self._fused: FusedAdamW | None = self.inners.all[0] if why_at_once is None else None
+            """Updates the masters bucket by bucket; None if all are updated at once."""
+            why_host_waits = agreement.find_why_host_waits(sends_early) or why_at_once
+            agreement.defers = why_host_waits is None
+            if communication.overlap == "update":
+                self._early = UpdateSchedule(self._step, shards, agreement, own, self.inners)
+            if offload_gradients:
+                self._sums = SumSchedule(shards.trained, shards.holder, exchanges, own, shards.offload)
         exchange(None, error, group, "building the optimizers of masters")
         if sends_early and self._peers is None:
             # NCCL connects on the first message, and the host waits until the peer connects, too. In a
             # backward pass the peer may never come.
             exchanges[0].send(ABSTAIN)
             exchanges[0].finish()
-        failed = None if self._peers is None else self._peers.failed
-        self._agreement = Agreement(announced, self._shards, self.inners, group, on_nonfinite, failed)
-        self._shards.offload.follow(self._agreement.skip_in_kernels, self._agreement.decision.present)
-        steps = self._agreement.look
-        self.state = self._saved = SavedState(self._shards, self.inners, announced, rank, token, steps)
-        self._shards.forget_groups()
-        # The parts of a step
-        self._offer_parts()
-        self._step = Step(exchanges, self._peers, sends=not sends_early, late=late)
-        parts = self._shards, exchanges, self._agreement, self.inners
-        self._gradients = OwnGradients(*parts, are_summed=offload_gradients)
-        why_at_once = checked.why_at_once
-        self._fused: FusedAdamW | None = self.inners.all[0] if why_at_once is None else None
-        """Updates the masters bucket by bucket; None if all are updated at once."""
-        why_host_waits = self._agreement.find_why_host_waits(sends_early) or why_at_once
-        self._agreement.defers = why_host_waits is None
-        self._early: UpdateSchedule | None = None
-        if communication.overlap == "update":
-            parts = self._shards, self._agreement, self._gradients, self.inners
-            self._early = UpdateSchedule(self._step, *parts)
-        self._sums: SumSchedule | None = None
-        """Adds up gradients in host memory."""
-        if offload_gradients:
-            parts = self._shards.trained, self._shards.holder, exchanges
-            self._sums = SumSchedule(*parts, self._gradients, self._shards.offload)
-        self._clipped: Clipped | None = None
-        """The gradients of the next step, if clip_grad_norm_ has averaged them."""
         self._run_program()
-        self._shards.settle()
+        shards.settle()
         if self.world_size > 1:
-            self._shards.holder.watch_clipping(checked.parameters)
-        for doubt in checked.doubts(rank, self._shards.coarse):
+            shards.holder.watch_clipping(checked.parameters)
+        for doubt in checked.doubts(rank, shards.coarse):
             warnings.warn(doubt, stacklevel=3)
         shared_by = "collective" if self._peers is None else "peer"
         self._described = {

@@ -20,6 +20,7 @@ from distributed.optim.cases import (
     raised_in_turn,
 )
 from distributed.run import on_ranks
+from zerofp4 import ops
 from zerofp4.cast import plan as cast_plan
 from zerofp4.cast.plan import StepStatus
 from zerofp4.distributed import collectives
@@ -90,6 +91,8 @@ LACKS = {
     "gradients": (GradientMemory, "__init__", 2),
     "initial values": (sharded, "write_master", 3),
     "state": (InnerOptimizers, "sync_options", 1),  # some classes allocate it at once
+    "votes": (ops, "Decision", 1),
+    "norms": (zero, "OwnGradients", 1),
 }
 """By what is allocated, which call of which function fails."""
 
