@@ -325,12 +325,14 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, sequences: int) -> dict[str, float]:
-        """Mean losses of held-out documents and packages, over so many sequences of each, or all it has."""
+        """Mean losses of held-out documents and packages, over so many sequences of each, or all it has, in
+        whole micro-batches.
+        """
         own, found = self.preset, {}
         micro = own.batch // own.micro_batches
         for part in PARTS[1:]:
             there = self.tokens.windows(part, own.sequence)
-            count = min(sequences, there) // micro * micro
+            count = max(1, min(sequences, there) // micro) * micro
             windows = torch.arange(count, device=self.tokens.parts[part].device) * (there // count)
             with self.context:
                 batches = (self.tokens.batch(part, some, own.sequence) for some in windows.split(micro))
