@@ -169,7 +169,7 @@ def about(arms: Results) -> str:
         words += f". Standard deviation of a run, from all arms ({freedom} degrees of freedom): "
         words += f"{100 * deviation:.2f}%"
     else:
-        words += ". **No arm has two runs yet**, so no gap has an interval: a seed may turn them"
+        words += ". **No arm has two runs yet**: gaps have no interval"
     return f"{words}."
 
 
