@@ -93,7 +93,7 @@ def test_a_refused_step_that_is_taken_again_divides_gradients_once(world, fault)
     else:
         group["lr"] = torch.nan
     with pytest.raises((RuntimeError, ValueError), match="moved" if fault == "moved" else "lr"):
-        scaler.step(optimizer)
+        raise_in_turn(optimizer, lambda: scaler.step(optimizer))
     optimizer.refresh()
     group["lr"] = 0.02
     scaler.step(optimizer)
