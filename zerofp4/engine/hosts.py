@@ -35,10 +35,10 @@ class HostsExchange(BucketExchange):
     hosts: their number, each with as many consecutive ranks.
     memory: of this rank's gradients. inside: [ranks of a host, slices, slice_numel] for gradients of this
         host, where slices are those that its counterparts own. means: float32 [slices, slice_numel], made of
-        them. sent: the same as messages, one row for each slice, shared by all buckets like means. received:
-        messages, one from each host.
+        them in memory that buckets share. sent: the same as messages, one row for each slice; or `means`.
+        received: messages, one from each host.
     layout: of messages; None if they are the means.
-    before: the bucket that is sent before this one. user: the last one that is sent from the same `memory`.
+    user: the last bucket before this one that is sent from `memory`. before: the last from that of `sent`.
     stream: None on a CPU. taken: returns the number of steps taken so far.
     """
 
@@ -54,8 +54,8 @@ class HostsExchange(BucketExchange):
         sent: torch.Tensor,
         received: torch.Tensor,
         layout: ops.MeansLayout | None,
-        before: "HostsExchange | None",
         user: "HostsExchange | None",
+        before: "HostsExchange | None",
         stream: torch.cuda.Stream | None,
         taken: Callable[[], int],
     ):
@@ -130,7 +130,7 @@ class HostsExchange(BucketExchange):
         if self._stream is not None:
             self._left = self._stream.record_event()
             if self._before is not None and self._before._pending is not None:
-                self._before._pending.wait()  # it sends from the same memory
+                self._before._pending.wait()
         ops.average(self._inside.flatten(1), self._means.view(-1))
         if self._rounds_now:
             with self.error:
@@ -220,21 +220,21 @@ def hosts_exchanges(
     shapes = [(size, b.world_size // size, b.slice_numel) for b, size in zip(buckets, sizes, strict=True)]
     inside = in_slots(list(zip(shapes, (b.sent_as for b in buckets), strict=True)), zeros, places)
     messages = list(map(message_layout, buckets, sizes))
-    lengths = (_message_of(*pair) for pair in zip(buckets, messages, strict=True))
+    lengths = list(map(_message_of, buckets, messages))
     received = in_slots([((hosts, length), dtype) for length, dtype in lengths], zeros, slots)
+    counts = [slices for _, slices, _ in shapes]
+    sent = [((count, length), dtype) for count, (length, dtype) in zip(counts, lengths, strict=True)]
+    sent = in_slots(sent, zeros, 2)  # a message is made while the one before travels
     means = zeros(hosts * most, dtype=torch.float32)
-    rounded = zeros(max(rows.nbytes for rows in received), dtype=torch.uint8)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     made: list[HostsExchange] = []
     users: dict[int, HostsExchange] = {}  # by the address of memory, the last one that sends from there
-    for bucket, own, local, rows, layout in zip(buckets, memory, inside, received, messages, strict=True):
-        count = local.shape[1]
-        mean = means[: count * bucket.slice_numel].view(count, -1)
-        sent = mean
-        if layout is not None:
-            sent = rounded[: count * rows[0].nbytes].view(rows.dtype).view(count, -1)
-        before, user = made[-1] if made else None, users.get(own.flat.data_ptr())
-        ends = before, user, stream, taken
-        made.append(HostsExchange(bucket, hosts, own, local, mean, sent, rows, layout, *ends))
-        users[own.flat.data_ptr()] = made[-1]
+    for bucket, own, local, row, rows, layout in zip(
+        buckets, memory, inside, sent, received, messages, strict=True
+    ):
+        mean = row if layout is None else means[: len(row) * bucket.slice_numel].view(len(row), -1)
+        used = [own.flat.data_ptr(), row.data_ptr()]
+        ends = *map(users.get, used), stream, taken
+        made.append(HostsExchange(bucket, hosts, own, local, mean, row, rows, layout, *ends))
+        users |= dict.fromkeys(used, made[-1])
     return list(made)
