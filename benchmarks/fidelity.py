@@ -253,7 +253,7 @@ class Run:
     def backward_passes(self) -> torch.Tensor:
         """Gradients of a step, in p.grad; returns the loss."""
         own, arm = self.preset, self.arm
-        count = 1 if arm.one_micro_batch else own.micro_batches * (2 if arm.hosts else 1)
+        count = 1 if arm.one_micro_batch else 2 * HOSTS if arm.hosts else own.micro_batches
         windows, loss = self.order.of_step(self.step).chunk(count), 0.0
         sums: Values = {}
         for i, micro in enumerate(windows, 1):
