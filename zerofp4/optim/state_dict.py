@@ -126,6 +126,9 @@ CODES = {
 }
 KNOWN = {"master": MASTER} | PLANES | MOMENTS | CODES
 
+Layouts = dict[str, tuple[torch.Size, torch.dtype]]
+"""Shapes and dtypes of the entries of a parameter, by name."""
+
 
 def make_template(inner: InnerClass, group: dict, device: torch.device) -> dict[str, Entry]:
     """Entries by name, from a trial step with zeros as the gradient of two elements, or of a small matrix."""
@@ -368,12 +371,26 @@ class SavedState(Mapping):
             groups.append(saved | {"params": list(own)})
         return SavedOptions(groups, self.save_id)
 
-    def consolidate(self, keeps: bool) -> None:
-        """Gather the whole state on the CPU, for the next state_dict() if this rank keeps it. Collective."""
+    def layouts(self) -> list[Layouts]:
+        """By trainable parameter, the entries that this rank knows. Where it owns elements it may know more
+        than other ranks do: state that was made before an option changed.
+        """
+        found = (self.entries(i) for i in range(len(self)))
+        return [{name: (each.shape, each.dtype) for name, each in entries.items()} for entries in found]
+
+    def consolidate(self, layouts: Sequence[list[Layouts]], keeps: bool) -> None:
+        """Gather the whole state on the CPU, for the next state_dict() if this rank keeps it. Collective.
+
+        layouts: by rank, its layouts().
+        """
         whole: dict[int, dict[str, torch.Tensor]] = {}
         for i, saved in enumerate(self.parameters):
-            for name, piece in self.entries(i).items():
-                tensor = piece.full_tensor()
+            pieces = self.entries(i)
+            for name, (shape, dtype) in collections.ChainMap(*(own[i] for own in layouts)).items():
+                if name not in pieces:
+                    values = torch.zeros(0, dtype=dtype, device="cpu")
+                    pieces[name] = Piece(values, shape, 0, next(iter(pieces.values())).about)
+                tensor = pieces[name].full_tensor()
                 if keeps:
                     whole.setdefault(saved.number, {})[name] = tensor.cpu()
         self.consolidated = whole if keeps else None

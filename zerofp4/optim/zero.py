@@ -611,16 +611,16 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         to: the rank in process_group. Raises ValueError for a rank that is not there, and if ranks train
         different parameters; RuntimeError if the optimizer is `broken` on a rank.
         """
-        rank, error = rank_and_size(self.process_group())[0], OwnError()
+        rank, error, layouts = rank_and_size(self.process_group())[0], OwnError(), []
         with error:
             self._check_sound()
             if not (isinstance(to, int) and 0 <= to < self.world_size):
                 raise ValueError(f"to must be a rank from 0 to {self.world_size - 1}, got {to!r}")
             self._agreement.check_one_rank_has_all("consolidate_state_dict()")
-        exchange(None, error, self.process_group(), "consolidate_state_dict()")
-        if self.world_size == 1:
-            return
-        self._saved.consolidate(keeps=rank == to)
+            layouts = self._saved.layouts()
+        of_ranks = exchange(layouts, error, self.process_group(), "consolidate_state_dict()")
+        if self.world_size > 1:
+            self._saved.consolidate(of_ranks, keeps=rank == to)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
