@@ -9,7 +9,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.distributed import CollectiveError, OwnError
-from zerofp4.engine import Arrived, BackwardSchedule, Bucket, Step, Trained
+from zerofp4.engine import Arrived, BackwardSchedule, Bucket, Step
 from zerofp4.tensors import Holder
 
 ERROR = RuntimeError("this rank's own")
@@ -124,7 +124,8 @@ def test_how_often_a_backward_pass_reads_gradients(monkeypatch):
         SimpleNamespace(bucket=Bucket([i], [p]), send=lambda _, i=i: sent.append(i), error=OwnError())
         for i, p in enumerate(parameters)
     ]
-    schedule = BackwardSchedule([Trained(p, "") for p in parameters], Holder(parameters), exchanges)
+    weights = SimpleNamespace(parameters=parameters, names=[""] * 30, holder=Holder(parameters))
+    schedule = BackwardSchedule(weights, exchanges)
     sum(p.sum() for p in parameters).backward()
     schedule.close(OwnError())
     assert sent == list(range(30)) and len(reads) == 60

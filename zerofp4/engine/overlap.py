@@ -9,26 +9,24 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.distributed import OwnError, in_phase
-from zerofp4.engine.assignment import Trained
 from zerofp4.engine.buckets import Gradients, add_gradient_hooks
 from zerofp4.engine.exchange import ABSTAIN, Abstain, BucketExchange, check_gradients, in_place
-from zerofp4.engine.offload import Offload
 from zerofp4.engine.step import Step
-from zerofp4.tensors import Holder, check_not_averaged
+from zerofp4.tensors import check_not_averaged
 
 
 class Schedule:
     """Counts gradients in backward passes, and takes each bucket when its gradients are complete: _accept(i)
     of a schedule is called when the gradient of parameter i is in p.grad.
 
-    holder: of the trained parameters; once another optimizer has taken them over, no bucket is taken.
+    weights: the optimizer's ShardedParameters; once another one has taken them over, no bucket is taken.
     """
 
     _in_order = True  # a bucket also waits for earlier buckets: ranks must exchange buckets in one order
 
-    def __init__(self, trained: Sequence[Trained], holder: Holder, exchanges: Sequence[BucketExchange]):
-        self._parameters, self._names = [one.parameter for one in trained], [one.name for one in trained]
-        self._holder, self._exchanges = holder, exchanges
+    def __init__(self, weights: Any, exchanges: Sequence[BucketExchange]):
+        self._weights, self._exchanges = weights, exchanges
+        self._parameters, self._names = weights.parameters, weights.names
         self._position = {i: n for n, e in enumerate(exchanges) for i in e.bucket.indices}  # of its bucket
         self.start_over()
         self._is_checked = False  # whether a DistributedDataParallel, which averages too, was looked for
@@ -42,7 +40,7 @@ class Schedule:
         self._error = OwnError()  # of this rank, for the next vote
 
     def _count(self, i: int, _: torch.Tensor) -> None:
-        if self._holder.is_taken_over:
+        if self._weights.holder.is_taken_over:
             return
         if not self._is_checked:
             check_not_averaged(set(map(id, self._parameters)))
@@ -195,7 +193,7 @@ class TakingSchedule(Schedule):
     have all gradients, and wait. autograd tells of no end if the pass raised. The end of a nested pass
     (reentrant checkpoints) is ignored: the outer pass may still make gradients.
 
-    gradients: OwnGradients, which scans a bucket for a NaN or Inf. offload: of the buckets.
+    gradients: OwnGradients, which scans a bucket for a NaN or Inf.
     """
 
     _rule: str
@@ -203,17 +201,10 @@ class TakingSchedule(Schedule):
     _takes_rest = True
     """Whether incomplete buckets are taken when a pass ends."""
 
-    def __init__(
-        self,
-        trained: Sequence[Trained],
-        holder: Holder,
-        exchanges: Sequence[BucketExchange],
-        gradients: Any,
-        offload: Offload,
-    ):
-        self._own, self._offload = gradients, offload
+    def __init__(self, weights: Any, exchanges: Sequence[BucketExchange], gradients: Any):
+        self._own, self._offload = gradients, weights.offload
         self._stream: torch.cuda.Stream | None = None  # of the last hook
-        super().__init__(trained, holder, exchanges)
+        super().__init__(weights, exchanges)
 
     def start_over(self) -> None:
         super().start_over()
@@ -283,19 +274,12 @@ class SumSchedule(TakingSchedule):
         "checkpoint() use_reentrant=False, and after a pass that raised call step() on every rank"
     )
 
-    def __init__(
-        self,
-        trained: Sequence[Trained],
-        holder: Holder,
-        exchanges: Sequence[BucketExchange],
-        gradients: Any,
-        offload: Offload,
-    ):
+    def __init__(self, weights: Any, exchanges: Sequence[BucketExchange], gradients: Any):
         self.word = torch.zeros((), dtype=torch.int32, device=exchanges[0].bucket.device)
         """The word of a NaN or Inf in any gradient that was added up."""
         self._in_order = exchanges[0].bucket.world_size > 1
         self._sent: BucketExchange | None = None
-        super().__init__(trained, holder, exchanges, gradients, offload)
+        super().__init__(weights, exchanges, gradients)
         self.drop()
 
     @property
@@ -398,9 +382,7 @@ class UpdateSchedule(TakingSchedule):
     lists the exceptions. Other ranks write into a weight after the vote on its bucket, which this rank joins
     when its own gradients are complete, or its pass has ended.
 
-    weights: the optimizer's ShardedParameters, which notices other writers, and which an error breaks.
-    agreement: the ranks, which vote on each bucket. gradients: as of TakingSchedule.
-    inners: of the masters: one FusedAdamW.
+    agreement: the ranks, which vote on each bucket. inners: of the masters: one FusedAdamW.
     """
 
     _rule = (
@@ -410,11 +392,11 @@ class UpdateSchedule(TakingSchedule):
     )
 
     def __init__(self, step: Step, weights: Any, agreement: Any, gradients: Any, inners: Any):
-        self._step, self._weights, self._agreement, self._inners = step, weights, agreement, inners
+        self._step, self._agreement, self._inners = step, agreement, inners
         self._votes = step.exchanges[0].bucket.world_size > 1
         self._in_order = self._takes_rest = self._votes or weights.offload.is_used
         self._lag = int(self._in_order)  # in buckets, between two stages: transfers need time
-        super().__init__(weights.trained, weights.holder, step.exchanges, gradients, weights.offload)
+        super().__init__(weights, step.exchanges, gradients)
 
     def start_over(self) -> None:
         super().start_over()

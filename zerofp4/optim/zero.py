@@ -168,7 +168,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 count_steps=lambda: self._agreement.steps,
             )
             if sends_early:
-                self._schedule = BackwardSchedule(shards.trained, shards.holder, exchanges)
+                self._schedule = BackwardSchedule(shards, exchanges)
             masters = dict(zip(map(id, shards.parameters), shards.optimized, strict=True))
             self.inners = InnerOptimizers(checked.classes, self.param_groups, masters)
             """The optimizers of the masters, in the order in which their classes come first in the groups."""
@@ -193,7 +193,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             if communication.overlap == "update":
                 self._early = UpdateSchedule(self._step, shards, agreement, own, self.inners)
             if offload_gradients:
-                self._sums = SumSchedule(shards.trained, shards.holder, exchanges, own, shards.offload)
+                self._sums = SumSchedule(shards, exchanges, own)
         exchange(None, error, group, "building the optimizers of masters")
         if sends_early and self._peers is None:
             # NCCL connects on the first message, and the host waits until the peer connects, too. In a
