@@ -16,7 +16,6 @@ queues everything, in an order that depends on the buckets alone, so that ranks 
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -172,7 +171,7 @@ class Step:
 
     def _cast(self, exchange: BucketExchange) -> None:
         """Write scales and this rank's codes, from the reduced amaxes, and start the gather of codes."""
-        plan, is_late = exchange.bucket.plan, self._is_late(exchange)
+        plan, is_late = exchange.bucket.plan, self.is_late(exchange)
         with self.failure:
             if plan is not None and exchange not in self._flagged:
                 in_phase("cast", plan.finish_step)(None if is_late else exchange.halfway)
@@ -186,17 +185,17 @@ class Step:
         gather, plan = self._gathers.pop(exchange, None), exchange.bucket.plan
         if gather is not None:
             in_phase("weights", gather.wait)()
-        if plan is not None and not self._is_late(exchange) and exchange not in self._flagged:
+        if plan is not None and not self.is_late(exchange) and exchange not in self._flagged:
             with self.failure:
                 in_phase("transpose", plan.complete)()
 
-    def _is_late(self, exchange: BucketExchange) -> bool:
+    def is_late(self, exchange: BucketExchange) -> bool:
         bucket = exchange.bucket
         return self._late is not None and bucket.plan is not None and bucket.world_size > 1
 
     def _start_late_gathers(self) -> None:
         """After all other collectives of the step, in the order in which a forward pass reads weights."""
-        late = sorted(filter(self._is_late, self.exchanges), key=lambda e: min(e.bucket.indices))
+        late = sorted(filter(self.is_late, self.exchanges), key=lambda e: min(e.bucket.indices))
         if late and self._peers is not None:
             # The next backward pass overwrites gradients, so all ranks must have read them. Waiting for a
             # gather would imply that, but late gathers are not waited for.
@@ -227,40 +226,6 @@ class Step:
                         else:
                             in_phase("gradients", before.finish)()
         return error
-
-    def describe(self) -> dict[str, Any]:
-        """By bucket, its contents and the bytes that this rank sends for it in a step; their sums by phase;
-        and the bytes of memory where received gradients wait.
-        """
-        described, waiting = [], {}  # bytes by address, since buckets may share memory
-        for exchange in self.exchanges:
-            bucket, size = exchange.bucket, exchange.bucket.world_size
-            dtype, others = bucket.parameters[0].dtype, size - 1
-            amaxes = 0 if bucket.plan is None else bucket.plan.wire.nbytes
-            described.append(
-                {
-                    "kind": "nvfp4" if bucket.is_packed else str(dtype).removeprefix("torch."),
-                    "parameters": len(bucket.parameters),
-                    "ranks": size,
-                    "replicas": bucket.replica_count,
-                    "elements": sum(parameter.numel() for parameter in bucket.parameters),
-                    "whole_matrices": bucket.is_of_whole_matrices,
-                    "gradients_travel_as": str(bucket.sent_as).removeprefix("torch."),
-                    "gathered_in": None if size == 1 else "forward" if self._is_late(exchange) else "step",
-                    "gradients": exchange.gradient_bytes,
-                    "between_hosts": exchange.bytes_between_hosts,
-                    "means_travel_as": exchange.means_travel_as,
-                    # A ring sends every byte twice, except a rank's own share.
-                    "amaxes": 2 * others * amaxes // size,
-                    "weights": others * sum(flat.nbytes for flat in bucket.gathered) // size,
-                }
-            )
-            if size > 1 and exchange.received is not None:
-                place, nbytes = exchange.received.data_ptr(), exchange.received.nbytes
-                waiting[place] = max(nbytes, waiting.get(place, 0))
-        phases = ("gradients", "amaxes", "weights")
-        sent = {phase: sum(bucket[phase] for bucket in described) for phase in phases}
-        return {"buckets": described, "bytes_sent": sent, "waiting_bytes": sum(waiting.values())}
 
 
 def _of_bucket(gradients: Gradients | Abstain, exchange: BucketExchange) -> Gradients | Abstain:

@@ -28,24 +28,50 @@ class Description(dict[str, Any]):
 def describe(optimizer: Any) -> Description:
     """As ZeroFP4Optimizer.describe(), which says what each entry is."""
     shards, peers, exchanges = optimizer._shards, optimizer._peers, optimizer._step.exchanges
-    optimizers, offload = optimizer.inners.all, shards.offload
-    of_step = optimizer._step.describe()
-    for entry, bucket in zip(of_step["buckets"], shards.buckets, strict=True):
-        entry["optimizer"] = type(optimizers[shards.trained[bucket.indices[0]].by]).__name__
-        entry["state"] = bucket.state
-        entry["masters"] = "host" if bucket.is_offloaded else "device"
-        is_exact = entry["means_travel_as"] == "float32"
-        entry["exactly"] = [shards.names[i] for i in bucket.indices] if is_exact else []
     states = [[optimizer.inners.state_of(master) for master in own] for own in shards.optimized]
-    pinned = {"pinned slots": {"device": 0, "host": offload.pinned_bytes}}
+    pinned = {"pinned slots": {"device": 0, "host": shards.offload.pinned_bytes}}
+    buckets = [_describe_bucket(optimizer, exchange) for exchange in exchanges]
+    phases = ("gradients", "amaxes", "weights")
+    received = [each.received for each in exchanges if each.bucket.world_size > 1]
     now = {
         "memory": bytes_by_use(_tensors_by_use(shards, exchanges, states)) | pinned,
         "shared_bytes": 0 if peers is None else peers.nbytes,
         "host_bytes": _host_bytes(shards, states),
-        "pinned_bytes": offload.pinned_bytes,
-        "offload_threads": offload.threads,
+        "pinned_bytes": shards.offload.pinned_bytes,
+        "offload_threads": shards.offload.threads,
+        "buckets": buckets,
+        "bytes_sent": {phase: sum(bucket[phase] for bucket in buckets) for phase in phases},
+        "waiting_bytes": sum(bytes_by_use({"received": received})["received"].values()),
     }
-    return Description(optimizer._described | now | of_step)
+    return Description(optimizer._described | now)
+
+
+def _describe_bucket(optimizer: Any, exchange: Any) -> dict[str, Any]:
+    """The contents of a bucket, and the bytes that this rank sends for it in a step."""
+    shards, bucket, size = optimizer._shards, exchange.bucket, exchange.bucket.world_size
+    dtype = str(bucket.parameters[0].dtype).removeprefix("torch.")
+    amaxes = 0 if bucket.plan is None else bucket.plan.wire.nbytes
+    is_exact = exchange.means_travel_as == "float32"
+    return {
+        "kind": "nvfp4" if bucket.is_packed else dtype,
+        "parameters": len(bucket.parameters),
+        "ranks": size,
+        "replicas": bucket.replica_count,
+        "elements": sum(parameter.numel() for parameter in bucket.parameters),
+        "whole_matrices": bucket.is_of_whole_matrices,
+        "optimizer": type(optimizer.inners.all[shards.trained[bucket.indices[0]].by]).__name__,
+        "state": bucket.state,
+        "masters": "host" if bucket.is_offloaded else "device",
+        "gathered_in": None if size == 1 else "forward" if optimizer._step.is_late(exchange) else "step",
+        "gradients_travel_as": str(bucket.sent_as).removeprefix("torch."),
+        "gradients": exchange.gradient_bytes,
+        "between_hosts": exchange.bytes_between_hosts,
+        "means_travel_as": exchange.means_travel_as,
+        "exactly": [shards.names[i] for i in bucket.indices] if is_exact else [],
+        # A ring sends every byte twice, except a rank's own share.
+        "amaxes": 2 * (size - 1) * amaxes // size,
+        "weights": (size - 1) * sum(flat.nbytes for flat in bucket.gathered) // size,
+    }
 
 
 States = Sequence[Sequence[Mapping[str, Any]]]
