@@ -25,8 +25,8 @@ from zerofp4.engine import (
     BucketExchange,
     Gradients,
     check_gradients,
-    in_place,
     is_sendable,
+    sendable,
 )
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.launch import backend_for
@@ -404,7 +404,7 @@ class OwnGradients:
         becomes infinite by it counts as infinite, in a world of any size.
         """
         is_alone = self._world_size == 1 and all(one.memory is None for one in exchanges)
-        self._are_summed, self.are_means = are_summed, is_alone and not are_summed
+        self.are_means = is_alone and not are_summed
         """Whether gradients are their own means, in p.grad: in a world of one if nothing rounds them."""
         self.squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=shards.found_inf.device)
         """The sums of the squares of the means, for their norm."""
@@ -437,23 +437,14 @@ class OwnGradients:
             self.launches.addresses = facts.addresses
         return gradients
 
-    def to_average(self, gradients: Gradients, reduces: bool) -> Gradients | None:
-        """Gradients as a step or clip sends or reads them; None if they are averaged already."""
-        if not (reduces or self.are_means):
-            return None
-        if self.launches is not None or self._are_summed:
-            return gradients
-        found: list[torch.Tensor | None] = list(gradients)
-        for one in self._exchanges:
-            indices = one.bucket.indices
-            for i, gradient in zip(indices, in_place(one, [gradients[i] for i in indices]), strict=True):
-                found[i] = gradient
-        return found
-
     def means(self, gradients: Gradients) -> list[torch.Tensor]:
         """This rank's part of the averaged gradients. Of several ranks with the same part, one counts."""
         if self.are_means:
-            return [gradient for gradient in gradients if gradient is not None]
+            present = [gradient for gradient in gradients if gradient is not None]
+            if self.launches is None:
+                dtypes = (g.dtype if g.dtype in WEIGHT_DTYPES else torch.float32 for g in present)
+                present = list(map(sendable, present, dtypes))
+            return present
         return [bucket.gradients[bucket.part] for bucket in self._shards.buckets if bucket.is_counted]
 
     def find_word(
