@@ -34,7 +34,7 @@ from zerofp4.engine.exchange import (
 )
 from zerofp4.engine.hosts import hosts_exchanges
 from zerofp4.engine.late_gather import LateGathers
-from zerofp4.engine.offload import Offload, OffloadedExchange, OffloadedPlan
+from zerofp4.engine.offload import Offload, OffloadedExchange, OffloadedPlan, find_threads
 from zerofp4.engine.overlap import BackwardSchedule, SumSchedule, UpdateSchedule
 from zerofp4.engine.peers import Peers, find_hosts, find_peers, host_name, peer_exchanges
 from zerofp4.engine.step import Step, Update

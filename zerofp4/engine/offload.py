@@ -47,7 +47,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -56,9 +56,8 @@ from zerofp4.cast import CastPlan, check_request, travelling_scales, travelling_
 from zerofp4.distributed import OwnError, attempt
 from zerofp4.engine.buckets import CHUNK, Bucket
 from zerofp4.engine.exchange import Arrived, BucketExchange, Gradients, LocalExchange
-from zerofp4.engine.peers import host_name
 from zerofp4.format import SCALE_DTYPE
-from zerofp4.ops import HEADER_WORDS, cpu_cores
+from zerofp4.ops import HEADER_WORDS
 from zerofp4.shard import Shard, byte_range
 from zerofp4.storage import NVFP4Storage, Side, record_of
 from zerofp4.tensors import INIT_VAL
@@ -88,25 +87,19 @@ def choose(buckets: Sequence[Bucket], share: float) -> list[Bucket]:
     return chosen
 
 
-class Place(NamedTuple):
-    """Where a rank runs: its host, by host_name(), and the cores that it may use there."""
-
-    host: str
-    cores: set[int]
-
-
-def find_threads(own: Place, places: Sequence[Place]) -> int:
+def find_threads(rank: int, hosts: Sequence[str], cores: Sequence[set[int]]) -> int:
     """How many threads update: torch's number if OMP_NUM_THREADS has chosen it, else this rank's share of its
     cores. torchrun sets OMP_NUM_THREADS=1 if it starts several ranks.
 
-    places: of all ranks that step together. Other ranks of the host are taken to be bound to cores likewise.
+    hosts, cores: by rank, its host_name(), and the cores that it may use there. Ranks of a host that do not
+        step together with these are taken to be bound to cores likewise.
     """
     chosen, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if chosen is not None and not (chosen == "1" and ranks > 1):
         return torch.get_num_threads()
-    here = [other.cores for other in places if other.host == own.host]
-    sharing = sum(not own.cores.isdisjoint(cores) for cores in here)
-    return max(1, len(own.cores) * len(here) // (sharing * max(ranks, len(here))))
+    here = [own for host, own in zip(hosts, cores, strict=True) if host == hosts[rank]]
+    sharing = sum(not cores[rank].isdisjoint(own) for own in here)
+    return max(1, len(cores[rank]) * len(here) // (sharing * max(ranks, len(here))))
 
 
 def check_room(buckets: Sequence[Bucket], sums: bool) -> None:
@@ -195,21 +188,18 @@ class Offload:
     """The state that offloaded buckets share: slots, a stream, threads, and the decision of a step.
 
     buckets: of the optimizer, in the order of a step. Those that choose() returns get `slots`.
-    share: as of choose(). threads: how many update and cast; None until choose_threads().
+    share: as of choose(). threads: how many update and cast.
     sums: whether gradients are added up on the host.
 
     Raises RuntimeError if there is not enough memory, or not enough that can be pinned.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], share: float, threads: int | None = None, sums: bool = False
-    ):
+    def __init__(self, buckets: Sequence[Bucket], share: float, threads: int, sums: bool):
         self.device, chosen = buckets[0].device, choose(buckets, share)
         self._sums = sums
         check_room(chosen, sums)
         self.is_used = bool(chosen)
         self.threads = threads if chosen else None
-        self.place = Place(host_name(), cpu_cores())
         self.pinned_bytes = 0
         on_gpu = self.device.type == "cuda" and self.is_used
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None
@@ -224,14 +214,9 @@ class Offload:
         self.skip = self.present = self._own_factor = None
         self._decision: Copies = []
         self._factor: Copies = []
-        self._decided: torch.cuda.Event | None = None
+        self.decided: torch.cuda.Event | None = None  # the end of the last bring_down_decision()
         self._on_its_way: tuple[Slots, Callable[[], None]] | None = None
         """The slots whose means are to go to `gradients` of a bucket, and what brings them there."""
-
-    def choose_threads(self, places: Sequence[Place]) -> None:
-        """Unless `threads` were given. places: of all ranks."""
-        if self.is_used and self.threads is None:
-            self.threads = find_threads(self.place, places)
 
     def allocate(self, exchanges: Sequence[BucketExchange]) -> None:
         """Make the other slots, and memory of sums, once plans and exchanges are built."""
@@ -292,19 +277,9 @@ class Offload:
             finish, self._on_its_way = self._on_its_way[1], None
             finish()
 
-    def record(self, gradient: torch.Tensor) -> None:
-        """Keep the memory of a gradient, even if it is freed, until the next copies down are done."""
-        if self._stream is not None:
-            gradient.record_stream(self._stream)
-
     def bring_down_decision(self) -> None:
         """Begin to bring down the decision on a bucket whose gradients came down before the vote."""
-        self._decided = self.bring_down([])
-
-    def await_decision(self) -> None:
-        """Wait for the last bring_down_decision()."""
-        decided, self._decided = self._decided, None
-        wait(decided)
+        self.decided = self.bring_down([])
 
     def bring_down(self, copies: Copies) -> torch.cuda.Event | None:
         """Copy to the host, after the work on the current stream, gradients and the decision of the step.
@@ -312,6 +287,8 @@ class Offload:
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            for _, gradient in copies:
+                gradient.record_stream(self._stream)  # it may be freed before it is copied
         with torch.cuda.stream(self._stream):
             return copy([*copies, *self._decision, *self._factor], self.device)
 
@@ -504,7 +481,6 @@ class OffloadedExchange(BucketExchange):
         for view, gradient in zip(views, self._inner.receive().own, strict=True):
             if view is not None and gradient is not None:
                 copies.append((view, gradient.view(-1)))
-                self._offload.record(gradient)  # which may be freed before it is copied
             elif view is not None:
                 view.zero_()
         if squares is not None:
@@ -513,7 +489,7 @@ class OffloadedExchange(BucketExchange):
 
     def receive(self) -> Arrived:
         wait(self._event)
-        self._offload.await_decision()
+        wait(self._offload.decided)
         self._failure.raise_if_any()
         return Arrived(self._views, None)
 

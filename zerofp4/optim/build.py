@@ -15,7 +15,7 @@ from zerofp4.cast import check_castable, number_groups
 from zerofp4.distributed import attempt, first_difference, rank_and_size
 from zerofp4.engine import Trained, find_bucket_mb, find_hosts, gradient_dtype, host_name
 from zerofp4.format import WEIGHT_DTYPES
-from zerofp4.ops import MEANS_FORMATS
+from zerofp4.ops import MEANS_FORMATS, cpu_cores
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_names, find_places, parameter_name
 from zerofp4.optim.inner import (
@@ -210,6 +210,7 @@ class Checked:
             ],
             bucket_mb=communication.bucket_mb or find_bucket_mb(trainable, made_as),
             host=host_name(),
+            cores=cpu_cores(),
             sends_float16=next(float16, None),
         )
 
@@ -559,6 +560,7 @@ class Announcement(NamedTuple):
     common: list[tuple[str, Any]]  # names and values that must be equal on all ranks
     bucket_mb: float  # the size of buckets that suits this rank
     host: str
+    cores: set[int]  # that this rank may use there
     sends_float16: str | None  # the first parameter whose gradients are sent in float16
 
 

@@ -59,6 +59,7 @@ class ShardedParameters:
     group: all ranks that step together.
     peers: the ranks that share the memory of weights; None if weights travel by collectives.
     late: takes the gathers of NVFP4 weights that go on after a step.
+    threads: how many update offloaded buckets.
 
     An error of one rank, such as a failed allocation, is raised on every rank.
     """
@@ -70,6 +71,7 @@ class ShardedParameters:
         bucket_mb: float,
         peers: Peers | None,
         late: LateGathers | None,
+        threads: int,
     ):
         self.param_groups = checked.param_groups
         self._members = [list(map(id, group["params"])) for group in checked.param_groups]
@@ -87,13 +89,10 @@ class ShardedParameters:
         overlap = "update" if checked.offload_gradients else options.overlap  # as passes make gradients, too
         ways = options.gradient_wire, overlap, checked.offload > 0
         self.buckets = build_buckets(self.trained, bucket_mb, *ways)
-        error, device, place = OwnError(), self.parameters[0].device, None
+        error, device = OwnError(), self.parameters[0].device
         zeros = zeros_on(device) if peers is None else peers.zeros
         with error:
-            self.offload = Offload(
-                self.buckets, checked.offload, checked.offload_threads, checked.offload_gradients
-            )
-            place = self.offload.place
+            self.offload = Offload(self.buckets, checked.offload, threads, checked.offload_gradients)
             self.offloaded = {i for b in self.buckets if b.is_offloaded for i in b.indices}
             """The parameters whose masters, with their state, are on the host."""
         for bucket in self.buckets:
@@ -103,8 +102,7 @@ class ShardedParameters:
         chunk = None
         with error:
             chunk = torch.empty(CHUNK, dtype=torch.float32, device=device)
-        places = exchange(place, error, group, "allocating weights")
-        self.offload.choose_threads(places)
+        exchange(None, error, group, "allocating weights")
         self.holder = Holder(self.parameters)
         with self.offload.computing():
             self.coarse = self._make_masters(checked, group, chunk)

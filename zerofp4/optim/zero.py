@@ -26,6 +26,7 @@ from zerofp4.engine import (
     UpdateSchedule,
     find_hosts,
     find_peers,
+    find_threads,
     write_master,
 )
 from zerofp4.nn import free_frozen
@@ -146,7 +147,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._peers, why_no_peers = find_peers(transport, group, device)
         bucket_mb = max(other.bucket_mb for other in announced)
         late = LateGathers(device) if communication.overlap in ("forward", "both") else None
-        shards = self._shards = ShardedParameters(checked, group, bucket_mb, self._peers, late)
+        places = [one.host for one in announced], [one.cores for one in announced]
+        threads = checked.offload_threads or find_threads(rank, *places)
+        shards = self._shards = ShardedParameters(checked, group, bucket_mb, self._peers, late, threads)
         free_frozen(checked.parameters)
         sends_early = communication.overlap in ("backward", "both") and self.world_size > 1
         why_at_once = checked.why_at_once
@@ -158,7 +161,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._clipped: Clipped | None = None
         """The gradients of the next step, if clip_grad_norm_ has averaged them."""
         with error:  # all of it allocates, and other ranks wait for this one afterwards
-            hosts = find_hosts([one.host for one in announced])
+            hosts = find_hosts(places[0])
             exchanges = shards.make_exchanges(
                 communication,
                 is_ordered=reduction == "ordered",
@@ -420,15 +423,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         """Raise the ranks' errors of the step before, on every rank and before it joins a collective.
         [Note: who reads a vote]
         """
-        if self.world_size > 1 and is_capturing(self.found_inf.device):
-            raise RuntimeError(
-                f"{call} of {self.world_size} ranks cannot be captured in a CUDA graph: each step waits for "
-                "a vote of the ranks"
-            )
-        if self._shards.offload.is_used and is_capturing(self.found_inf.device):
-            raise RuntimeError(
-                f"{call} cannot be captured in a CUDA graph: with offload the host updates masters"
-            )
+        why = "with offload the host updates masters" if self._shards.offload.is_used else None
+        if self.world_size > 1:
+            call, why = f"{call} of {self.world_size} ranks", "each step waits for a vote of the ranks"
+        if why is not None and is_capturing(self.found_inf.device):
+            raise RuntimeError(f"{call} cannot be captured in a CUDA graph: {why}")
         if self._clipped is None:  # else the vote of this step's clip_grad_norm_ is not due
             self._agreement.read()
 

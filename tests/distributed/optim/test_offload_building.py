@@ -21,8 +21,7 @@ from distributed.optim.cases import built, parameters_of
 from distributed.optim.step_cases import TINY
 from distributed.optim.test_offload import SMALL, SUMS, bytes_of, take_same_steps
 from distributed.run import on_ranks
-from zerofp4.engine import Bucket
-from zerofp4.engine.offload import Place, find_threads
+from zerofp4.engine import Bucket, find_threads
 from zerofp4.optim import Communication, FusedAdamW, ZeroFP4Optimizer
 
 
@@ -134,7 +133,7 @@ def test_threads(world):
     ]
     for variables, expected in environments:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("zerofp4.engine.offload.cpu_cores", lambda: set(range(12)))
+            patch.setattr("zerofp4.optim.build.cpu_cores", lambda: set(range(12)))
             for name, value in variables.items():
                 patch.setenv(name, value) if value is not None else patch.delenv(name, raising=False)
             optimizer = built(world, FusedAdamW, offload=1.0)[1]
@@ -167,11 +166,11 @@ def test_threads_of_ranks_that_are_bound_to_cores(world):
         (exclusive[:2], 4, 3),  # likewise
         ([first] * 4, 1, 3),  # not started by torchrun
     ):
-        places = [Place("a", cores) for cores in bound] + [Place("b", first)]
+        places = [*("a" for _ in bound), "b"], [*bound, first]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LOCAL_WORLD_SIZE", str(ranks))
             patch.setenv("OMP_NUM_THREADS", "1") if ranks > 1 else patch.delenv("OMP_NUM_THREADS", False)
-            assert find_threads(places[0], places) == expected, bound
+            assert find_threads(0, *places) == expected, bound
 
 
 @on_ranks(1, 2)
