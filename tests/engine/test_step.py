@@ -125,7 +125,7 @@ def test_how_often_a_backward_pass_reads_gradients(monkeypatch):
         for i, p in enumerate(parameters)
     ]
     weights = SimpleNamespace(parameters=parameters, names=[""] * 30, holder=Holder(parameters))
-    schedule = BackwardSchedule(weights, exchanges)
+    schedule = BackwardSchedule(weights, exchanges, SimpleNamespace(clipped=None))
     sum(p.sum() for p in parameters).backward()
     schedule.close(OwnError())
     assert sent == list(range(30)) and len(reads) == 60

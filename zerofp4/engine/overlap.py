@@ -20,12 +20,13 @@ class Schedule:
     of a schedule is called when the gradient of parameter i is in p.grad.
 
     weights: the optimizer's ShardedParameters; once another one has taken them over, no bucket is taken.
+    gradients: its OwnGradients.
     """
 
     _in_order = True  # a bucket also waits for earlier buckets: ranks must exchange buckets in one order
 
-    def __init__(self, weights: Any, exchanges: Sequence[BucketExchange]):
-        self._weights, self._exchanges = weights, exchanges
+    def __init__(self, weights: Any, exchanges: Sequence[BucketExchange], gradients: Any):
+        self._weights, self._exchanges, self._own = weights, exchanges, gradients
         self._parameters, self._names = weights.parameters, weights.names
         self._position = {i: n for n, e in enumerate(exchanges) for i in e.bucket.indices}  # of its bucket
         self.start_over()
@@ -74,8 +75,6 @@ class BackwardSchedule(Schedule):
     all ranks send all buckets again after the vote.
     """
 
-    is_reduced = False
-    """Whether clip_grad_norm_ has averaged the gradients of the next step: then no bucket is sent."""
     has_sent = False
     """Whether backward passes have sent gradients of the next step: then unscale_() is too late."""
     _is_syncing = True  # False under no_sync()
@@ -88,7 +87,7 @@ class BackwardSchedule(Schedule):
         """By sent bucket, the gradients by parameter, and their _samples_of() when they were sent."""
 
     def _accept(self, i: int) -> None:
-        if self._is_syncing and not (self._is_stale or self.is_reduced):
+        if self._is_syncing and not self._is_stale and self._own.clipped is None:
             self._send(self._complete_with(i))
             self.has_sent |= bool(self._taken)
 
@@ -157,7 +156,7 @@ class BackwardSchedule(Schedule):
 
     def end_step(self) -> None:
         """The averaged gradients have been used."""
-        self.has_sent &= self.is_reduced  # an error after a clip leaves its averaged gradients
+        self.has_sent &= self._own.clipped is not None  # an error after a clip leaves its averaged gradients
 
     def stop(self) -> None:
         """Finish all exchanges, before another optimizer takes over the parameters. Collective."""
@@ -192,19 +191,13 @@ class TakingSchedule(Schedule):
     [Note: where a pass ends] Several ranks take incomplete buckets when a pass ends, since other ranks may
     have all gradients, and wait. autograd tells of no end if the pass raised. The end of a nested pass
     (reentrant checkpoints) is ignored: the outer pass may still make gradients.
-
-    gradients: OwnGradients, which scans a bucket for a NaN or Inf.
     """
 
     _rule: str
     """The end of the message if a parameter has had a gradient."""
     _takes_rest = True
     """Whether incomplete buckets are taken when a pass ends."""
-
-    def __init__(self, weights: Any, exchanges: Sequence[BucketExchange], gradients: Any):
-        self._own, self._offload = gradients, weights.offload
-        self._stream: torch.cuda.Stream | None = None  # of the last hook
-        super().__init__(weights, exchanges)
+    _stream: torch.cuda.Stream | None = None  # of the last hook
 
     def start_over(self) -> None:
         super().start_over()
@@ -312,7 +305,7 @@ class SumSchedule(TakingSchedule):
         """Add the squares of the sums, on the device."""
         own = torch.zeros_like(squares, device="cpu")
         means = [e.bucket.gradients for e in self._exchanges]
-        with self._offload.computing():
+        with self._weights.offload.computing():
             ops.add_squares(means, own)
         squares.add_(own.to(squares.device))
 
@@ -342,9 +335,9 @@ class SumSchedule(TakingSchedule):
         if not self._is_open:
             return  # a pass around nested ones has several ends
         self._take(self._rest())
-        with self._offload.computing(), self._error:
+        with self._weights.offload.computing(), self._error:
             self._average(self._sent)
-            self._offload.settle()
+            self._weights.offload.settle()
         error = self._error
         self.start_over()
         self._error, self._sent, self.passes = error, None, self.passes + 1
@@ -360,7 +353,7 @@ class SumSchedule(TakingSchedule):
             del gradients  # to be freed when it is copied
             self._mark.zero_()
             before, self._sent = (self._sent, exchange) if self._in_order else (exchange, None)
-            with self._offload.computing(), self._error:
+            with self._weights.offload.computing(), self._error:
                 self._average(before)
 
     def _average(self, exchange: BucketExchange | None) -> None:
@@ -421,7 +414,7 @@ class UpdateSchedule(TakingSchedule):
             indices = [i for n in positions for i in self._exchanges[n].bucket.indices]
             with self._error:
                 self._weights.check_written(indices)
-            with self._offload.computing():
+            with self._weights.offload.computing():
                 self._step.turn(self._exchanges, t, self._take_for_vote, self._lag, self._vote_on)
             self._weights.versions.take(indices)
 
@@ -464,7 +457,7 @@ class UpdateSchedule(TakingSchedule):
             in_phase("vote", agreement.begin)(present, error, word)
         agreement.decide(word, found_inf=self._weights.found_inf, bucket=len(present))
         if exchange.bucket.is_offloaded:
-            self._offload.bring_down_decision()  # for which the update waits
+            self._weights.offload.bring_down_decision()  # for which the update waits
         self._weights.is_between |= not error
 
     def end_step(self, closure: Callable[[], Any] | None = None, obstacle: str | None = None) -> Any:

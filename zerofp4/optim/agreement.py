@@ -408,6 +408,8 @@ class OwnGradients:
         """Whether gradients are their own means, in p.grad: in a world of one if nothing rounds them."""
         self.squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=shards.found_inf.device)
         """The sums of the squares of the means, for their norm."""
+        self.clipped: Clipped | None = None
+        """The gradients of the next step, if clip_grad_norm_ has averaged them."""
         self.scaler_found_inf: torch.Tensor | None = None
         """The found_inf of a GradScaler."""
         self._words, self._word = agreement.words, agreement.decision.own
@@ -507,10 +509,12 @@ class OwnGradients:
         """
         plain: list[tuple[int, torch.Tensor]] = []
         others: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
+        most = torch.finfo(self._wire or torch.float32).max  # what rounding makes infinite is not plain
+        read = {dtype for dtype in WEIGHT_DTYPES if torch.finfo(dtype).max <= most}
         for i, g in zip(indices, gradients, strict=True):
             if g is not None and g.numel():
                 word = self._words[i]
-                is_plain = _keeps_values(g.dtype, self._wire) and is_sendable(g, g.dtype)
+                is_plain = g.dtype in read and is_sendable(g, g.dtype)
                 (plain if is_plain else others.setdefault(g.dtype, [])).append((word, g))
         found = torch.zeros((), dtype=torch.int32, device=self.squares.device)
         ops.find_nonfinite([g for _, g in plain], [word for word, _ in plain], found, when)
@@ -568,10 +572,3 @@ def global_norm(
     total, words = shared.split([len(own), size])
     norm = ops.norm_of_squares(total) if p == 2.0 else torch.linalg.vector_norm(total, p).float()
     return norm, words.max()
-
-
-def _keeps_values(dtype: torch.dtype, rounded_to: torch.dtype | None) -> bool:
-    """Whether find_nonfinite can look at a dtype, and rounding makes nothing infinite."""
-    if dtype not in WEIGHT_DTYPES:
-        return False
-    return rounded_to is None or torch.finfo(rounded_to).max >= torch.finfo(dtype).max

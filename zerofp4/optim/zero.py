@@ -158,8 +158,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._early: UpdateSchedule | None = None
         self._sums: SumSchedule | None = None
         """Adds up gradients in host memory."""
-        self._clipped: Clipped | None = None
-        """The gradients of the next step, if clip_grad_norm_ has averaged them."""
         with error:  # all of it allocates, and other ranks wait for this one afterwards
             hosts = find_hosts(places[0])
             exchanges = shards.make_exchanges(
@@ -170,8 +168,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 hosts=hosts and hosts[0],
                 count_steps=lambda: self._agreement.steps,
             )
-            if sends_early:
-                self._schedule = BackwardSchedule(shards, exchanges)
             masters = dict(zip(map(id, shards.parameters), shards.optimized, strict=True))
             self.inners = InnerOptimizers(checked.classes, self.param_groups, masters)
             """The optimizers of the masters, in the order in which their classes come first in the groups."""
@@ -193,6 +189,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             """Updates the masters bucket by bucket; None if all are updated at once."""
             why_host_waits = agreement.find_why_host_waits(sends_early) or why_at_once
             agreement.defers = why_host_waits is None
+            if sends_early:
+                self._schedule = BackwardSchedule(shards, exchanges, own)
             if communication.overlap == "update":
                 self._early = UpdateSchedule(self._step, shards, agreement, own, self.inners)
             if offload_gradients:
@@ -267,9 +265,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             self._agreement.raise_own()
-            reduces, own = self._clipped is None, self._gradients
+            reduces, own = self._gradients.clipped is None, self._gradients
             gradients = self._collect()
-            if not reduces and self._clipped.gradients.changed(gradients):
+            if not reduces and self._gradients.clipped.gradients.changed(gradients):
                 raise RuntimeError(
                     "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
                     "step: call it after the last backward pass, or zero_grad() before the next one"
@@ -279,14 +277,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 _ = self._shards.optimized_pairs  # makes the memory of gradients
             else:
                 skip = self._agreement.skip_in_kernels
-                factor = self._clipped and self._clipped.factor
+                factor = self._gradients.clipped and self._gradients.clipped.factor
                 on_host = self._shards.offload.begin(factor)
                 self._fused.begin_buckets(self._step.exchanges, skip, factor, in_slices, on_host)
             self._unscale(gradients, scale)  # last: a step that is taken again must not divide them twice
             sent = None if in_slices else gradients
         except BaseException as failure:
             error = self._to_vote(failure)
-        reduces = self._clipped is None
+        reduces = self._gradients.clipped is None
         word, present = self._vote(Call(reduces=reduces), gradients, error)
         try:
             self._agreement.decide(word, found_inf=self.found_inf, looks=reduces)
@@ -303,7 +301,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             if self._sums is not None:
                 self._sums.drop()
         finally:
-            self._forget_clipped()
+            self._gradients.clipped = None
             if self._schedule is not None:
                 self._schedule.end_step()
         return loss
@@ -327,7 +325,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             )
         self._begin_call("clip_grad_norm_()")
         gradients, sent, kind, error = (), ABSTAIN, 2.0, OwnError()
-        before, reduces, own = self._clipped, self._clipped is None, self._gradients
+        before, reduces, own = self._gradients.clipped, self._gradients.clipped is None, self._gradients
         try:
             max_norm, norm_type = float(max_norm), float(norm_type)
             if not max_norm >= 0:
@@ -354,7 +352,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if own.are_means:
             own.add_squares(means)
         if reduces:
-            self._forget_clipped()
+            self._gradients.clipped = None
             if self._sums is not None:
                 self._sums.add_squares(own.squares)
             elif not own.are_means:
@@ -368,22 +366,20 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._agreement.decide(word, is_shared=True, looks=reduces)
         if not reduces:
             total = total * before.factor
-        elif self._schedule is not None:
-            self._schedule.is_reduced = True
         total.masked_fill_(self._agreement.decision.refused != 0, math.nan)
         factor = ((0.0 if error else max_norm) / (total + 1e-6)).clamp(max=1.0)
         factor.masked_fill_(self._agreement.decision.nonfinite != 0, 1.0)
         if reduces:
-            self._clipped = Clipped(ops.Versions(gradients), factor)
+            self._gradients.clipped = Clipped(ops.Versions(gradients), factor)
         else:
-            self._clipped = before._replace(factor=before.factor * factor)
+            self._gradients.clipped = before._replace(factor=before.factor * factor)
         with self._shards.breaking("clip_grad_norm_()"):  # the others have a norm that is of no use
             failure.raise_if_any()
         return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's; also forgets the averages of clip_grad_norm_. Not collective."""
-        self._forget_clipped()
+        self._gradients.clipped = None
         self._gradients.scaler_found_inf = None  # GradScaler leaves it after an error
         for schedule in (self._sums, self._schedule, self._early):
             if schedule is not None:
@@ -428,7 +424,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             call, why = f"{call} of {self.world_size} ranks", "each step waits for a vote of the ranks"
         if why is not None and is_capturing(self.found_inf.device):
             raise RuntimeError(f"{call} cannot be captured in a CUDA graph: {why}")
-        if self._clipped is None:  # else the vote of this step's clip_grad_norm_ is not due
+        if self._gradients.clipped is None:  # else the vote of this step's clip_grad_norm_ is not due
             self._agreement.read()
 
     def _to_vote(self, failure: BaseException) -> OwnError:
@@ -466,7 +462,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             obstacle = "overlap='backward' sends them while they are scaled, and unscale_() comes too late"
         elif self._sums is not None:
             obstacle = "offload_gradients adds them up while they are scaled, and unscale_() comes too late"
-        elif self._clipped is not None:
+        elif self._gradients.clipped is not None:
             obstacle = "clip_grad_norm_ has clipped scaled ones: call scaler.unscale_(optimizer) before it"
         elif any(gradient.dtype == torch.float16 for gradient in present):
             obstacle = "float16 ones would underflow: build the optimizer with gradient_dtype=torch.float32"
@@ -537,8 +533,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._run_program(error=error)
 
     def _step_inners(self, present: Sequence[bool]) -> None:
-        if self._clipped is not None:
-            torch._foreach_mul_([b.gradients for b in self._shards.buckets], self._clipped.factor)
+        if self._gradients.clipped is not None:
+            torch._foreach_mul_([b.gradients for b in self._shards.buckets], self._gradients.clipped.factor)
         masters, gradients = self._shards.optimized_pairs
         if not all(present):
             pairs = zip(self._shards.optimized, present, strict=True)
@@ -567,12 +563,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._shards.follow_masters()
         finally:
             self._shards.versions.take()
-
-    def _forget_clipped(self) -> None:
-        """The gradients that clip_grad_norm_ has averaged are used, or must not be."""
-        self._clipped = None
-        if self._schedule is not None:
-            self._schedule.is_reduced = False
 
     # State
 
@@ -668,7 +658,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     write_master(values, *planes)
             self._saved.token, self._saved.consolidated = token, None
             self._agreement.forget(steps)
-            self._forget_clipped()
+            self._gradients.clipped = None
             self.found_inf.zero_()
             self._run_program()
             self._shards.settle()
