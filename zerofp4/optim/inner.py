@@ -162,9 +162,7 @@ class InnerOptimizers:
         self._copies: list[dict] = []
         """Copies of the parameter groups and of the groups here, from the last sync_options()."""
         self._checked: list[dict] = []
-        """The copies that check_options() last passed."""
-        self._hashed: list[dict] = []
-        """The copies of hash_options(). The hash of their numbers, and their tensors, are here, too."""
+        """The copies that check_options() last passed. The hash of their numbers, and their tensors:"""
         self._number_hash, self._tensors = 0, []
         self.sync_options()
 
@@ -200,21 +198,19 @@ class InnerOptimizers:
         self.sync_options()
         if self._checked is not self._copies:
             check_finite(self._copies)
-            self._checked = self._copies
-
-    def hash_options(self, device: torch.device) -> tuple[int, torch.Tensor | None]:
-        """The hash of compared_options() that are numbers, and that of the values of tensors, each of
-        HASH_BITS. Costs a step little if no option was replaced since the last one.
-
-        The second is a float64 [] on the device, for which the host does not wait; None without tensors.
-        """
-        if self._hashed is not self._copies:
             items = [(name, item) for name, own in compared_options(self.param_groups) for item in own]
             values = [(name, None if torch.is_tensor(i) else float(i)) for name, i in items]
             digest = hashlib.sha256(repr(values).encode()).digest()
             self._number_hash = int.from_bytes(digest[: HASH_BITS // 8], "big")
             self._tensors = [item.detach() for _, item in items if torch.is_tensor(item)]
-            self._hashed = self._copies
+            self._checked = self._copies
+
+    def hash_options(self, device: torch.device) -> tuple[int, torch.Tensor | None]:
+        """After check_options(): the hash of compared_options() that are numbers, and that of the values of
+        tensors, each of HASH_BITS.
+
+        The second is a float64 [] on the device, for which the host does not wait; None without tensors.
+        """
         if not self._tensors:
             return self._number_hash, None
         moved = [t.to(device, torch.float64, non_blocking=True).reshape(-1) for t in self._tensors]

@@ -265,19 +265,19 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             self._agreement.raise_own()
-            reduces, own = self._gradients.clipped is None, self._gradients
+            own, clipped = self._gradients, self._gradients.clipped
             gradients = self._collect()
-            if not reduces and self._gradients.clipped.gradients.changed(gradients):
+            if clipped is not None and clipped.gradients.changed(gradients):
                 raise RuntimeError(
                     "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
                     "step: call it after the last backward pass, or zero_grad() before the next one"
                 )
-            in_slices = self._sums is not None or not (reduces or own.are_means)
+            in_slices = self._sums is not None or not (clipped is None or own.are_means)
             if self._fused is None:
                 _ = self._shards.optimized_pairs  # makes the memory of gradients
             else:
                 skip = self._agreement.skip_in_kernels
-                factor = self._gradients.clipped and self._gradients.clipped.factor
+                factor = clipped and clipped.factor
                 on_host = self._shards.offload.begin(factor)
                 self._fused.begin_buckets(self._step.exchanges, skip, factor, in_slices, on_host)
             self._unscale(gradients, scale)  # last: a step that is taken again must not divide them twice
@@ -325,7 +325,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             )
         self._begin_call("clip_grad_norm_()")
         gradients, sent, kind, error = (), ABSTAIN, 2.0, OwnError()
-        before, reduces, own = self._gradients.clipped, self._gradients.clipped is None, self._gradients
+        own, before, reduces = self._gradients, self._gradients.clipped, self._gradients.clipped is None
         try:
             max_norm, norm_type = float(max_norm), float(norm_type)
             if not max_norm >= 0:
@@ -352,7 +352,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         if own.are_means:
             own.add_squares(means)
         if reduces:
-            self._gradients.clipped = None
+            own.clipped = None
             if self._sums is not None:
                 self._sums.add_squares(own.squares)
             elif not own.are_means:
@@ -370,9 +370,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         factor = ((0.0 if error else max_norm) / (total + 1e-6)).clamp(max=1.0)
         factor.masked_fill_(self._agreement.decision.nonfinite != 0, 1.0)
         if reduces:
-            self._gradients.clipped = Clipped(ops.Versions(gradients), factor)
+            own.clipped = Clipped(ops.Versions(gradients), factor)
         else:
-            self._gradients.clipped = before._replace(factor=before.factor * factor)
+            own.clipped = before._replace(factor=before.factor * factor)
         with self._shards.breaking("clip_grad_norm_()"):  # the others have a norm that is of no use
             failure.raise_if_any()
         return total
@@ -533,8 +533,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self._run_program(error=error)
 
     def _step_inners(self, present: Sequence[bool]) -> None:
-        if self._gradients.clipped is not None:
-            torch._foreach_mul_([b.gradients for b in self._shards.buckets], self._gradients.clipped.factor)
+        clipped = self._gradients.clipped
+        if clipped is not None:
+            torch._foreach_mul_([b.gradients for b in self._shards.buckets], clipped.factor)
         masters, gradients = self._shards.optimized_pairs
         if not all(present):
             pairs = zip(self._shards.optimized, present, strict=True)
