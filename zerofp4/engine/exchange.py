@@ -53,11 +53,12 @@ class BucketExchange(Protocol):
     """
 
     bucket: Bucket
-    memory: GradientMemory | None  # this rank's gradients are sent from it; None if kernels read p.grad
+    memory: GradientMemory | None = None  # gradients are sent from it; None if kernels read p.grad
     arrives_as: torch.dtype | None  # the dtype of receive(); None if only average() can read the gradients
-    received: torch.Tensor | None  # memory for gradients of other ranks, if any; buckets may share it
-    present: Sequence[bool] | None  # by parameter, whether send() had a gradient; None if the device knows
-    halfway: tuple[int, int, Callable[[], None]] | None
+    received: torch.Tensor | None = None  # memory for gradients of other ranks; buckets may share it
+    present: Sequence[bool] | None = None
+    """By parameter, whether send() had a gradient; None if the device knows."""
+    halfway: tuple[int, int, Callable[[], None]] | None = None
     """(position of a weight, its row, function to call): the cast may pause there once, so that the codes
     before that row leave while the rest is cast; None if that gains nothing.
     """
@@ -93,7 +94,6 @@ class BucketExchange(Protocol):
 class LocalExchange(BucketExchange):
     """A bucket of one rank, whose gradients are the means. Kernels read them, or copies if they cannot."""
 
-    memory = received = halfway = None
     gradient_bytes = 0
 
     def __init__(self, bucket: Bucket):
@@ -101,7 +101,6 @@ class LocalExchange(BucketExchange):
         is_read = bucket.keeps_gradients and bucket.sent_as in UPDATE_DTYPES
         self.arrives_as = bucket.sent_as if is_read else None
         self.error = OwnError()
-        self.present: Sequence[bool] = ()
         self._gradients: Gradients = ()
         self._means: GradientMemory | None = None
 
@@ -148,8 +147,6 @@ class CollectiveExchange(BucketExchange):
     before: the bucket that last sent from the same slot; None if no other does.
     """
 
-    halfway = None
-
     def __init__(
         self,
         bucket: Bucket,
@@ -173,7 +170,6 @@ class CollectiveExchange(BucketExchange):
         self._divisor = torch.full((), bucket.world_size, dtype=torch.float32, device=bucket.device)
         self._pending: Pending | None = None
         self.error = OwnError()
-        self.present: Sequence[bool] | None = None
 
     def send(self, gradients: Gradients | Abstain) -> None:
         self.finish()  # of an aborted step, in the same memory

@@ -42,8 +42,6 @@ class HostsExchange(BucketExchange):
     stream: None on a CPU. taken: returns the number of steps taken so far.
     """
 
-    halfway = None
-
     def __init__(
         self,
         bucket: Bucket,
@@ -85,7 +83,6 @@ class HostsExchange(BucketExchange):
         self._rounds_now = False  # not if this rank abstains
         self._left: torch.cuda.Event | None = None  # gradients have been read from `memory`
         self.error = OwnError()
-        self.present: Sequence[bool] | None = None  # the device knows
 
     def send(self, gradients: Gradients | Abstain) -> None:
         self._drop()

@@ -437,8 +437,6 @@ class OffloadedExchange(BucketExchange):
     inner: the exchange of the bucket on the device.
     """
 
-    halfway = None
-
     def __init__(self, inner: BucketExchange, offload: Offload):
         self.bucket, self.memory, self.received = inner.bucket, inner.memory, inner.received
         self.send, self.finish, self.gather = inner.send, inner.finish, inner.gather
@@ -450,7 +448,6 @@ class OffloadedExchange(BucketExchange):
         self._event: torch.cuda.Event | None = None
         self._failure = OwnError()
         self._views: Gradients = ()
-        self.present: Sequence[bool] | None = None
 
     @property
     def error(self) -> OwnError:

@@ -216,8 +216,6 @@ class PeerExchange(BucketExchange):
         update averages.
     """
 
-    present = None
-
     def __init__(
         self, bucket: Bucket, memory: GradientMemory, peers: Peers, means: torch.Tensor | None = None
     ):
@@ -228,7 +226,6 @@ class PeerExchange(BucketExchange):
         if self._means is not None:
             self.arrives_as, self._mean_views = torch.float32, bucket.own_views(self._means)
         self.error = OwnError()
-        self.received: torch.Tensor | None = None
         self._sent_halfway = 0
         """The number of elements of the slice of weights that left halfway through its cast."""
         self._half = find_halfway(bucket)

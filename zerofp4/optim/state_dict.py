@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from zerofp4.distributed import GroupReference, OwnError, exchange
 from zerofp4.engine import joined
 from zerofp4.optim.inner import InnerClass, InnerOptimizers, are_unchanged, on_trial, options
-from zerofp4.optim.moments import decode, encode, scales_shape
+from zerofp4.optim.moments import COMPACT, FULL, decode, encode, scales_shape
 from zerofp4.optim.piece import ONE_PART, About, Piece, SavedOptions, the_one
 from zerofp4.shard import Shard, state_groups
 
@@ -118,12 +118,10 @@ PLANES = {"master_high": Entry(torch.bfloat16), "master_low": Entry(torch.uint8)
 """The entries of a master of 24 bits. Their names differ, so that a plane is never taken for a master."""
 
 MASTERS = {"master", *PLANES}
-MOMENTS = {"exp_avg": MASTER, "exp_avg_sq": MASTER}
-CODES = {
-    "exp_avg_codes": Entry(torch.int8),
-    "exp_avg_sq_codes": Entry(torch.uint8),
-    "scales": Entry(torch.float32, "groups"),
-}
+MOMENTS, CODES = (
+    {k: Entry(dtype, "groups" if k == "scales" else "elements") for k, dtype in kept.items() if k != "step"}
+    for kept in (FULL, COMPACT)
+)
 KNOWN = {"master": MASTER} | PLANES | MOMENTS | CODES
 
 Layouts = dict[str, tuple[torch.Size, torch.dtype]]
