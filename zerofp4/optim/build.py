@@ -167,9 +167,6 @@ class Checked:
         _check_parameters(self.parameters, self.names)
         tried = try_options(self.classes, self.param_groups, self.parameters[0].device)
         _check_parts(self.classes, self.param_groups, rank_and_size(group)[1])
-        of_class = (one.defaults for one in tried if type(one) is optimizer_class)
-        self.defaults = next(of_class, tried[0].defaults)
-        """Options of the optimizer's own class."""
         self.trained = self._find_trained(tried)
         self.why_at_once = _find_why_at_once(self.classes)
         """Why all masters are updated at once, not bucket by bucket; or None."""

@@ -89,19 +89,16 @@ def inner_classes(
 def try_options(
     classes: Sequence[InnerClass], param_groups: Sequence[dict], device: torch.device
 ) -> list[torch.optim.Optimizer]:
-    """Build an optimizer of one element for each group.
-
-    Raises the constructors' errors for wrong options, and ValueError for a NaN or Inf. torch checks only
-    defaults, so a second optimizer has the group's options as defaults.
+    """Build an optimizer of one element for each group, with its options as defaults, too, since torch
+    checks only these. Raises the constructors' errors for wrong options, and ValueError for a NaN or Inf.
     """
     check_finite([inner.defaults | group for inner, group in zip(classes, param_groups, strict=True)])
     tried = []
     for inner, group in zip(classes, param_groups, strict=True):
         trial = {"params": [torch.zeros(1, 1, dtype=torch.float32, device=device)]}
-        tried.append(inner.optimizer_class([options(group) | trial], **inner.defaults))
         known = inspect.signature(inner.optimizer_class).parameters.keys() - {"params"}
         own = {key: value for key, value in group.items() if key in known}
-        inner.optimizer_class([trial], **(inner.defaults | own))
+        tried.append(inner.optimizer_class([options(group) | trial], **(inner.defaults | own)))
     return tried
 
 

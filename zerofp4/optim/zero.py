@@ -133,8 +133,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 offload_gradients=offload_gradients,
                 offload_threads=offload_threads,
             )
-            self.param_groups, self.defaults = checked.param_groups, checked.defaults
-            announcement = checked.announcement
+            self.param_groups, announcement = checked.param_groups, checked.announcement
         pairs = exchange((announcement, secrets.token_hex(8)), error, group, "building ZeroFP4Optimizer")
         announced, (token, *_) = zip(*pairs, strict=True)
         check_announcements(announced)  # from here on the same on every rank
@@ -171,6 +170,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             masters = dict(zip(map(id, shards.parameters), shards.optimized, strict=True))
             self.inners = InnerOptimizers(checked.classes, self.param_groups, masters)
             """The optimizers of the masters, in the order in which their classes come first in the groups."""
+            of_class = (one.defaults for one in self.inners.all if type(one) is optimizer_class)
+            self.defaults = next(of_class, self.inners.all[0].defaults)
             failed = None if self._peers is None else self._peers.failed
             agreement = self._agreement = Agreement(
                 announced, shards, self.inners, group, on_nonfinite, failed
