@@ -10,7 +10,7 @@ from zerofp4.distributed import OwnError
 from zerofp4.engine import joined
 from zerofp4.optim.piece import Piece
 from zerofp4.optim.sharded import initial_values
-from zerofp4.optim.state_dict import MASTER, agree_on_save, entries_of, find_saves
+from zerofp4.optim.state_dict import MASTER, agree_on_save, find_saves, match
 from zerofp4.optim.zero import ZeroFP4Optimizer
 from zerofp4.tensors import QuantizedTensor, is_held
 
@@ -84,9 +84,10 @@ class AveragedMasters:
         """
         found, saves, error = [], set(), OwnError()
         with error:
-            saved = self.optimizer._saved.parameters
-            by_parameter = entries_of(state_dict["state"], [one.number for one in saved])
-            for one, entries in zip(saved, by_parameter, strict=True):
+            saved, group = self.optimizer._saved.parameters, {"params": list(state_dict["state"])}
+            matched = match(state_dict | {"param_groups": [group]}, [[one.number for one in saved]])
+            for one in saved:
+                _, entries = matched.get(one.number, (0, {}))
                 one.check_complete(["average"], entries)
                 found.append(one.read("average", entries["average"], MASTER))
             _, saves = find_saves(state_dict)

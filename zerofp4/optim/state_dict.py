@@ -432,7 +432,7 @@ def read_state_dict(
     Returns this rank's shard of each master, 1D, None if it stays; and the saves that this rank has read.
     Raises ValueError for a state dict that does not fit.
     """
-    matched = _match(state_dict, saved.ids)
+    matched = match(state_dict, saved.ids)
     was_in_file, saves = find_saves(state_dict, saved.save_id)
     ranks = {None, *(own.ranks for own in saved.parameters)}
     is_of_another = any(piece.about.ranks not in ranks for piece in pieces_of(state_dict))
@@ -474,7 +474,7 @@ def read_state_dict(
     return masters, saves
 
 
-def _match(
+def match(
     state_dict: Mapping, ids: Sequence[Sequence[ParameterId]]
 ) -> dict[ParameterId, tuple[int, Mapping]]:
     """By parameter, its saved group and entries: by name if both sides have names, else by position."""
@@ -504,16 +504,6 @@ def _match(
             "loaded where both optimizers were built with named_parameters()"
         )
     return dict(zip(own, found, strict=True))
-
-
-def entries_of(state: Mapping, numbers: Sequence[ParameterId]) -> list[Mapping]:
-    """By parameter, its entries in `state` of a state dict without param_groups: by name if both sides have
-    names, else by number. Empty if there are none.
-    """
-    by_name = {_name(key): entries for key, entries in state.items()}
-    if None in (*by_name, *(number.name for number in numbers)):
-        return [state.get(number, {}) for number in numbers]
-    return [by_name.get(number.name, {}) for number in numbers]
 
 
 def _name(key: Any) -> str | None:
