@@ -75,7 +75,10 @@ class ShardedParameters:
     ):
         self.param_groups = checked.param_groups
         self._members = [list(map(id, group["params"])) for group in checked.param_groups]
-        self.trained, self._peers, self._late = checked.trained, peers, late
+        # No process group is kept alive, so that its threads end when it is destroyed: one of gloo that
+        # outlives the interpreter may end the process with an error.
+        self.trained = [one._replace(sharding=Sharding()) for one in checked.trained]
+        self._peers, self._late = peers, late
         self.parameters = [one.parameter for one in self.trained]
         self.names = [one.name for one in self.trained]
         named = zip(checked.names, checked.parameters, strict=True)
@@ -88,7 +91,7 @@ class ShardedParameters:
                     parameter.grad_dtype = options.gradient_dtype  # in which autograd adds up, too
         overlap = "update" if checked.offload_gradients else options.overlap  # as passes make gradients, too
         ways = options.gradient_wire, overlap, checked.offload > 0
-        self.buckets = build_buckets(self.trained, bucket_mb, *ways)
+        self.buckets = build_buckets(checked.trained, bucket_mb, *ways)
         error, device = OwnError(), self.parameters[0].device
         zeros = zeros_on(device) if peers is None else peers.zeros
         with error:
@@ -194,12 +197,6 @@ class ShardedParameters:
         for parameter in self.parameters:
             note_master(parameter)
         return sorted(coarse)
-
-    def forget_groups(self) -> None:
-        """Once all is built: keep no process group alive, so that its threads end when it is destroyed. A
-        thread of gloo that outlives the interpreter may end the process with an error.
-        """
-        self.trained = [one._replace(sharding=Sharding()) for one in self.trained]
 
     def by_parameter(self, of_bucket: Callable[[Bucket], list]) -> list:
         """Join a function's values for the parameters of each bucket, in the order of all parameters."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from zerofp4.distributed import GroupReference, OwnError, exchange
@@ -251,16 +250,15 @@ class SavedState(Mapping):
         self._elsewhere: list[dict[str, None]] = [{} for _ in inners.classes]
         """By parameter group, the names that only other ranks have."""
         names = [{member.name for member in one.members} for one in announced]
-        ranks: dict[dist.ProcessGroup | None, GroupReference] = {}
-        trained = zip(shards.trained, shards.shards, strict=True)
+        ranks = shards.by_parameter(lambda bucket: [bucket.group] * len(bucket.indices))
+        trained = zip(shards.parameters, shards.shards, ranks, strict=True)
         for n, member in enumerate(announced[rank].members):
             number, g = ParameterId(n, member.name), member.group
             self.ids[g].append(number)
             if member.is_trainable:
-                one, shard = next(trained)
-                group, label, shape = one.sharding.group, member.name or member.label, one.parameter.shape
-                own, refusal = ranks.setdefault(group, GroupReference(group)), _find_refusal(member, names)
-                self.parameters.append(SavedParameter(number, label, g, shape, shard, own, refusal))
+                (parameter, *held), refusal = next(trained), _find_refusal(member, names)
+                label, shape = member.name or member.label, parameter.shape
+                self.parameters.append(SavedParameter(number, label, g, shape, *held, refusal))
         for member in itertools.chain.from_iterable(one.members for one in announced):
             if member.name is not None and member.name not in names[rank]:
                 self._elsewhere[member.group][member.name] = None

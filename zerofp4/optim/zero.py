@@ -179,7 +179,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             shards.offload.follow(agreement.skip_in_kernels, agreement.decision.present)
             saved = SavedState(shards, self.inners, announced, rank, token, agreement.look)
             self.state = self._saved = saved
-            shards.forget_groups()
             # The parts of a step
             self._offer_parts()
             self._step = Step(exchanges, self._peers, sends=not sends_early, late=late)
