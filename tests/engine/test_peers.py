@@ -139,7 +139,7 @@ def test_codes_that_leave_are_there(device, monkeypatch, what, ranks):
     for rank in range(ranks):
         monkeypatch.setattr(buckets, "rank_and_size", lambda group, rank=rank: (rank, ranks))
         weights = [zerofp4.empty(shape, dtype=torch.float32, device=device) for shape in LISTS[what]]
-        bucket = buckets.Bucket(range(len(weights)), weights)
+        bucket = buckets.Bucket(range(len(weights)), [buckets.Trained(weight, "") for weight in weights])
         halfway = find_halfway(bucket)
         if halfway is None:
             assert what == "long rows" and rank == 0  # whose middle is in its first row of tiles

@@ -9,7 +9,7 @@ import torch
 
 from zerofp4 import ops
 from zerofp4.distributed import CollectiveError, OwnError
-from zerofp4.engine import Arrived, BackwardSchedule, Bucket, Step
+from zerofp4.engine import Arrived, BackwardSchedule, Bucket, Step, Trained
 from zerofp4.tensors import Holder
 
 ERROR = RuntimeError("this rank's own")
@@ -121,8 +121,8 @@ def test_how_often_a_backward_pass_reads_gradients(monkeypatch):
     read = ops.gradients_of
     monkeypatch.setattr(ops, "gradients_of", lambda some: reads.extend(some) or read(some))
     exchanges = [
-        SimpleNamespace(bucket=Bucket([i], [p]), send=lambda _, i=i: sent.append(i), error=OwnError())
-        for i, p in enumerate(parameters)
+        SimpleNamespace(bucket=Bucket([i], [one]), send=lambda _, i=i: sent.append(i), error=OwnError())
+        for i, one in enumerate(Trained(p, "") for p in parameters)
     ]
     weights = SimpleNamespace(parameters=parameters, names=[""] * 30, holder=Holder(parameters))
     schedule = BackwardSchedule(weights, exchanges, SimpleNamespace(clipped=None))

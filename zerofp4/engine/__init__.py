@@ -7,13 +7,14 @@ Other rooms see the names that are imported here.
 """
 
 # ruff: noqa: F401
-from zerofp4.engine.assignment import Trained, build_buckets, find_bucket_mb
+from zerofp4.engine.assignment import build_buckets, find_bucket_mb
 from zerofp4.engine.buckets import (
     CHUNK,
     Bucket,
     GradientMemory,
     Gradients,
     Sharding,
+    Trained,
     gradient_dtype,
     is_sendable,
     joined,

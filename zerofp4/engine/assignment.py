@@ -3,12 +3,11 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
 from zerofp4.distributed import rank_and_size
-from zerofp4.engine.buckets import Bucket, Sharding, gradient_dtype
+from zerofp4.engine.buckets import Bucket, Trained, gradient_dtype
 from zerofp4.tensors import NVFP4Tensor
 
 BUCKETS = 14
@@ -25,33 +24,6 @@ def find_bucket_mb(parameters: Sequence[torch.Tensor], dtype: torch.dtype | None
     least, most = BUCKET_MB
     total = sum(p.numel() * (dtype or gradient_dtype(p)).itemsize for p in parameters)
     return min(max(total / 2**20 / BUCKETS, least), most)
-
-
-class Trained(NamedTuple):
-    """A trainable parameter, and the facts that decide its bucket."""
-
-    parameter: torch.Tensor
-    name: str  # in messages
-    sharding: Sharding = Sharding()  # the ranks that it is sharded over
-    by: int = 0  # the number of the optimizer that updates its master
-    work: int | None = None  # the cost of its update as a whole matrix; None if it is updated in any slices
-    leader: int = 0  # the position of the first parameter of its amax group, which lies in one bucket
-    state: str = "full"  # or "compact", or "compact24", with masters of 24 bits for bfloat16 weights
-    between_hosts: str | None = None  # the format in which means of hosts travel; None if it is float32
-
-    @property
-    def key(self) -> tuple:
-        """Equal for all parameters of a bucket: their optimizer, kind, state and format between hosts. NVFP4
-        weights sort first.
-        """
-        if isinstance(self.parameter, NVFP4Tensor):
-            record = self.parameter.record
-            kind = 0, -record.block[0], str(record.four_over_six or "")
-        else:
-            kind = (1 + (torch.bfloat16, torch.float16, torch.float32).index(self.parameter.dtype),)
-        # Strips of rows of several lengths would cut slices at multiples of all of them.
-        cols = self.parameter.shape[-1] if self.between_hosts == "nvfp4" else 0
-        return self.by, kind, self.state != "full", self.state, self.between_hosts or "", cols
 
 
 def build_buckets(
@@ -89,20 +61,18 @@ def build_buckets(
         owners = dict(zip(works, longest_first([*works.values()], world_size), strict=True))
         for _, indices in itertools.groupby(sorted(positions, key=key), key):
             groups = list(_grouped(indices, lambda i: trained[i].leader).values())
-            parameters = {i: trained[i].parameter for group in groups for i in group}
-            sizes = {i: p.numel() * (wire or gradient_dtype(p)).itemsize for i, p in parameters.items()}
+            members = [(i, trained[i].parameter) for group in groups for i in group]
+            sizes = {i: p.numel() * (wire or gradient_dtype(p)).itemsize for i, p in members}
             is_cut = world_size > 1 or updates_early or offloads
             most = int(bucket_mb * 2**20) if is_cut else sum(sizes.values())
-            first = groups[0][0]
-            is_whole, shared = first in owners, (trained[first].state, trained[first].between_hosts)
+            is_whole = groups[0][0] in owners
             if is_whole:
                 cut = in_whole_slices(groups, sizes, owners, most // world_size)
             else:
                 cut = in_buckets(groups, sizes, most, first_last)
             for chosen in cut:
                 with_ranks = [owners[i] for i in chosen] if is_whole else None
-                own = [parameters[i] for i in chosen]
-                built.append(Bucket(chosen, own, sharding, with_ranks, wire, *shared))
+                built.append(Bucket(chosen, [trained[i] for i in chosen], with_ranks, wire))
     if first_last:
         built.sort(key=lambda b: (not b.is_packed and not updates_early, -min(b.indices)))
     return built

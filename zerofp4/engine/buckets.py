@@ -59,16 +59,43 @@ class Sharding(NamedTuple):
     replicas: dist.ProcessGroup | None = None
 
 
-def cut_unit(parameter: torch.Tensor, is_compact: bool, between_hosts: str | None = None) -> int:
+class Trained(NamedTuple):
+    """A trainable parameter, and the facts that decide its bucket."""
+
+    parameter: torch.Tensor
+    name: str  # in messages
+    sharding: Sharding = Sharding()  # the ranks that it is sharded over
+    by: int = 0  # the number of the optimizer that updates its master
+    work: int | None = None  # the cost of its update as a whole matrix; None if it is updated in any slices
+    leader: int = 0  # the position of the first parameter of its amax group, which lies in one bucket
+    state: str = "full"  # or "compact", or "compact24", with masters of 24 bits for bfloat16 weights
+    between_hosts: str | None = None  # the format in which means of hosts travel; None if it is float32
+
+    @property
+    def key(self) -> tuple:
+        """Equal for all parameters of a bucket: their optimizer, kind, state and format between hosts. NVFP4
+        weights sort first.
+        """
+        if isinstance(self.parameter, NVFP4Tensor):
+            record = self.parameter.record
+            kind = 0, -record.block[0], str(record.four_over_six or "")
+        else:
+            kind = (1 + (torch.bfloat16, torch.float16, torch.float32).index(self.parameter.dtype),)
+        # Strips of rows of several lengths would cut slices at multiples of all of them.
+        cols = self.parameter.shape[-1] if self.between_hosts == "nvfp4" else 0
+        return self.by, kind, self.state != "full", self.state, self.between_hosts or "", cols
+
+
+def cut_unit(one: Trained) -> int:
     """Ranks are cut at multiples of this: a block's scale, a group of compact state and a strip of NVFP4
     between hosts have one owner.
     """
-    units = [1]
+    parameter, units = one.parameter, [1]
     if isinstance(parameter, NVFP4Tensor) and parameter.record.scales_travel:
         units.append(block_unit(parameter.record))
-    if is_compact:
+    if one.state != "full":
         units.append(state_unit(parameter.shape[-1]))
-    if between_hosts == "nvfp4":
+    if one.between_hosts == "nvfp4":
         units.append(STRIP[0] * parameter.shape[-1])
     return math.lcm(*units)
 
@@ -77,10 +104,11 @@ class Bucket:
     """Parameters of one kind in flat memory, and this rank's slice of their masters and averaged gradients.
 
     indices: the positions of the parameters among all trainable ones.
+    trained: the parameters, which have their sharding, optimizer (`by`), state and format between hosts in
+        common.
     owners: by parameter, the rank that owns all of it, in ascending order; None if a slice ends at any
         cut_unit() of a parameter.
     wire: the dtype that gradients are rounded to before they are added; None keeps autograd's.
-    state, between_hosts: as of Trained.
 
     allocate() makes the memory of the weights, and bind() makes the parameters views of it. The memory of
     allocate_masters(), masters and low, is this rank's slice, zero between two parameters:
@@ -104,15 +132,14 @@ class Bucket:
     def __init__(
         self,
         indices: Sequence[int],
-        parameters: Sequence[torch.Tensor],
-        sharding: Sharding = Sharding(),  # noqa: B008
+        trained: Sequence[Trained],
         owners: Sequence[int] | None = None,
         wire: torch.dtype | None = None,
-        state: str = "full",
-        between_hosts: str | None = None,
     ):
-        self.state, self.between_hosts = state, between_hosts
-        self.indices, self.parameters, self.wire = list(indices), list(parameters), wire
+        first, sharding = trained[0], trained[0].sharding
+        self.by, self.state, self.between_hosts = first.by, first.state, first.between_hosts
+        self.indices, self.wire = list(indices), wire
+        self.parameters, self.names = [one.parameter for one in trained], [one.name for one in trained]
         self.device = self.parameters[0].device
         dtypes = set(map(gradient_dtype, self.parameters))
         self.sent_as: torch.dtype = wire or (torch.float32 if len(dtypes) > 1 else next(iter(dtypes)))
@@ -130,7 +157,7 @@ class Bucket:
         self.shapes = [parameter.shape for parameter in self.parameters]
         sizes = [shape.numel() for shape in self.shapes]
         if owners is None:
-            units = [cut_unit(p, state != "full", between_hosts) for p in self.parameters]
+            units = list(map(cut_unit, trained))
             self.offsets, self.slice_numel = equal_slices(sizes, self.world_size, ALIGNMENT, units)
         else:
             self.offsets, self.slice_numel = whole_slices(sizes, owners, self.world_size, ALIGNMENT)
@@ -354,7 +381,7 @@ class GradientMemory:
     """
 
     def __init__(self, bucket: Bucket, flat: torch.Tensor, aliased_storages: set[int] | None = None):
-        self.flat, self._storages = flat, aliased_storages
+        self.flat, self._storages, self._names = flat, aliased_storages, bucket.names
         self.aliased = aliased_storages is not None
         self.views = bucket.whole_views(flat.view(-1))
         self._addresses = [view.data_ptr() for view in self.views]
@@ -369,13 +396,13 @@ class GradientMemory:
             pairs = zip(ends, [*bucket.offsets, flat.numel()], strict=True)
             self._gaps = [flat.view(-1)[end:begin] for end, begin in pairs if end < begin]
 
-    def check(self, gradients: Gradients, names: Sequence[str]) -> None:
-        """Raise RuntimeError for a gradient in the memory of another one. names: of the parameters."""
+    def check(self, gradients: Gradients) -> None:
+        """Raise RuntimeError for a gradient in the memory of another one."""
         for k in self._elsewhere(gradients) if self.aliased else ():
             if self._is_aliased(gradients[k]):
                 raise RuntimeError(
-                    f"the gradient of {names[k]} lies in memory that gradients are sent from, but not where "
-                    "its own does: p.grad must not be exchanged, shared or transposed; assign a clone()"
+                    f"the gradient of {self._names[k]} lies in memory that gradients are sent from, but not "
+                    "where its own does: p.grad must not be exchanged, shared or transposed; assign a clone()"
                 )
 
     def take(self, gradients: Gradients) -> None:

@@ -279,16 +279,15 @@ def collective_exchanges(
     return made
 
 
-def check_gradients(
-    exchange: BucketExchange, gradients: Gradients, names: Sequence[str], are_known: bool = False
-) -> None:
+def check_gradients(exchange: BucketExchange, gradients: Gradients, are_known: bool = False) -> None:
     """Raise RuntimeError for a gradient that is sparse, on another device, freed, of another shape, or in the
     memory of another parameter's gradient; TypeError for one that would be rounded without gradient_wire.
 
-    names: of the bucket's parameters. are_known: whether gradients of the same kinds have passed before.
+    are_known: whether gradients of the same kinds have passed before.
     """
     bucket, sent_as = exchange.bucket, exchange.bucket.sent_as
-    for name, gradient, shape in () if are_known else zip(names, gradients, bucket.shapes, strict=True):
+    members = () if are_known else zip(bucket.names, gradients, bucket.shapes, strict=True)
+    for name, gradient, shape in members:
         if gradient is None:
             continue
         problem = None
@@ -309,4 +308,4 @@ def check_gradients(
                 f"{sent_as} if that is meant"
             )
     if exchange.memory is not None:
-        exchange.memory.check(gradients, names)
+        exchange.memory.check(gradients)

@@ -426,9 +426,7 @@ class OwnGradients:
         if not is_known:
             self._kinds = self.launches = None
         for one in self._exchanges:
-            own = [gradients[i] for i in one.bucket.indices]
-            names = [self._shards.names[i] for i in one.bucket.indices]
-            check_gradients(one, own, names, is_known)
+            check_gradients(one, [gradients[i] for i in one.bucket.indices], is_known)
         if not is_known and facts is not None:
             self._kinds = facts.kinds
             sent_as = {i: one.bucket.sent_as for one in self._exchanges for i in one.bucket.indices}

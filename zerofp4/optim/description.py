@@ -48,7 +48,7 @@ def describe(optimizer: Any) -> Description:
 
 def _describe_bucket(optimizer: Any, exchange: Any) -> dict[str, Any]:
     """The contents of a bucket, and the bytes that this rank sends for it in a step."""
-    shards, bucket, size = optimizer._shards, exchange.bucket, exchange.bucket.world_size
+    bucket, size = exchange.bucket, exchange.bucket.world_size
     dtype = str(bucket.parameters[0].dtype).removeprefix("torch.")
     amaxes = 0 if bucket.plan is None else bucket.plan.wire.nbytes
     is_exact = exchange.means_travel_as == "float32"
@@ -59,7 +59,7 @@ def _describe_bucket(optimizer: Any, exchange: Any) -> dict[str, Any]:
         "replicas": bucket.replica_count,
         "elements": sum(parameter.numel() for parameter in bucket.parameters),
         "whole_matrices": bucket.is_of_whole_matrices,
-        "optimizer": type(optimizer.inners.all[shards.trained[bucket.indices[0]].by]).__name__,
+        "optimizer": type(optimizer.inners.all[bucket.by]).__name__,
         "state": bucket.state,
         "masters": "host" if bucket.is_offloaded else "device",
         "gathered_in": None if size == 1 else "forward" if optimizer._step.is_late(exchange) else "step",
@@ -67,7 +67,7 @@ def _describe_bucket(optimizer: Any, exchange: Any) -> dict[str, Any]:
         "gradients": exchange.gradient_bytes,
         "between_hosts": exchange.bytes_between_hosts,
         "means_travel_as": exchange.means_travel_as,
-        "exactly": [shards.names[i] for i in bucket.indices] if is_exact else [],
+        "exactly": [*bucket.names] if is_exact else [],
         # A ring sends every byte twice, except a rank's own share.
         "amaxes": 2 * (size - 1) * amaxes // size,
         "weights": (size - 1) * sum(flat.nbytes for flat in bucket.gathered) // size,

@@ -227,7 +227,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         present = self._agreement.presence(by_bucket) if self.world_size > 1 else {}
         for number, inner in enumerate(self.inners.all):
             if isinstance(inner, FusedAdamW):
-                mine = [b for b in self._shards.buckets if self._shards.trained[b.indices[0]].by == number]
+                mine = [b for b in self._shards.buckets if b.by == number]
                 parts = [([m for i in b.indices for m in optimized[i]], b.plan) for b in mine]
                 inner.offer_parts(parts, present)
 
