@@ -196,7 +196,7 @@ class Offload:
 
     def __init__(self, buckets: Sequence[Bucket], share: float, threads: int, sums: bool):
         self.device, chosen = buckets[0].device, choose(buckets, share)
-        self._sums = sums
+        self.sums = sums
         check_room(chosen, sums)
         self.is_used = bool(chosen)
         self.threads = threads if chosen else None
@@ -228,7 +228,7 @@ class Offload:
             slots.down = self._pinned((max(sizes, default=0),), torch.uint8)
             slots.amaxes = self._pinned((max(words, default=0),), torch.float32)
             slots.means = torch.zeros(max(numels, default=0), dtype=torch.float32, device=self.device)
-        for exchange in mine if self._sums else ():
+        for exchange in mine if self.sums else ():
             _ = exchange.bucket.gradients  # makes it
 
     def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -86,7 +86,6 @@ class Agreement:
 
     announced: by all ranks. Ranks that share a parameter share its slot.
     group: all ranks that step together.
-    failed: float32 [], 1 once a rank did not come to a barrier of the GPUs; None if ranks share no memory.
 
     [Note: who reads a vote] begin() waits for nothing. decide() has one kernel write the decision that the
     update and the cast read on the device, so a step that a rank refuses changes nothing. The host reads the
@@ -104,7 +103,6 @@ class Agreement:
         inners: InnerOptimizers,
         group: dist.ProcessGroup | None,
         on_nonfinite: str,
-        failed: torch.Tensor | None,
     ):
         rank, self.world_size = rank_and_size(group)
         self._group, self._shards, self._inners = GroupReference(group), shards, inners
@@ -129,6 +127,7 @@ class Agreement:
         """Whether the host leaves votes to the device."""
         self.steps = 0
         """How many steps the ranks have taken, skipped ones too, except one whose vote is unread."""
+        failed = None if shards.peers is None else shards.peers.failed
         self.decision = ops.Decision(count if self.world_size > 1 else 0, device, failed)
         self.skip_in_kernels = self.decision.skip if failed is None else failed
         """float32 [], which FusedAdamW reads. [Note: a barrier in the middle of a step]"""
@@ -384,10 +383,7 @@ class Clipped(NamedTuple):
 
 
 class OwnGradients:
-    """The gradients of this rank's trainable parameters, where backward passes leave them.
-
-    are_summed: whether a SumSchedule takes them there.
-    """
+    """The gradients of this rank's trainable parameters, where backward passes leave them."""
 
     def __init__(
         self,
@@ -395,7 +391,6 @@ class OwnGradients:
         exchanges: Sequence[BucketExchange],
         agreement: Agreement,
         inners: InnerOptimizers,
-        are_summed: bool,
     ):
         self._shards, self._exchanges, self._inners = shards, exchanges, inners
         self._world_size = agreement.world_size
@@ -404,7 +399,7 @@ class OwnGradients:
         becomes infinite by it counts as infinite, in a world of any size.
         """
         is_alone = self._world_size == 1 and all(one.memory is None for one in exchanges)
-        self.are_means = is_alone and not are_summed
+        self.are_means = is_alone and not shards.offload.sums
         """Whether gradients are their own means, in p.grad: in a world of one if nothing rounds them."""
         self.squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=shards.found_inf.device)
         """The sums of the squares of the means, for their norm."""

@@ -27,7 +27,7 @@ class Description(dict[str, Any]):
 
 def describe(optimizer: Any) -> Description:
     """As ZeroFP4Optimizer.describe(), which says what each entry is."""
-    shards, peers, exchanges = optimizer._shards, optimizer._peers, optimizer._step.exchanges
+    shards, peers, exchanges = optimizer._shards, optimizer._shards.peers, optimizer._step.exchanges
     states = [[optimizer.inners.state_of(master) for master in own] for own in shards.optimized]
     pinned = {"pinned slots": {"device": 0, "host": shards.offload.pinned_bytes}}
     buckets = [_describe_bucket(optimizer, exchange) for exchange in exchanges]

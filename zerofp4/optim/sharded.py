@@ -35,7 +35,7 @@ from zerofp4.engine import (
     zeros_on,
 )
 from zerofp4.ops import Addresses, Versions
-from zerofp4.optim.build import Checked, Communication, kind_of
+from zerofp4.optim.build import Checked, kind_of
 from zerofp4.optim.moments import Slice
 from zerofp4.shard import Shard, intersect
 from zerofp4.storage import record_of
@@ -78,13 +78,13 @@ class ShardedParameters:
         # No process group is kept alive, so that its threads end when it is destroyed: one of gloo that
         # outlives the interpreter may end the process with an error.
         self.trained = [one._replace(sharding=Sharding()) for one in checked.trained]
-        self._peers, self._late = peers, late
+        self.peers, self._late = peers, late
         self.parameters = [one.parameter for one in self.trained]
         self.names = [one.name for one in self.trained]
         named = zip(checked.names, checked.parameters, strict=True)
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._kinds = [(kind_of(p), p.device) for p in self.parameters]
-        options = checked.communication
+        options = self._options = checked.communication
         for parameter in self.parameters:
             if options.gradient_dtype not in (None, gradient_dtype(parameter)):
                 with torch._C.DisableTorchFunctionSubclass():
@@ -259,26 +259,18 @@ class ShardedParameters:
         return self.by_parameter(lambda b: b.whole_views(b.gradients))
 
     def make_exchanges(
-        self,
-        options: Communication,
-        *,
-        is_ordered: bool,
-        sends_early: bool,
-        sums: bool,
-        hosts: int | None,
-        count_steps: Callable[[], int],
+        self, *, is_ordered: bool, sends_early: bool, hosts: int | None, count_steps: Callable[[], int]
     ) -> list[BucketExchange]:
         """The exchange of each bucket, and the memory of offloaded ones.
 
         is_ordered, sends_early: as `ordered` and `early` of collective_exchanges().
-        sums: whether gradients are added up in host memory.
         hosts, count_steps: as of hosts_exchanges(), for `between_hosts`.
         """
-        buckets, in_turns = self.buckets, options.overlap == "update"
-        ways = {"early": sends_early, "aliased": not (in_turns or sums)}
-        if self._peers is not None:
-            exchanges = peer_exchanges(buckets, self._peers, early=sends_early, in_turns=in_turns)
-        elif options.between_hosts is not None:
+        buckets, in_turns = self.buckets, self._options.overlap == "update"
+        ways = {"early": sends_early, "aliased": not (in_turns or self.offload.sums)}
+        if self.peers is not None:
+            exchanges = peer_exchanges(buckets, self.peers, early=sends_early, in_turns=in_turns)
+        elif self._options.between_hosts is not None:
             exchanges = hosts_exchanges(buckets, hosts, count_steps, **ways)
         else:
             exchanges = collective_exchanges(buckets, ordered=is_ordered, **ways)
@@ -328,8 +320,8 @@ class ShardedParameters:
         """Raise RuntimeError for parameters that were exchanged, moved, written to or unfrozen, and if the
         optimizer is broken or a rank has failed the others.
         """
-        if self._peers is not None:
-            self._peers.check()
+        if self.peers is not None:
+            self.peers.check()
         self.raise_if_broken()
         self.check_groups()
         self.check_moved()
@@ -468,8 +460,8 @@ class ShardedParameters:
         self.check_moved()
         for plan in self.plans:
             plan.check()
-        if self._peers is not None:
-            self._peers.check()
+        if self.peers is not None:
+            self.peers.check()
 
 
 # Initial values

@@ -143,12 +143,12 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         # Memory: weights, masters, state
         self.communication = communication
         device = checked.parameters[0].device
-        self._peers, why_no_peers = find_peers(transport, group, device)
+        peers, why_no_peers = find_peers(transport, group, device)
         bucket_mb = max(other.bucket_mb for other in announced)
         late = LateGathers(device) if communication.overlap in ("forward", "both") else None
         places = [one.host for one in announced], [one.cores for one in announced]
         threads = checked.offload_threads or find_threads(rank, *places)
-        shards = self._shards = ShardedParameters(checked, group, bucket_mb, self._peers, late, threads)
+        shards = self._shards = ShardedParameters(checked, group, bucket_mb, peers, late, threads)
         free_frozen(checked.parameters)
         sends_early = communication.overlap in ("backward", "both") and self.world_size > 1
         why_at_once = checked.why_at_once
@@ -160,10 +160,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         with error:  # all of it allocates, and other ranks wait for this one afterwards
             hosts = find_hosts(places[0])
             exchanges = shards.make_exchanges(
-                communication,
                 is_ordered=reduction == "ordered",
                 sends_early=sends_early,
-                sums=offload_gradients,
                 hosts=hosts and hosts[0],
                 count_steps=lambda: self._agreement.steps,
             )
@@ -172,19 +170,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             """The optimizers of the masters, in the order in which their classes come first in the groups."""
             of_class = (one.defaults for one in self.inners.all if type(one) is optimizer_class)
             self.defaults = next(of_class, self.inners.all[0].defaults)
-            failed = None if self._peers is None else self._peers.failed
-            agreement = self._agreement = Agreement(
-                announced, shards, self.inners, group, on_nonfinite, failed
-            )
+            agreement = self._agreement = Agreement(announced, shards, self.inners, group, on_nonfinite)
             shards.offload.follow(agreement.skip_in_kernels, agreement.decision.present)
             saved = SavedState(shards, self.inners, announced, rank, token, agreement.look)
             self.state = self._saved = saved
             # The parts of a step
             self._offer_parts()
-            self._step = Step(exchanges, self._peers, sends=not sends_early, late=late)
-            own = self._gradients = OwnGradients(
-                shards, exchanges, agreement, self.inners, are_summed=offload_gradients
-            )
+            self._step = Step(exchanges, peers, sends=not sends_early, late=late)
+            own = self._gradients = OwnGradients(shards, exchanges, agreement, self.inners)
             self._fused: FusedAdamW | None = self.inners.all[0] if why_at_once is None else None
             """Updates the masters bucket by bucket; None if all are updated at once."""
             why_host_waits = agreement.find_why_host_waits(sends_early) or why_at_once
@@ -196,7 +189,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             if offload_gradients:
                 self._sums = SumSchedule(shards, exchanges, own)
         exchange(None, error, group, "building the optimizers of masters")
-        if sends_early and self._peers is None:
+        if sends_early and peers is None:
             # NCCL connects on the first message, and the host waits until the peer connects, too. In a
             # backward pass the peer may never come.
             exchanges[0].send(ABSTAIN)
@@ -207,7 +200,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             shards.holder.watch_clipping(checked.parameters)
         for doubt in checked.doubts(rank, shards.coarse):
             warnings.warn(doubt, stacklevel=3)
-        shared_by = "collective" if self._peers is None else "peer"
+        shared_by = "collective" if peers is None else "peer"
         self._described = {
             "transport": "none" if self.world_size == 1 else shared_by,
             "why_collective": why_collective or why_no_peers,
