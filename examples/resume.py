@@ -13,6 +13,8 @@ from torch import nn
 
 import zerofp4
 
+if len(sys.argv) != 2:
+    sys.exit("usage: resume.py FOLDER")
 folder = Path(sys.argv[1])
 world = zerofp4.launch.init_process_group()
 torch.manual_seed(0)

@@ -12,7 +12,7 @@ if [[ -z ${ZEROFP4_CUDA-} ]] && ! nvidia-smi -L >/dev/null 2>&1 && ! compgen -G 
     say "no GPU: the extension is built for the CPU alone (with ZEROFP4_CUDA=1 for GPUs, too)"
     export ZEROFP4_CUDA=0
 fi
-setup_environment train any
+setup_environment train
 cd "$ROOT"
 
 read -r cores gpus < <("$PYTHON" -c 'import os, torch; print(len(os.sched_getaffinity(0)), torch.cuda.device_count())')

@@ -1,8 +1,8 @@
-# Sourced by test.sh and demo.sh. setup_environment EXTRA PACKAGE leaves in $PYTHON an interpreter that imports zerofp4,
-# has what that extra names, and has its programs on the PATH. That is python3 where it is a virtual environment with
-# torch, else .venv in the repository, which sees the torch of python3 where there is one. PACKAGE says whose zerofp4 it
-# may be: `checkout` for this one's alone, up to date, or `any` for one that was installed from elsewhere too. With
-# CI=true a requirement that cannot be installed ends the script.
+# Sourced by test.sh and demo.sh. setup_environment EXTRA builds this checkout's zerofp4 in place, and leaves in $PYTHON an
+# interpreter that imports it in $ROOT, has what that extra names, and has its programs on the PATH. That is python3 where
+# it is a virtual environment with torch, else .venv in the repository, which sees the torch of python3 where there is
+# one. For `test` the checkout is installed, too: some tests start in other folders. With CI=true a requirement that cannot
+# be installed ends the script.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 TORCH=torch==2.13.0
@@ -35,11 +35,6 @@ is_virtual() {
 package_is_ours() {
     local find='import importlib.util; print(importlib.util.find_spec("zerofp4").origin)'
     [[ $(cd / && "$1" -c "$find" 2>/dev/null) == "$ROOT/zerofp4/__init__.py" ]]
-}
-
-# is_installed PYTHON PACKAGE: has it a zerofp4 from elsewhere, extension and all, where PACKAGE lets it?
-is_installed() {
-    [[ $2 == any ]] && ! package_is_ours "$1" && (cd / && "$1" -c 'import zerofp4') 2>/dev/null
 }
 
 # requirements EXTRA: what pyproject.toml requires, for that extra too.
@@ -105,7 +100,7 @@ setup_environment() {
     elif ! is_virtual "$PYTHON"; then
         use_venv --system-site-packages
     fi
-    complete "$1" "$2"
+    complete "$1"
 }
 
 use_venv() {
@@ -119,27 +114,30 @@ setup_throw_away() {
     TORCH=torch==$1 THROW_AWAY=$(mktemp -d)
     PYTHON=$THROW_AWAY/bin/python
     make_venv "$THROW_AWAY"
-    complete test checkout
+    complete test
 }
 
-# complete EXTRA PACKAGE: installs into the environment of $PYTHON what it lacks.
+# complete EXTRA: installs into the environment of $PYTHON what it lacks.
 complete() {
-    local extra=$1 package=$2 wanted
+    local extra=$1 wanted
     if ! has_torch "$PYTHON"; then
         say "installing $TORCH"
         "$PYTHON" -m pip install --quiet "$TORCH" || fail "$TORCH could not be installed"
     fi
-    if ! is_installed "$PYTHON" "$package"; then
-        get "${BUILD_TOOLS[@]}"
-        say "building the extensions" # now, since pip shows nothing of a build before it failed
-        (cd "$ROOT" && "$PYTHON" setup.py --quiet build_ext --inplace) || fail "the extensions did not build"
-        package_is_ours "$PYTHON" ||
-            "$PYTHON" -m pip install --quiet --no-build-isolation --no-deps --editable "$ROOT" ||
+    build_in_place
+    if [[ $extra == test ]] && ! package_is_ours "$PYTHON"; then
+        "$PYTHON" -m pip install --quiet --no-build-isolation --no-deps --editable "$ROOT" ||
             fail "zerofp4 could not be installed"
     fi
     mapfile -t wanted < <(requirements "$extra")
     get "${wanted[@]}"
     [[ $extra != test ]] || fetch_megatron
     export PATH=$(dirname "$PYTHON"):$PATH
-    say "using $PYTHON and $(cd / && "$PYTHON" -c 'import zerofp4; print(*zerofp4.__path__)')"
+    say "using $PYTHON and $(cd "$ROOT" && "$PYTHON" -c 'import zerofp4; print(*zerofp4.__path__)')"
+}
+
+build_in_place() {
+    get "${BUILD_TOOLS[@]}"
+    say "building the extensions" # now, since pip shows nothing of a build before it failed
+    (cd "$ROOT" && "$PYTHON" setup.py --quiet build_ext --inplace) || fail "the extensions did not build"
 }

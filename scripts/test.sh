@@ -41,7 +41,7 @@ if [[ ${1-} == --torch ]]; then
     setup_throw_away "${2?--torch needs a version}"
     shift 2
 else
-    setup_environment test checkout
+    setup_environment test
 fi
 cd "$ROOT"
 

@@ -114,6 +114,14 @@ def test_an_isolated_build_says_what_to_type(installed):
     assert ", then pip install --no-build-isolation ." in isolated.stdout, isolated.stdout
 
 
+def test_the_demo_runs_in_the_checkout(installed):
+    """Where the sources shadow what was installed, and its objects are kept."""
+    folder, _ = installed
+    demo = run(folder, "scripts/demo.sh", "--steps", "2", cwd="checkout", ZEROFP4_CUDA="0")
+    assert demo.returncode == 0, demo.stdout
+    assert demo.stdout.endswith("DEMO PASSED\n"), demo.stdout
+
+
 def test_the_quick_tests_pass(installed):
     """With the tools for tests of this environment, behind what README installed."""
     folder, _ = installed

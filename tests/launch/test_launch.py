@@ -69,6 +69,11 @@ def test_destroying_what_is_not_there():
         launch.destroy_process_group()
 
 
+def test_seconds_as_a_timeout():
+    with pytest.raises(TypeError, match=r"timeout must be a datetime\.timedelta, got 20"):
+        launch.init_process_group(timeout=20)
+
+
 def test_another_backend_than_the_existing_one():
     launch.init_process_group("gloo")
     with pytest.raises(ValueError, match=r"backend: 'nccl' asked for, but the existing .* 'gloo'"):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import zerofp4
 from zerofp4 import reference
@@ -313,6 +314,25 @@ def test_a_model_that_was_sharded_first_is_reported_and_warned_of(world_of_one):
         report = zerofp4.convert_model(model)
     assert report.converted == [] and list(report.skipped) == ["0.weight", "1.weight"]
     assert all("it is a DTensor, sharded before" in reason for reason in report.skipped.values())
+
+
+def test_a_model_inside_ddp_is_refused(world_of_one):
+    model = DistributedDataParallel(nn.Linear(32, 32))
+    with pytest.raises(ValueError, match="convert the model first, and then wrap it"):
+        zerofp4.convert_model(model)
+    assert type(model.module.weight) is nn.Parameter
+
+
+def test_a_compiled_model_has_no_truth_value():
+    """torch.compile gives it a __len__ that raises. Optimizers look for what they update in all models."""
+    model = torch.compile(nn.Linear(32, 32))
+    zerofp4.convert_model(model)
+    other = nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    torch.optim.AdamW([other]).step()
+    model.weight.requires_grad_(False)
+    zerofp4.ZeroFP4Optimizer([model.bias], torch.optim.AdamW)
+    assert model.weight.get_high_precision_init_val() is None
 
 
 def test_a_root_that_is_a_linear_layer():

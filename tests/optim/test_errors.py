@@ -255,6 +255,14 @@ def test_bad_arguments(device):
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_arguments_of_something_else(device):
+    parameters, optimizer = built(device)
+    with pytest.raises(TypeError, match=r"overlap is an option of communication: .*\(overlap='update'\)"):
+        ZeroFP4Optimizer(parameters, FusedAdamW, overlap="update")
+    with pytest.raises(TypeError, match=r"max_norm must be a number, got list: .* without parameters"):
+        optimizer.clip_grad_norm_(parameters, 1.0)
+
+
 def test_a_dtype_for_gradients_that_are_there(device):
     parameters = make_parameters(device)
     parameters[1].grad = torch.zeros_like(parameters[1])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerofp4.cast import number_groups
@@ -83,10 +84,15 @@ def convert_model(
         whole. Modules with hooks, or used in several places, stay.
 
     Raises ValueError for other blocks, for columnwise=True with (1, 16), where that copy does not follow from
-    the rows, and for amax groups of other weights, before anything is changed; RuntimeError for a module that
-    does not keep the parameter that it is given. Warns if parameters are sharded already, which are not
-    converted.
+    the rows, for amax groups of other weights, and for a DistributedDataParallel, before anything is changed;
+    RuntimeError for a module that does not keep the parameter that it is given. Warns if parameters are
+    sharded already, which are not converted.
     """
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "DistributedDataParallel waits for gradients of the parameters that it was given: convert the "
+            "model first, and then wrap it"
+        )
     weight_columns(block, columnwise)  # raises for a copy that a cast cannot write
     options = {"block": block, "four_over_six": four_over_six}
     report, chosen = choose_weights(model, filter_fn, block=block)
@@ -111,17 +117,22 @@ def convert_model(
         fusions.fuse()
     watch_assignments(model)
     show_weights()
-    _converted[:] = [*(ref for ref in _converted if ref() is not None), weakref.ref(model)]
+    _converted[:] = map(weakref.ref, [*_living(), model])
     _warn_of_shards(model, report)
     if not _step_hook:
         _step_hook.append(register_optimizer_step_pre_hook(_free_at_first_step))
     return report
 
 
+def _living() -> list[nn.Module]:
+    """Models that were converted, the latest one last. (A module may have a length, and be false.)"""
+    return [model for ref in _converted if (model := ref()) is not None]
+
+
 def names_in_converted_model(parameters: Sequence[torch.Tensor]) -> list[str] | None:
     """The names of these parameters in the latest converted model that has all of them; None without one."""
-    for model in [ref() for ref in reversed(_converted)]:
-        names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+    for model in reversed(_living()):
+        names = {id(p): name for name, p in model.named_parameters()}
         if all(id(p) in names for p in parameters):
             return [names[id(p)] for p in parameters]
     return None
@@ -174,7 +185,7 @@ def free_frozen(parameters: Iterable[torch.Tensor]) -> None:
     """
     candidates = list(parameters)
     ids = set(map(id, candidates))
-    for model in filter(None, [ref() for ref in _converted]):
+    for model in _living():
         members = list(model.parameters())
         if not ids.isdisjoint(map(id, members)):
             candidates += members

@@ -30,8 +30,8 @@ def _why_missing(name: str) -> str:
     if not found:
         return f"{missing}: {_BUILD}"
     return (
-        f"{missing}, and this source folder shadows the installation in {found[0]}: run zerofp4 instead of "
-        "python -m zerofp4, run Python in another folder, or install with -e"
+        f"{missing}, and this source folder shadows the installation in {found[0]}: install with -e, or run "
+        "Python in another folder (and zerofp4 instead of python -m zerofp4)"
     )
 
 

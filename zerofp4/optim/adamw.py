@@ -528,8 +528,9 @@ def _check_parameter(name: str, p: torch.Tensor, device: torch.device) -> None:
     dtype = torch.float32 if of is None or of.low is None else torch.bfloat16
     if dtype == torch.float32 and p.dtype in (torch.bfloat16, torch.float16):
         raise TypeError(
-            f"{name} must be a torch.float32 tensor, got {p.dtype}: call model.float() first, before "
-            "fsdp2.prepare, and give MixedPrecisionPolicy(param_dtype=torch.bfloat16) to fully_shard"
+            f"{name} must be a torch.float32 tensor, got {p.dtype}: zerofp4.ZeroFP4Optimizer makes float32 "
+            "masters for FusedAdamW; with FSDP2 call model.float() first, before fsdp2.prepare, and give "
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16) to fully_shard"
         )
     check_buffer(name, p, p.shape, dtype, device)
 

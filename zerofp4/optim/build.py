@@ -144,6 +144,8 @@ class Checked:
             raise ValueError(f'state must be "full" or "compact", got {state!r}')
         if not isinstance(communication, Communication):
             raise TypeError(f"communication must be a Communication, got {type(communication).__name__}")
+        for name in defaults.keys() & Communication.__dataclass_fields__.keys():
+            raise TypeError(f"{name} is an option of communication: Communication({name}={defaults[name]!r})")
         self.amax_groups, self.communication = amax_groups, communication
         self.classes = inner_classes(param_groups, optimizer_class, whole_matrices, defaults)
         """By parameter group, the class that updates its masters."""

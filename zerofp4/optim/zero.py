@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import numbers
 import secrets
 import sys
 import warnings
@@ -308,8 +309,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         of any size. step() uses the scaled gradients, or skips them if they hold a NaN or Inf. In a world of
         one they stay in p.grad until step() scales them as it reads them, so do not write there in between.
 
-        Raises ValueError unless max_norm is 0 or more and norm_type positive, RuntimeError with
-        overlap="update", else as step().
+        Raises TypeError unless max_norm is a number, ValueError unless it is 0 or more and norm_type is
+        positive, RuntimeError with overlap="update", else as step().
         """
         if self._early is not None:
             raise RuntimeError(
@@ -320,6 +321,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         gradients, sent, kind, error = (), ABSTAIN, 2.0, OwnError()
         own, before, reduces = self._gradients, self._gradients.clipped, self._gradients.clipped is None
         try:
+            if not isinstance(max_norm, (numbers.Real, torch.Tensor)):
+                raise TypeError(
+                    f"max_norm must be a number, got {type(max_norm).__name__}: call "
+                    "clip_grad_norm_(max_norm) without parameters, since it clips those of this optimizer"
+                )
             max_norm, norm_type = float(max_norm), float(norm_type)
             if not max_norm >= 0:
                 raise ValueError(f"max_norm must be 0 or more, got {max_norm}")

@@ -1,6 +1,7 @@
 """QuantizedTensor: a torch.Tensor over a record of quantized bytes, whatever their format."""
 
 import copy
+import hashlib
 import sys
 from collections.abc import Callable
 from operator import attrgetter
@@ -259,7 +260,17 @@ def wrap(cls: type[QuantizedTensor], record: Storage) -> QuantizedTensor:
     return cls((tuple(record.shape), record.context(), tuple(buffers)), *buffers.values())
 
 
+def _stable_hash(tensor: QuantizedTensor) -> str:
+    """What torch's cache of compiled graphs knows a tensor by."""
+    names, context = tensor.__tensor_flatten__()
+    buffers = [getattr(tensor, name) for name in names]
+    inner = [(b.dtype, b.device, b.shape, b.stride()) for b in buffers]
+    known = type(tensor).__name__, tensor.requires_grad, context, names, inner
+    return hashlib.blake2b(repr(known).encode(), digest_size=16).hexdigest()
+
+
 QuantizedTensor.__tensor_flatten__ = ops.flatten_method(QuantizedTensor)
+QuantizedTensor._stable_hash_for_caching = _stable_hash
 QuantizedTensor._kept_by_autograd = property(_kept_by_autograd, _take_from_autograd)
 _codes = QuantizedTensor.rowwise_data  # whose type a checker sees
 QuantizedTensor.rowwise_data = property(buffer_property("rowwise_data").fget, _codes.fset, doc=_codes.__doc__)
