@@ -205,7 +205,10 @@ class SavedParameter(NamedTuple):
             if value.unread:
                 raise ValueError(f"{what} is not whole in the checkpoint")
             if value.shard == shard:
-                return value.values.to(entry.dtype)
+                # A state dict in memory may be loaded again, so steps must not write to it. (No step writes
+                # to what this returns of masters.)
+                is_kept = value.unread is None and name not in MASTERS
+                return value.values.to(entry.dtype, copy=is_kept)
             if not value.is_whole:  # as in a file that a world of one wrote
                 raise ValueError(f"{what} has the elements of another rank. {ONE_PART}")
             value = value.values

@@ -259,6 +259,20 @@ def test_state_of_options_that_have_changed_is_there_too(world):
         assert_bytes_equal(entries["momentum_buffer"], torch.ones(3), "momentum_buffer")
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", ["fused", "sgd", "muon"])
+def test_a_copy_in_memory_can_be_loaded_again(world, name):
+    """Steps after a load leave it as it was."""
+    model, optimizer = trained(world, case=name)
+    best = copy.deepcopy(optimizer.state_dict())
+    run(model, optimizer, range(2, 4))
+    expected = contents(model, optimizer)
+    for _ in range(2):
+        optimizer.load_state_dict(best)
+        run(model, optimizer, range(2, 4))
+        assert contents(model, optimizer) == expected
+
+
 @on_ranks(2)
 def test_a_step_drops_it_and_a_part_names_the_way(world):
     net, optimizer = make(world)
