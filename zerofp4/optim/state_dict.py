@@ -10,10 +10,11 @@ import math
 import numbers
 import secrets
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from zerofp4.distributed import GroupReference, OwnError, exchange
@@ -123,8 +124,8 @@ MOMENTS, CODES = (
 )
 KNOWN = {"master": MASTER} | PLANES | MOMENTS | CODES
 
-Layouts = dict[str, tuple[torch.Size, torch.dtype]]
-"""Shapes and dtypes of the entries of a parameter, by name."""
+State = dict[Any, dict[str, Any]]
+"""`state` of a state dict: by number, the entries of a parameter, by name."""
 
 
 def make_template(inner: InnerClass, group: dict, device: torch.device) -> dict[str, Entry]:
@@ -243,7 +244,7 @@ class SavedState(Mapping):
     ):
         self.shards, self.inners, self.token = shards, inners, token
         self._count_steps = steps
-        self.consolidated: dict[int, dict[str, torch.Tensor]] | None = None
+        self.consolidated: State | None = None
         """`state` of the next state_dict(), gathered on this rank by consolidate_state_dict()."""
         self.device = shards.parameters[0].device
         self.ids: list[list[ParameterId]] = [[] for _ in inners.classes]
@@ -370,34 +371,26 @@ class SavedState(Mapping):
             groups.append(saved | {"params": list(own)})
         return SavedOptions(groups, self.save_id)
 
-    def layouts(self) -> list[Layouts]:
-        """By trainable parameter, the entries that this rank knows. Where it owns elements it may know more
-        than other ranks do: state that was made before an option changed.
-        """
-        found = (self.entries(i) for i in range(len(self)))
-        return [{name: (each.shape, each.dtype) for name, each in entries.items()} for entries in found]
-
-    def consolidate(self, layouts: Sequence[list[Layouts]], keeps: bool) -> None:
+    def consolidate(self, state: State, keeps: bool) -> None:
         """Gather the whole state on the CPU, for the next state_dict() if this rank keeps it. Collective.
 
-        layouts: by rank, its layouts().
+        state: own_state(), with_entries_of_all_ranks().
         """
-        whole: dict[int, dict[str, torch.Tensor]] = {}
-        for i, saved in enumerate(self.parameters):
-            pieces = self.entries(i)
-            for name, (shape, dtype) in collections.ChainMap(*(own[i] for own in layouts)).items():
-                if name not in pieces:
-                    values = torch.zeros(0, dtype=dtype, device="cpu")
-                    pieces[name] = Piece(values, shape, 0, next(iter(pieces.values())).about)
-                tensor = pieces[name].full_tensor()
+        whole: State = {number: {} for number in state}
+        for number, pieces in state.items():
+            for name, piece in pieces.items():
+                tensor = piece.full_tensor()
                 if keeps:
-                    whole.setdefault(saved.number, {})[name] = tensor.cpu()
+                    whole[number][name] = tensor.cpu()
         self.consolidated = whole if keeps else None
+
+    def own_state(self) -> State:
+        return {saved.number: self.entries(i) for i, saved in enumerate(self.parameters)}
 
     def state_dict(self) -> dict[str, Any]:
         state, self.consolidated = self.consolidated, None
         if state is None:
-            state = {saved.number: self.entries(i) for i, saved in enumerate(self.parameters)}
+            state = self.own_state()
         return {"state": state, "param_groups": self.groups(), "steps": self._count_steps()}
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Piece]:
@@ -607,15 +600,48 @@ def find_saves(state_dict: Mapping, present: str | None = None) -> tuple[bool, s
     return was_in_file, set().union(*read, {of_options} - {None, present})
 
 
+def with_entries_of_all_ranks(
+    state: State, error: OwnError, group: Any, besides: Collection[GroupReference | None] = ()
+) -> State:
+    """`state` of a state dict with each entry that any rank has, in one order, so that its pieces can be
+    gathered one by one. Ranks without elements of a parameter may not know of state that was made before an
+    option changed. Collective. Raises an error of any rank.
+
+    besides: of pieces that stay as they are, the ranks that hold them.
+    """
+    layouts: dict[tuple, dict[str, tuple]] = {}  # shapes and dtypes
+    found: list[tuple[Any, tuple, About]] = []
+    with error:
+        for key, entries in state.items():
+            pieces = {name: value for name, value in entries.items() if isinstance(value, Piece)}
+            about = next((piece.about for piece in pieces.values()), About())
+            ranks = None if about.ranks in (None, *besides) or not about.ranks.is_alive() else about.ranks()
+            if ranks is not None:
+                shared = str(key), *dist.get_process_group_ranks(ranks)
+                layouts[shared] = {name: (piece.shape, piece.dtype) for name, piece in pieces.items()}
+                found.append((key, shared, about))
+    of_ranks = exchange(layouts, error, group, "comparing entries of the state")
+    state = dict(state)
+    for key, shared, about in found:
+        known = collections.ChainMap(*(own.get(shared, {}) for own in of_ranks))
+        nothing = {
+            name: Piece(torch.zeros(0, dtype=dtype, device="cpu"), shape, 0, about)
+            for name, (shape, dtype) in known.items()
+        }
+        state[key] = nothing | dict(state[key])
+    return state
+
+
 def agree_on_save(saves: set[str], error: OwnError, group: Any, call: str) -> tuple[str | None, str]:
     """The save that all ranks have read, and a new token. Raises an error of any rank, as a ValueError unless
     it is a TypeError. Collective.
     """
-    told = exchange((saves, secrets.token_hex(8)), OwnError(_load_error(error.take())), group, call)
+    told = exchange((saves, secrets.token_hex(8)), OwnError(load_error(error.take())), group, call)
     return the_one(set().union(*(own for own, _ in told))), told[0][1]
 
 
-def _load_error(failure: BaseException | None) -> BaseException | None:
+def load_error(failure: BaseException | None) -> BaseException | None:
+    """What a load raises for it."""
     if failure is None or isinstance(failure, TypeError | ValueError):
         return failure
     return ValueError(f"state_dict cannot be loaded: {type(failure).__name__}: {failure}")

@@ -38,7 +38,13 @@ from zerofp4.optim.build import Checked, Communication, check_announcements, cho
 from zerofp4.optim.description import describe, show
 from zerofp4.optim.inner import InnerOptimizers
 from zerofp4.optim.sharded import ShardedParameters
-from zerofp4.optim.state_dict import SavedState, agree_on_save, read_state_dict
+from zerofp4.optim.state_dict import (
+    SavedState,
+    agree_on_save,
+    load_error,
+    read_state_dict,
+    with_entries_of_all_ranks,
+)
 
 
 class ZeroFP4Optimizer(torch.optim.Optimizer):
@@ -600,16 +606,16 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         to: the rank in process_group. Raises ValueError for a rank that is not there, and if ranks train
         different parameters; RuntimeError if the optimizer is `broken` on a rank.
         """
-        rank, error, layouts = rank_and_size(self.process_group())[0], OwnError(), []
+        rank, error, state = rank_and_size(self.process_group())[0], OwnError(), {}
         with error:
             self._check_sound()
             if not (isinstance(to, int) and 0 <= to < self.world_size):
                 raise ValueError(f"to must be a rank from 0 to {self.world_size - 1}, got {to!r}")
             self._agreement.check_one_rank_has_all("consolidate_state_dict()")
-            layouts = self._saved.layouts()
-        of_ranks = exchange(layouts, error, self.process_group(), "consolidate_state_dict()")
+            state = self._saved.own_state()
+        state = with_entries_of_all_ranks(state, error, self.process_group())
         if self.world_size > 1:
-            self._saved.consolidate(of_ranks, keeps=rank == to)
+            self._saved.consolidate(state, keeps=rank == to)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -637,7 +643,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._shards.check_moved()
         moved = str(error.take()) if error else None  # an error would keep frames
         obstacle = self._shards.obstacle or moved
-        loaded, steps, saves = None, 0, set()
+        loaded, steps, saves, state = None, 0, set(), {}
+        here = {own.ranks for own in self._saved.parameters}
         with self.inners.restored_by_errors():
             with error:
                 self._shards.check_groups()
@@ -645,6 +652,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 self.inners.sync_options()
                 for hook in self._optimizer_load_state_dict_pre_hooks.values():
                     state_dict = hook(self, state_dict) or state_dict
+                state = dict(state_dict["state"])
+            failure = OwnError(load_error(error.take()))
+            state = with_entries_of_all_ranks(state, failure, self.process_group(), here)
+            with error:
+                state_dict = {**state_dict, "state": state}
                 loaded, saves = read_state_dict(self._saved, state_dict, written, obstacle)
                 steps = int(state_dict.get("steps", 0))
             save_id, token = agree_on_save(saves, error, self.process_group(), "load_state_dict()")

@@ -247,16 +247,25 @@ def test_every_entry_is_whole_on_the_rank_that_is_named(world, name):
 @on_ranks(2)
 def test_state_of_options_that_have_changed_is_there_too(world):
     """Ranks know of it alone that own elements of the parameter."""
-    named = [(name, nn.Parameter(torch.ones(3, device=world.device))) for name in ("first", "second")]
-    optimizer = ZeroFP4Optimizer(named, torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def build():
+        named = [(name, nn.Parameter(torch.ones(3, device=world.device))) for name in ("first", "second")]
+        return named, ZeroFP4Optimizer(named, torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    named, optimizer = build()
     for momentum in (0.9, 0.0):
         optimizer.param_groups[0]["momentum"] = momentum
         for _, p in named:
             p.grad = torch.ones_like(p)
         optimizer.step()
-    optimizer.consolidate_state_dict()
-    for entries in optimizer.state_dict()["state"].values() if world.rank == 0 else ():
-        assert_bytes_equal(entries["momentum_buffer"], torch.ones(3), "momentum_buffer")
+    _, other = build()
+    other.param_groups[0]["momentum"] = 0.0
+    other.load_state_dict(optimizer.state_dict())
+    assert_all_equal(other.gathered_masters(), optimizer.gathered_masters(), "master")
+    for each in (optimizer, other):
+        each.consolidate_state_dict()
+        for entries in each.state_dict()["state"].values() if world.rank == 0 else ():
+            assert_bytes_equal(entries["momentum_buffer"], torch.ones(3), "momentum_buffer")
 
 
 @on_ranks(1, 2)
