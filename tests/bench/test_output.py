@@ -51,11 +51,11 @@ def test_docs_are_written_and_charts_drawn_where_that_can_be(has_matplotlib, mon
     found = [] if has_matplotlib else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
     monkeypatch.setattr(pages, "write_docs", lambda: ["page"])
-    for name in ("summary", "memory", "links"):
+    for name in ("summary", "memory", "links", "losses"):
         monkeypatch.setattr(pictures, f"draw_{name}", lambda name=name: name)
     bench.main(["docs"])
     lines = capsys.readouterr().out.splitlines()
-    charts = ["wrote summary", "wrote memory", "wrote links"]
+    charts = ["wrote summary", "wrote memory", "wrote links", "wrote losses"]
     missing = ["no charts: matplotlib is not installed (the extra `train` has it)"]
     assert lines == ["wrote page", *charts] if has_matplotlib else [*missing, "wrote page"]
 
