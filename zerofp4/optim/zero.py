@@ -2,11 +2,10 @@
 
 import contextlib
 import math
-import numbers
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -327,7 +326,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         gradients, sent, kind, error = (), ABSTAIN, 2.0, OwnError()
         own, before, reduces = self._gradients, self._gradients.clipped, self._gradients.clipped is None
         try:
-            if not isinstance(max_norm, (numbers.Real, torch.Tensor)):
+            if isinstance(max_norm, Iterable) and not isinstance(max_norm, (torch.Tensor, str)):
                 raise TypeError(
                     f"max_norm must be a number, got {type(max_norm).__name__}: call "
                     "clip_grad_norm_(max_norm) without parameters, since it clips those of this optimizer"
