@@ -67,9 +67,9 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
 
     NCCL gets a high-priority stream, so that collectives do not wait behind queued kernels.
 
-    Raises TypeError for another timeout, ValueError if the existing group has another backend than the one
-    asked for, RuntimeError if a host
-    has more ranks than GPUs (NCCL needs one each), and if mpi4py is missing or of another MPI than mpirun.
+    Raises TypeError unless the timeout is a timedelta, ValueError if the existing group has another backend
+    than the one asked for, RuntimeError if a host has more ranks than GPUs (NCCL needs one each), and if
+    mpi4py is missing or of another MPI than mpirun.
     """
     global _groups
     if not isinstance(timeout, timedelta):

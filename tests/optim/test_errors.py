@@ -254,7 +254,6 @@ def test_bad_arguments(device):
             ZeroFP4Optimizer(params, **keywords(options))
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 def test_arguments_of_something_else(device):
     parameters, optimizer = built(device)
     with pytest.raises(TypeError, match=r"overlap is an option of communication: .*\(overlap='update'\)"):
@@ -263,6 +262,7 @@ def test_arguments_of_something_else(device):
         optimizer.clip_grad_norm_(parameters, 1.0)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 def test_a_dtype_for_gradients_that_are_there(device):
     parameters = make_parameters(device)
     parameters[1].grad = torch.zeros_like(parameters[1])

@@ -18,7 +18,6 @@ from zerofp4.engine.buckets import (
     gradient_dtype,
     is_sendable,
     joined,
-    sendable,
     with_own_storage,
     write_master,
     zeros_on,
@@ -32,6 +31,7 @@ from zerofp4.engine.exchange import (
     CollectiveExchange,
     check_gradients,
     collective_exchanges,
+    in_place,
 )
 from zerofp4.engine.hosts import hosts_exchanges
 from zerofp4.engine.late_gather import LateGathers

@@ -335,13 +335,6 @@ def are_sendable(gradients: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype
     )
 
 
-def sendable(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient, or a copy if it is not sendable."""
-    if is_sendable(gradient, dtype):
-        return gradient
-    return torch.empty(gradient.shape, dtype=dtype, device=gradient.device).copy_(gradient)
-
-
 def add_gradient_hooks(
     owner: Any, parameters: Sequence[torch.Tensor], method: Callable[[Any, int, torch.Tensor], None]
 ) -> None:

@@ -12,12 +12,12 @@ from zerofp4.engine.buckets import (
     Bucket,
     GradientMemory,
     Gradients,
-    are_sendable,
     gradient_memory,
     in_slots,
-    sendable,
+    is_sendable,
     zeros_on,
 )
+from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.ops import RankGradients
 from zerofp4.storage import is_freed
 
@@ -72,7 +72,7 @@ class BucketExchange(Protocol):
     """
 
     def send(self, gradients: Gradients | Abstain) -> None:
-        """Begin to send gradients to the ranks that own them."""
+        """Begin to send gradients to the ranks that own them; without memory as of in_place()."""
 
     def receive(self) -> Arrived:
         """The gradients of all ranks, which may be read until the bucket after the next is sent."""
@@ -92,7 +92,7 @@ class BucketExchange(Protocol):
 
 
 class LocalExchange(BucketExchange):
-    """A bucket of one rank, whose gradients are the means. Kernels read them, or copies if they cannot."""
+    """A bucket of one rank, whose gradients are the means, and are read in place."""
 
     gradient_bytes = 0
 
@@ -110,9 +110,6 @@ class LocalExchange(BucketExchange):
 
     def receive(self) -> Arrived:
         gradients, self._gradients = self._gradients, ()  # to be freed after the update
-        present = [gradient for gradient in gradients if gradient is not None]
-        if not are_sendable(present, [self.arrives_as] * len(present)):
-            gradients = [None if g is None else sendable(g, self.arrives_as) for g in gradients]
         return Arrived(gradients, None)
 
     def average(self, squares: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
@@ -277,6 +274,21 @@ def collective_exchanges(
         users[place] = CollectiveExchange(bucket, own, rows, of_replicas, ordered, users.get(place))
         made.append(users[place])
     return made
+
+
+def in_place(exchange: BucketExchange, gradients: Gradients) -> Gradients:
+    """Gradients for send(): without memory, kernels read contiguous ones, and others are copied."""
+    if exchange.memory is not None:
+        return gradients
+    copied = []
+    for gradient in gradients:
+        if gradient is not None:
+            own = gradient.dtype if gradient.dtype in WEIGHT_DTYPES else torch.float32
+            dtype = exchange.arrives_as or own
+            if not is_sendable(gradient, dtype):
+                gradient = torch.empty(gradient.shape, dtype=dtype, device=gradient.device).copy_(gradient)
+        copied.append(gradient)
+    return copied
 
 
 def check_gradients(exchange: BucketExchange, gradients: Gradients, are_known: bool = False) -> None:

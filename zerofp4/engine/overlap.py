@@ -10,7 +10,7 @@ import torch
 from zerofp4 import ops
 from zerofp4.distributed import OwnError, in_phase
 from zerofp4.engine.buckets import Gradients, add_gradient_hooks
-from zerofp4.engine.exchange import ABSTAIN, Abstain, BucketExchange, check_gradients
+from zerofp4.engine.exchange import ABSTAIN, Abstain, BucketExchange, check_gradients, in_place
 from zerofp4.engine.step import Step
 from zerofp4.tensors import check_not_averaged
 
@@ -243,14 +243,15 @@ class TakingSchedule(Schedule):
                 parameters = [self._parameters[i] for i in indices]
                 own = ops.gradients_of(parameters)
                 check_gradients(exchange, own)
-                word = in_phase("scan", self._own.scan)(indices, own)
+                sent = in_place(exchange, own)
+                word = in_phase("scan", self._own.scan)(indices, sent)
                 with torch._C.DisableTorchFunctionSubclass():
                     for parameter in parameters:
                         parameter.grad = None
                 for gradient in own:
                     if gradient is not None and gradient.is_cuda:  # it may come from another stream
                         gradient.record_stream(torch.cuda.current_stream(gradient.device))
-                return own, [gradient is not None for gradient in own], word
+                return sent, [gradient is not None for gradient in own], word
         return ABSTAIN, [False] * len(indices), None
 
 

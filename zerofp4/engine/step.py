@@ -78,7 +78,8 @@ class Step:
         """Update and publish. Collective; the host waits for no GPU, unless buckets are offloaded.
 
         update: None leaves the masters as they are.
-        gradients: to be averaged; None if the means are in the buckets, or there is no update.
+        gradients: to be averaged, as of in_place(); None if the means are in the buckets, or there is no
+            update.
         error: of this rank, which then joins the collectives, changes nothing and raises it.
         """
         try:

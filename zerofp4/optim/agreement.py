@@ -25,8 +25,8 @@ from zerofp4.engine import (
     BucketExchange,
     Gradients,
     check_gradients,
+    in_place,
     is_sendable,
-    sendable,
 )
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.launch import backend_for
@@ -432,14 +432,23 @@ class OwnGradients:
             self.launches.addresses = facts.addresses
         return gradients
 
+    def to_average(self, gradients: Gradients, reduces: bool) -> Gradients | None:
+        """Gradients as a step or clip sends or reads them; None if they are averaged already."""
+        if not (reduces or self.are_means):
+            return None
+        if self.launches is not None or self._shards.offload.sums:
+            return gradients
+        found: list[torch.Tensor | None] = list(gradients)
+        for one in self._exchanges:
+            indices = one.bucket.indices
+            for i, gradient in zip(indices, in_place(one, [gradients[i] for i in indices]), strict=True):
+                found[i] = gradient
+        return found
+
     def means(self, gradients: Gradients) -> list[torch.Tensor]:
         """This rank's part of the averaged gradients. Of several ranks with the same part, one counts."""
         if self.are_means:
-            present = [gradient for gradient in gradients if gradient is not None]
-            if self.launches is None:
-                dtypes = (g.dtype if g.dtype in WEIGHT_DTYPES else torch.float32 for g in present)
-                present = list(map(sendable, present, dtypes))
-            return present
+            return [gradient for gradient in gradients if gradient is not None]
         return [bucket.gradients[bucket.part] for bucket in self._shards.buckets if bucket.is_counted]
 
     def find_word(

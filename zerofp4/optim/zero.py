@@ -265,22 +265,22 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                     loss = closure()
             self._agreement.raise_own()
             own, clipped = self._gradients, self._gradients.clipped
-            gradients = self._collect()
+            gradients, reduces = self._collect(), clipped is None
             if clipped is not None and clipped.gradients.changed(gradients):
                 raise RuntimeError(
                     "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
                     "step: call it after the last backward pass, or zero_grad() before the next one"
                 )
-            in_slices = self._sums is not None or not (clipped is None or own.are_means)
             if self._fused is None:
                 _ = self._shards.optimized_pairs  # makes the memory of gradients
             else:
+                in_slices = self._sums is not None or not (reduces or own.are_means)
                 skip = self._agreement.skip_in_kernels
                 factor = clipped and clipped.factor
                 on_host = self._shards.offload.begin(factor)
                 self._fused.begin_buckets(self._step.exchanges, skip, factor, in_slices, on_host)
             self._unscale(gradients, scale)  # last: a step that is taken again must not divide them twice
-            sent = None if in_slices else gradients
+            sent = None if self._sums is not None else own.to_average(gradients, reduces)
         except BaseException as failure:
             error = self._to_vote(failure)
         reduces = self._gradients.clipped is None
@@ -346,7 +346,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             reduces = before is None or before.gradients.changed(gradients)
             for bucket in () if own.are_means else self._shards.buckets:
                 _ = bucket.gradients  # makes their memory
-            sent = gradients if reduces or own.are_means else None
+            sent = own.to_average(gradients, reduces)
         except BaseException as failure:
             error = self._to_vote(failure)
         self._vote(Call(True, reduces, max_norm, norm_type), gradients, error)

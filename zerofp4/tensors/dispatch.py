@@ -67,9 +67,8 @@ def writes(tensor) -> str:
     return (
         f" writes to an {type(tensor).__name__}, which only copy_, zero_ and fill_ may do: compute the new "
         "values in a plain tensor and copy_ that, which requantizes. Initialize a model before "
-        "zerofp4.convert_model. To train, use "
-        "zerofp4.optim.ZeroFP4Optimizer, which updates FP32 masters; for averages of weights, use "
-        f"zerofp4.optim.AveragedMasters. {ADAPTERS}"
+        "zerofp4.convert_model. To train, use zerofp4.optim.ZeroFP4Optimizer, which updates FP32 masters; "
+        f"for averages of weights, use zerofp4.optim.AveragedMasters. {ADAPTERS}"
     )
 
 
