@@ -253,16 +253,16 @@ class Run:
     def backward_passes(self) -> torch.Tensor:
         """Gradients of a step, in p.grad; returns the loss."""
         own, arm = self.preset, self.arm
-        count = 1 if arm.one_micro_batch else 2 * HOSTS if arm.hosts else own.micro_batches
+        count = 1 if arm.one_micro_batch else HOSTS if arm.hosts else own.micro_batches
         windows, loss = self.order.of_step(self.step).chunk(count), 0.0
         sums: Values = {}
-        for i, micro in enumerate(windows, 1):
+        for host, micro in enumerate(windows):
             with self.context:
                 part = self.model(*self.tokens.batch("train", micro, own.sequence)) / count
             part.backward()
             loss = loss + part.detach()
-            if arm.hosts and i % (count // HOSTS) == 0:
-                self.send_gradients(sums, i * HOSTS // count - 1)
+            if arm.hosts:
+                self.send_gradients(sums, host)
         for name, p in self.model.named_parameters() if arm.hosts else ():
             p.grad = sums[name]
         return loss

@@ -218,7 +218,7 @@ def test_gradients_travel_as_between_hosts(format):
 
 
 def test_an_arm_of_hosts_sends_what_it_may(tokens):
-    """Micro-batches of one host are added up before they are rounded; embeddings and norms travel exactly."""
+    """Embeddings and norms travel exactly."""
     sending, exact = run("hosts-nvfp4", tokens), run("hosts-fp32", tokens)
     for each in (sending, exact):
         each.backward_passes()
