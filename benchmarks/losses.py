@@ -71,14 +71,19 @@ def t_of_95(freedom: int) -> float:
 
 @functools.cache
 def results() -> dict[str, Results]:
-    """Results of `python -m benchmarks fidelity` by folder. Arms have the order of arms.py."""
+    """Results of `python -m benchmarks fidelity` by folder, of seeds that bf16 has. Arms have the order of
+    arms.py.
+    """
     found: dict[str, Results] = {}
     for folder in sorted((RESULTS / "fidelity").glob("*")):
         results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
         for result in sorted(results, key=lambda result: list(ARMS).index(result["arm"])):
             found.setdefault(folder.name, {}).setdefault(result["arm"], {})[result["seed"]] = result
-    by_size = sorted(found, key=lambda name: size(found[name]))
-    return {name: found[name] for name in by_size if "bf16" in found[name]}
+    for folder, arms in found.items():
+        seeds = arms.get("bf16", {}).keys()
+        paired = {arm: {seed: own[seed] for seed in own if seed in seeds} for arm, own in arms.items()}
+        found[folder] = {arm: own for arm, own in paired.items() if own}
+    return {name: found[name] for name in sorted(filter(found.get, found), key=lambda name: size(found[name]))}
 
 
 def some_run(arms: Results) -> dict:
@@ -94,25 +99,29 @@ def tokens_per_parameter(arms: Results) -> float:
     return some_run(arms)["tokens_per_parameter"]
 
 
+def gaps_by_seed(arms: Results, arm: str, loss: Loss, base: str = "bf16") -> list[float]:
+    """Percent by which a run's loss is above that of the base's run with the same seed."""
+    bases = arms.get(base, {})
+    return [100 * (loss(run) / loss(bases[s]) - 1) for s, run in arms[arm].items() if s in bases]
+
+
 def spread(arms: Results, loss: Loss) -> tuple[float, int]:
-    """(standard deviation of a run over its arm's mean, degrees of freedom), from all arms together."""
+    """(standard deviation of a gap by seed over bf16, degrees of freedom), from all arms together."""
     squares, freedom = 0.0, 0
-    for own in arms.values():
-        found = [loss(run) for run in own.values()]
-        mean = statistics.mean(found)
-        squares += sum((each / mean - 1) ** 2 for each in found)
-        freedom += len(found) - 1
+    for arm in arms.keys() - {"bf16"}:
+        found = gaps_by_seed(arms, arm, loss)
+        if len(found) > 1:
+            squares += (len(found) - 1) * statistics.variance(found)
+            freedom += len(found) - 1
     return (squares / freedom) ** 0.5 if freedom else 0.0, freedom
 
 
 def gap(arms: Results, arm: str, loss: Loss, base: str = "bf16") -> tuple[float, float | None]:
-    """Percent by which the mean loss is above that of the base, and half of its 95% interval, which is None
-    if no arm has two runs.
-    """
-    means = [statistics.mean(loss(run) for run in arms[name].values()) for name in (arm, base)]
+    """The mean over seeds, in percent, and half of its 95% interval, which is None if no arm has two seeds."""
+    found = gaps_by_seed(arms, arm, loss, base)
     deviation, freedom = spread(arms, loss)
-    error = deviation * (1 / len(arms[arm]) + 1 / len(arms[base])) ** 0.5
-    return 100 * (means[0] / means[1] - 1), 100 * t_of_95(freedom) * error if freedom else None
+    half = t_of_95(freedom) * deviation / len(found) ** 0.5 if freedom else None
+    return statistics.mean(found), half
 
 
 def gaps_over_tokens(arms: Results, arm: str) -> list[tuple[float, float, float]]:
@@ -164,12 +173,12 @@ def about(arms: Results) -> str:
     words += f"{run['device']}. bf16: {len(own)} {'run' if len(own) == 1 else 'runs'}, "
     words += f"loss {statistics.mean(own):.4f}"
     if len(own) > 1:
-        words += f", standard deviation {100 * statistics.stdev(own) / statistics.mean(own):.2f}%"
+        words += f", standard deviation over seeds {100 * statistics.stdev(own) / statistics.mean(own):.2f}%"
     if freedom:
-        words += f". Standard deviation of a run, from all arms ({freedom} degrees of freedom): "
-        words += f"{100 * deviation:.2f}%"
+        words += f". A gap by seed has a standard deviation of {deviation:.2f} points, from all arms "
+        words += f"({freedom} degrees of freedom)"
     else:
-        words += ". **No arm has two runs yet**: gaps have no interval"
+        words += ". **No arm has two seeds yet**: gaps have no interval"
     return f"{words}."
 
 
@@ -181,7 +190,7 @@ def uses(found: dict[str, Results]) -> Table:
         if folders:
             arms = max(folders, key=tokens_per_parameter)
             base = ARMS[arm].beside if ARMS[arm].convert is None else "bf16"
-            base = base if base in arms else "bf16"
+            base = base if gaps_by_seed(arms, arm, DOCUMENTS, base) else "bf16"
             shown = shown_gap(*gap(arms, arm, DOCUMENTS, base))
             bits = f"{bits_per_weight(arm):.2f}"
             cells = (shown, ARMS[base].words, str(len(arms[arm])), f"{tokens_per_parameter(arms):.1f}")
@@ -220,7 +229,7 @@ def over_others(arms: Results) -> Table:
     rows = []
     for arm in arms:
         base = ARMS[arm].beside
-        if base != "bf16" and base in arms:
+        if base != "bf16" and gaps_by_seed(arms, arm, DOCUMENTS, base):
             shown = shown_gap(*gap(arms, arm, DOCUMENTS, base))
             rows.append((ARMS[arm].words, ARMS[base].words, shown))
     return Table(("arm", "over", "held-out documents"), "<<>", rows)

@@ -43,18 +43,18 @@ def published(tmp_path, monkeypatch):
 
 
 def test_a_gap_and_its_interval():
-    """Two runs an arm, each 1% from its arm's mean: 1.41% is the standard deviation of a run."""
+    """Seeds are 1% apart in every arm. Gaps of 49% and 51% have a standard deviation of 1.41 points."""
     arms = {
         "bf16": {0: run("bf16", 0, 1.98), 1: run("bf16", 1, 2.02)},
-        "w16x16": {0: run("w16x16", 0, 2.97), 1: run("w16x16", 1, 3.03)},
-        "full": {0: run("full", 0, 4.0)},
+        "w16x16": {0: run("w16x16", 0, 1.98 * 1.49), 1: run("w16x16", 1, 2.02 * 1.51)},
+        "full": {0: run("full", 0, 1.98 * 2)},
     }
-    deviation = 0.01 * math.sqrt(2)
-    assert gap(arms, "w16x16", DOCUMENTS) == pytest.approx((50, 100 * 4.303 * deviation))
-    assert gap(arms, "full", DOCUMENTS)[1] == pytest.approx(100 * 4.303 * deviation * math.sqrt(1.5))
-    assert gap(arms, "full", DOCUMENTS, "w16x16")[0] == pytest.approx(100 / 3)
+    deviation = math.sqrt(2)
+    assert gap(arms, "w16x16", DOCUMENTS) == pytest.approx((50, 12.706 * deviation / math.sqrt(2)))
+    assert gap(arms, "full", DOCUMENTS) == pytest.approx((100, 12.706 * deviation))
+    assert gap(arms, "full", DOCUMENTS, "w16x16")[0] == pytest.approx(100 * (2 / 1.49 - 1))
     one = {arm: {0: own[0]} for arm, own in arms.items()}
-    assert gap(one, "full", DOCUMENTS) == (pytest.approx(100 * (4 / 1.98 - 1)), None)
+    assert gap(one, "full", DOCUMENTS) == (pytest.approx(100), None)
 
 
 def test_factors_of_students_distribution():
@@ -79,8 +79,9 @@ def test_the_page_with_one_run_of_each_arm(published):
     published(run("bf16", 0, 2.0), run("w16x16", 0, 2.01), run("update", 0, 2.0), run("full", 1, 2.03))
     page = losses.section()
     assert "| weights 16x16 | 1 | +0.50% | +0.50% | +0.50% |" in page and "±" not in page
-    assert "No arm has two runs yet" in page and "What to use when" not in page
+    assert "No arm has two seeds yet" in page and "What to use when" not in page
     assert "| weights 16x16 | 10.0% | 11.0% | blocks.1.q | 1% | 2% |  |" in page
+    assert "full recipe" not in page, "it has no run of bf16 with its seed"
     assert "| all three products, NVIDIA's recipe | 1.60% | 1.78% | 1.88% |\n" in page
     assert "over those of another arm" not in page
 
@@ -88,8 +89,9 @@ def test_the_page_with_one_run_of_each_arm(published):
 def test_the_page_shows_the_evidence_with_the_most_tokens(published, tmp_path, monkeypatch):
     """And every table has its own spread."""
     pytest.importorskip("matplotlib")
-    short = [run(arm, seed, 2.0 + 0.01 * seed) for arm in ("bf16", "w16x16", "w1x16-46") for seed in (0, 1)]
-    lasting = [("bf16", 0, 1.0), ("bf16", 1, 1.0), ("w16x16", 0, 1.02)]
+    short = [run(arm, seed, 2.0 + 0.01 * seed) for arm in ("bf16", "w16x16") for seed in (0, 1)]
+    short += [run("w1x16-46", 0, 2.0), run("w1x16-46", 1, 2.01 * 1.01)]
+    lasting = [("bf16", 0, 1.0), ("bf16", 1, 1.0), ("w16x16", 0, 1.02), ("w16x16", 1, 1.02)]
     long = [run(*each, tokens=750_000_000) for each in lasting]
     alone = run("w16x16", 0, 1.0, preset="100m")
     published(*short, *long, alone)
@@ -97,8 +99,8 @@ def test_the_page_shows_the_evidence_with_the_most_tokens(published, tmp_path, m
     assert "100M" not in page.replace("| 100M |", ""), "there is no run of bf16"
     assert page.index("## 30M, 200M tokens") < page.index("## 30M, 750M tokens")
     uses = page.split("## Curves")[0]
-    assert "| 4.03 | +2.00% ± 0.00 | bf16, FP32 masters | 1 | 25.0 |" in uses
-    assert "| 4.50 | +0.00% ± 1.12 | bf16, FP32 masters | 2 | 6.7 |" in uses
-    assert "| weights 1x16, four over six | weights 16x16 | +0.00% ± 1.12 |" in page
+    assert "| 4.03 | +2.00% ± 0.00 | bf16, FP32 masters | 2 | 25.0 |" in uses
+    assert "| 4.50 | +0.50% ± 1.52 | bf16, FP32 masters | 2 | 6.7 |" in uses
+    assert "| weights 1x16, four over six | weights 16x16 | +0.50% ± 1.52 |" in page
     monkeypatch.setattr(losses, "PICTURE", tmp_path / "losses.png")
     assert pictures.draw_losses().read_bytes().startswith(b"\x89PNG")
