@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -158,31 +159,41 @@ class Masked(Rounding):
 # Gradients in few bits
 
 
-def travel(format: str, gradient: torch.Tensor, *, number: int, step: int, host: int) -> torch.Tensor:
-    """What other hosts receive of a gradient, float32 [R, C], by ZeroFP4Optimizer's between_hosts=format.
+def travel(
+    format: str, gradients: Sequence[torch.Tensor], numbers: Sequence[int], *, step: int, host: int
+) -> list[torch.Tensor]:
+    """What other hosts receive of gradients, float32 [R, C], by ZeroFP4Optimizer's between_hosts=format.
 
-    number: of the parameter. step: of the update. host: that sends.
+    numbers: of the parameters. step: of the update. host: that sends.
     """
-    layout = _layout(format, gradient.shape, number, gradient.device)
-    message = torch.zeros(1, layout.nbytes, dtype=torch.uint8, device=gradient.device)
-    ops.round_means(gradient.reshape(1, -1), message, layout, step=step, host=host)
-    if not layout.is_decoded:
-        return message.view(torch.bfloat16).view(gradient.shape).float()
-    received = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-    ops.average_means(message, received.view(-1), layout, 0)
-    return received
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    layout = _layout(format, tuple(gradient.shape for gradient in gradients), tuple(numbers), flat.device)
+    message = torch.zeros(1, layout.nbytes, dtype=torch.uint8, device=flat.device)
+    ops.round_means(flat[None], message, layout, step=step, host=host)
+    if layout.is_decoded:
+        ops.average_means(message, flat, layout, 0)
+    else:
+        flat = message.view(torch.bfloat16).flatten().float()
+    pieces = flat.split([gradient.numel() for gradient in gradients])
+    return [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
 
 
 @functools.cache
-def _layout(format: str, shape: torch.Size, number: int, device: torch.device) -> ops.MeansLayout:
-    piece = ops.MeansPiece(0, shape.numel(), 0, number, shape[1])
-    return ops.MeansLayout(format, piece.numel, [[piece]], piece.strips, device)
+def _layout(
+    format: str, shapes: tuple[torch.Size, ...], numbers: tuple[int, ...], device: torch.device
+) -> ops.MeansLayout:
+    ends = list(itertools.accumulate(shape.numel() for shape in shapes))
+    pieces = [
+        ops.MeansPiece(end - shape.numel(), shape.numel(), 0, number, shape[1])
+        for end, shape, number in zip(ends, shapes, numbers, strict=True)
+    ]
+    return ops.MeansLayout(format, ends[-1], [pieces], sum(piece.strips for piece in pieces), device)
 
 
-def without_transform(gradient: torch.Tensor, **_: int) -> torch.Tensor:
+def without_transform(gradients: Sequence[torch.Tensor], *_: Any, **__: int) -> list[torch.Tensor]:
     """NVFP4 with one amax, scales to nearest and no transform."""
-    quantized = zerofp4.quantize(gradient, block=(1, 16), stochastic_rounding=True)
-    return quantized.dequantize(torch.float32)
+    rounded = partial(zerofp4.quantize, block=(1, 16), stochastic_rounding=True)
+    return [rounded(gradient).dequantize(torch.float32) for gradient in gradients]
 
 
 # Arms
@@ -199,7 +210,7 @@ class Arm:
     optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of ZeroFP4Optimizer
     rounding: Callable[[], Rounding] | None = None  # of plain parameters; the filter is the same
     until: float = 1.0  # the share of the steps in which weights are NVFP4
-    hosts: Callable[..., torch.Tensor] | None = None  # rounds what each of 8 hosts sends, as travel()
+    hosts: Callable[..., Sequence[torch.Tensor]] | None = None  # what 8 hosts send, rounded as by travel()
     clip: bool = True
     one_micro_batch: bool = False
     lr: float = 1.0  # times the protocol's
@@ -255,7 +266,7 @@ ARMS = {
         beside="unclipped",
     ),
     "control": Arm("control: masters rounded to 16x16 after each step", rounding=Control, beside="w16x16"),
-    "hosts-fp32": Arm("FP32 gradients between 8 hosts", hosts=lambda gradient, **_: gradient),
+    "hosts-fp32": Arm("FP32 gradients between 8 hosts", hosts=lambda gradients, *_, **__: gradients),
     "hosts-bf16": Arm("bf16 gradients between 8 hosts", hosts=partial(travel, "bf16"), beside="hosts-fp32"),
     "hosts-mxfp8": Arm(
         "MXFP8 gradients between 8 hosts", hosts=partial(travel, "mxfp8"), beside="hosts-fp32"

@@ -271,11 +271,16 @@ class Run:
         """Add what one host sends of its gradients, which are in p.grad: exactly, but for those of weights
         that could be NVFP4.
         """
-        for number, (name, p) in enumerate(self.model.named_parameters()):
-            sent = p.grad
-            if name in self.quantized:
-                sent = self.arm.hosts(p.grad, number=number, step=self.step, host=host)
-            sums[name] = sums[name] + sent if name in sums else sent.clone()
+        sent = {name: p.grad for name, p in self.model.named_parameters()}
+        numbers = {name: number for number, name in enumerate(sent) if name in self.quantized}
+        gradients = [sent[name] for name in numbers]
+        received = self.arm.hosts(gradients, [*numbers.values()], step=self.step, host=host)
+        sent |= zip(numbers, received, strict=True)
+        if sums:
+            torch._foreach_add_([*sums.values()], [*sent.values()])
+        else:
+            sums |= sent
+        for p in self.model.parameters():
             p.grad = None
 
     @torch.no_grad()

@@ -38,12 +38,13 @@ def gradients(session: Session, options: argparse.Namespace, world: World) -> No
     session.count("loss", "loss", loss, f"mean of {options.steps} steps")
     run.backward_passes()
     sums = collections.defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
-    for number, (name, p) in enumerate(run.model.named_parameters()):
-        layers = {name.split(".")[-2]} | ({WHOLE} if name in run.quantized else set())
-        for format, send in FORMATS.items() if p.dim() == 2 else ():
-            sent = send(p.grad, number=number, step=options.steps, host=0)
-            found = torch.stack([each.double().square().sum() for each in (sent - p.grad, p.grad)]).cpu()
-            for layer in layers:
+    named = [(i, name, p.grad) for i, (name, p) in enumerate(run.model.named_parameters()) if p.dim() == 2]
+    numbers, names, matrices = zip(*named, strict=True)
+    for format, send in FORMATS.items():
+        received = send(matrices, numbers, step=options.steps, host=0)
+        for name, gradient, own in zip(names, matrices, received, strict=True):
+            found = torch.stack([each.double().square().sum() for each in (own - gradient, gradient)]).cpu()
+            for layer in {name.split(".")[-2]} | ({WHOLE} if name in run.quantized else set()):
                 sums[f"{layer}/{format}"] += found
     for name, (error, squares) in sums.items():
         rule = "sum of squared errors over sum of squares"

@@ -83,7 +83,8 @@ def results() -> dict[str, Results]:
         seeds = arms.get("bf16", {}).keys()
         paired = {arm: {seed: own[seed] for seed in own if seed in seeds} for arm, own in arms.items()}
         found[folder] = {arm: own for arm, own in paired.items() if own}
-    return {name: found[name] for name in sorted(filter(found.get, found), key=lambda name: size(found[name]))}
+    by_size = sorted(filter(found.get, found), key=lambda folder: size(found[folder]))
+    return {folder: found[folder] for folder in by_size}
 
 
 def some_run(arms: Results) -> dict:
@@ -117,7 +118,7 @@ def spread(arms: Results, loss: Loss) -> tuple[float, int]:
 
 
 def gap(arms: Results, arm: str, loss: Loss, base: str = "bf16") -> tuple[float, float | None]:
-    """The mean over seeds, in percent, and half of its 95% interval, which is None if no arm has two seeds."""
+    """The mean over seeds, in percent, and half of its 95% interval: None if no arm has two seeds."""
     found = gaps_by_seed(arms, arm, loss, base)
     deviation, freedom = spread(arms, loss)
     half = t_of_95(freedom) * deviation / len(found) ** 0.5 if freedom else None

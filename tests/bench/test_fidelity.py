@@ -211,10 +211,11 @@ def test_codes_are_watched():
 
 @pytest.mark.parametrize("format", ["bf16", "mxfp8", "nvfp4"])
 def test_gradients_travel_as_between_hosts(format):
-    gradient, where = torch.randn(64, 256), {"number": 3, "step": 5, "host": 2}
-    sent = reference.send_mean(gradient, format, **where)
-    expected = reference.mean_of_hosts([sent], format, 256)
-    assert_bytes_equal(travel(format, gradient, **where), expected, format)
+    gradients, numbers, own = [torch.randn(64, 256), torch.randn(32, 64)], [3, 7], {"step": 5, "host": 2}
+    received = travel(format, gradients, numbers, **own)
+    for gradient, number, found in zip(gradients, numbers, received, strict=True):
+        sent = reference.send_mean(gradient, format, number=number, **own)
+        assert_bytes_equal(found, reference.mean_of_hosts([sent], format, gradient.shape[1]), format)
 
 
 def test_an_arm_of_hosts_sends_what_it_may(tokens):
