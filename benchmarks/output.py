@@ -1,7 +1,6 @@
 """Result files as tables: on the terminal and on pages of docs/; and the chart of the summary."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -72,7 +71,7 @@ def print_tables(result: dict) -> None:
     ceilings = f"{result['copy_gbps_before']:,.1f} GB/s before, {result['copy_gbps_after']:,.1f} after"
     print(f"\n{result['benchmark']} on {device_name(result)}; copy ceiling {ceilings}")
     for table in tables(result["rows"]):
-        print_table([table.header, *table.rows], table.alignment, sys.stdout)
+        print_table([table.header, *table.rows], table.alignment)
 
 
 # The pages

@@ -98,7 +98,7 @@ def show_phases(phases: dict[str, dict]) -> None:
     rows = [("phase", "ms", "bytes sent")]
     for phase, row in phases.items():
         rows.append((phase, f"{row['milliseconds']:,.3f}", f"{row['sent_bytes']:,}"))
-    print_table(rows, "<>>", sys.stdout)
+    print_table(rows, "<>>")
 
 
 # Afterwards

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import io
 import json
 import math
 import sys
@@ -16,7 +15,6 @@ from torch import nn
 
 import zerofp4
 from zerofp4.inspect import main
-from zerofp4.inspect.table import print_table
 from zerofp4.optim import AveragedMasters, FusedAdamW, ZeroFP4Optimizer
 
 STEPS = 3
@@ -213,23 +211,6 @@ all          3     88                5.500
 torch.save; 16 parameters
 """
     )
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize("where", ["terminal with rich", "terminal", "pipe"])
-def test_tables_are_of_rich_on_a_terminal_that_has_it(monkeypatch, where):
-    file = io.StringIO() if where == "pipe" else Terminal()
-    if where == "terminal with rich":
-        pytest.importorskip("rich")
-    elif where == "terminal":
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    print_table([["name", "bytes"], ["experts[0]", "1"]], "<>", file)
-    plain = "name        bytes\nexperts[0]      1\n"
-    assert "experts[0]" in file.getvalue() and (file.getvalue() == plain) == (where != "terminal with rich")
 
 
 # Wrong input

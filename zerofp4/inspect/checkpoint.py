@@ -375,7 +375,7 @@ def show(contents: Contents) -> None:
             shape += f" ({row.elements} elements of it)"
         amax = "-" if row.amax is None else f"{row.amax:.4g}"
         rows.append([row.name, row.kind, shape, f"{row.bytes:,}", amax])
-    print_table(rows, "<<>>>", sys.stdout)
+    print_table(rows, "<<>>>")
     print()
     parameters, totals = contents.parameters, contents.totals()
     totals["all"] = {key: sum(t[key] for t in totals.values()) for key in ("tensors", "elements", "bytes")}
@@ -383,7 +383,7 @@ def show(contents: Contents) -> None:
     for kind, total in totals.items():
         share = f"{total['bytes'] / parameters:.3f}" if parameters else "-"
         rows.append([kind, f"{total['tensors']:,}", f"{total['bytes']:,}", share])
-    print_table(rows, "<>>>", sys.stdout)
+    print_table(rows, "<>>>")
     print()
     files = "" if contents.ranks is None else f", files of {_count(contents.ranks, 'rank')}"
     print(f"{contents.format}{files}; {parameters:,} parameters")

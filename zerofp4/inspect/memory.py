@@ -154,5 +154,5 @@ def run(options: argparse.Namespace) -> int:
             rows[-1] += [f"{left / 1e9:.1f}" if left > 0 else "does not fit", largest]
     what = f"with {options.activations:g} GB of" if beyond else "without"
     print(f"{count / 1e9:.2f}e9 parameters; GB on one GPU, {what} activations")
-    print_table(rows, ["<", *[">"] * (len(rows[0]) - 1)], sys.stdout)
+    print_table(rows, ["<", *[">"] * (len(rows[0]) - 1)])
     return 0
