@@ -15,7 +15,7 @@ from zerofp4.tensors import NVFP4Tensor
 FilterFn = Callable[[nn.Module, str], bool]
 
 CONV1D = "Conv1D"
-"""What transformers calls its linear layer with a weight [in, out]."""
+"""transformers' linear layer with a weight [in, out]."""
 
 SHARDED = (
     "sharded before the conversion: for fully_shard, call zerofp4.integrations.fsdp2.prepare before it and "
@@ -26,7 +26,7 @@ ALREADY = "it is an NVFP4Tensor already"
 
 
 class Chosen(NamedTuple):
-    """A parameter to convert: what the report calls it, whose it is, and what its module calls it."""
+    """A parameter to convert: its name in the report, its module, and its name in the module."""
 
     name: str
     module: nn.Module
@@ -39,15 +39,15 @@ class Chosen(NamedTuple):
 
 @dataclasses.dataclass(repr=False)
 class ConversionReport:
-    """What convert_model did, and did not, with every parameter that has a matrix. repr() is a table.
+    """What convert_model did with each parameter of two or more dimensions. repr() is a table.
 
-    converted: names of the modules whose weight was converted, and of stacked weights in other modules.
-    skipped: why another parameter was not, by its name. shares: by name, the elements of each of them in all
-    elements of the model's parameters; a tied one has its share under each of its names. layers: names of the
-    converted modules that became layers of zerofp4.nn. fused: by the name of a LayerNormLinear or
-    LayerNormMLP, those that its parts had before; all other names are those of the model as it is now.
-    unfused: why a norm went into no such layer, by its name; empty without filter_fn. possible_head: the last
-    linear layer, where it was converted and may be the output head of a model that names none.
+    converted: modules whose weight was converted, and stacked weights in other modules.
+    layers: the converted modules that became layers of zerofp4.nn.
+    skipped: by parameter, why it was not converted.
+    shares: by parameter, its share of the model's elements. A tied one has it under each of its names.
+    fused: by LayerNormLinear or LayerNormMLP, the names that its parts had before.
+    unfused: by norm, why it was not fused; empty without filter_fn.
+    possible_head: the last linear layer, if it was converted and may be the head of a model that names none.
     """
 
     converted: list[str] = dataclasses.field(default_factory=list)
@@ -60,7 +60,7 @@ class ConversionReport:
 
     @property
     def share(self) -> float:
-        """Elements in NVFP4, those from before this call too, in all elements of the model's parameters."""
+        """The share of the model's elements that is in NVFP4, converted now or before."""
         names = [name if name in self.shares else join(name, "weight") for name in self.converted]
         return sum(self.shares[name] for name in [*names, *self._already()])
 
@@ -68,7 +68,6 @@ class ConversionReport:
         return [name for name, reason in self.skipped.items() if reason == ALREADY]
 
     def __repr__(self) -> str:
-        """A table: how much is in NVFP4, and for each reason what was left out."""
         already, total = len(self._already()), len(self.converted) + len(self.skipped)
         count = len(self.converted) + already
         what = f"{count} of {total} matrices are in NVFP4, {self.share:.1%} of the model's parameters"
@@ -99,8 +98,8 @@ def choose_weights(
     tensor_parallel: bool = False,
     block: tuple[int, int] = (BLOCK, BLOCK),
 ) -> tuple[ConversionReport, list[Chosen]]:
-    """The weights that convert_model would convert, and a report of all others. tensor_parallel: also those
-    that are DTensors, by the shape of this rank's slice.
+    """The weights that convert_model would convert, with tensor_parallel also DTensors by this rank's slice;
+    and a report of all others.
     """
     report = ConversionReport()
     owners, heads = collections.defaultdict(list), _output_heads(model)
@@ -132,18 +131,18 @@ def join(module_name: str, name: str) -> str:
 
 
 def _called(module: nn.Module, module_name: str, parameter_name: str) -> str:
-    """What filter_fn and the report call a weight: by its module, or by itself where that is no layer."""
+    """The name of a weight for filter_fn and the report: its module's if that is a layer, else its own."""
     return module_name if is_layer(module, parameter_name) else join(module_name, parameter_name)
 
 
 def is_layer(module: nn.Module, parameter_name: str) -> bool:
-    """Whether the parameter is the weight of a linear layer, or of several in one."""
+    """Whether the parameter is the weight of a linear layer, or the stacked weights of several."""
     known = linear_forward(module) is not None or getattr(module, "takes_nvfp4_weight", False)
     return known and parameter_name == "weight"
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
-    """(module, its name, the parameter's name in it, the parameter), of each module once."""
+    """(module, its name, parameter name, parameter), each module once."""
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield module, module_name, name, parameter
@@ -160,7 +159,7 @@ def _address(parameter: nn.Parameter) -> int:
 
 
 def _output_heads(model: nn.Module) -> set[int]:
-    """The ids of the modules that make logits: those that a model names itself, else those called lm_head."""
+    """The ids of the modules that the model names as its output heads, else of those called lm_head."""
     named = set()
     for module in model.modules():
         if hasattr(module, "get_output_embeddings"):
@@ -171,7 +170,7 @@ def _output_heads(model: nn.Module) -> set[int]:
 
 
 def _possible_head(model: nn.Module, chosen: list[Chosen]) -> str | None:
-    """The last linear layer of a model, if it is converted and no block of several that are alike has it."""
+    """The last linear layer, if it is converted and is not one of several repeated blocks."""
     names = [name for name, module in model.named_modules() if linear_forward(module) is not None]
     kinds = [re.sub(r"\d+\.", "", name) for name in names]
     is_head = bool(names) and kinds.count(kinds[-1]) == 1
@@ -179,9 +178,7 @@ def _possible_head(model: nn.Module, chosen: list[Chosen]) -> str | None:
 
 
 def linear_forward(module: nn.Module) -> Callable | None:
-    """The forward of the linear layer that a module is, or None. transformers need not be there: its Conv1D
-    is known by its name and its attribute nf.
-    """
+    """nn.Linear.forward or Conv1D.forward, if a module is one. Conv1D is recognized without transformers."""
     if isinstance(module, nn.Linear):
         return nn.Linear.forward
     bases = [base for base in type(module).__mro__ if base.__name__ == CONV1D and hasattr(module, "nf")]
@@ -189,7 +186,7 @@ def linear_forward(module: nn.Module) -> Callable | None:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D itself, and not of a class made of it."""
+    """Whether a module is transformers' Conv1D itself, not a subclass."""
     return type(module).__name__ == CONV1D and linear_forward(module) is type(module).forward
 
 
@@ -202,7 +199,7 @@ def _why_not(
     filter_fn: FilterFn | None,
     tensor_parallel: bool,
 ) -> str | None:
-    """Why a parameter is not converted; None when it is."""
+    """Why a parameter is not converted, or None."""
     kind, parameter = type(module).__name__, module._parameters[parameter_name]
     forward, tie = linear_forward(module), f"it is tied to {tied[0]}" if tied else None
     if isinstance(parameter, NVFP4Tensor):
@@ -236,8 +233,8 @@ def _why_not(
 
 
 def _may_be_experts(module: nn.Module, parameter_name: str, filter_fn: FilterFn | None) -> bool:
-    """Whether a parameter of three dimensions is a stack of matrices: our own layer's, or one that there is
-    a filter_fn to say so of. Those of torch's own modules, convolutions above all, are not.
+    """Whether a 3D parameter is a stack of matrices: our layer's, or one that filter_fn confirms. torch's own
+    modules, such as convolutions, have none.
     """
     parameter = module._parameters[parameter_name]
     if is_lazy(parameter) or parameter.dim() != 3 or linear_forward(module) is not None:
@@ -248,7 +245,7 @@ def _may_be_experts(module: nn.Module, parameter_name: str, filter_fn: FilterFn 
 
 
 def why_not_quantized(parameter: nn.Parameter, dimensions: int = 2) -> str | None:
-    """Why a parameter cannot be that of a weight in NVFP4; None when it can."""
+    """Why a parameter cannot become an NVFP4 weight, or None."""
     if isinstance(parameter, NVFP4Tensor):
         return ALREADY
     if type(parameter) is not nn.Parameter:

@@ -1,4 +1,4 @@
-"""Conv1D: transformers' linear layer with a weight [in, out], whose products take quantized operands."""
+"""Conv1D: transformers' linear layer with a weight [in, out] and quantized operands."""
 
 import torch
 from torch import nn
@@ -12,12 +12,12 @@ from zerofp4.tensors import NVFP4Tensor
 
 
 class Conv1D(nn.Module):
-    """What convert_model(layers=True) makes of a Conv1D of transformers, in place: y = x w + b of a weight w
-    [in, out] that is NVFP4 itself, inside `autocast(recipe)` by the products of zerofp4.nn.Linear of its
-    transpose, with the same bytes. Its two copies change places: in blocks of 16x16 one is the transpose of
-    the other. torch.compile leaves it to eager execution.
+    """What convert_model(layers=True) turns transformers' Conv1D into, in place: y = x w + b with w [in,
+    out].
 
-    Outside of autocast, and where the weight is not NVFP4 any more, it is transformers' layer.
+    With an NVFP4 weight inside `autocast(recipe)` it has the bytes of a zerofp4.nn.Linear with the transposed
+    weight. In blocks of 16x16 that is the same weight with its two copies exchanged. Otherwise it is
+    transformers' layer. torch.compile runs it eagerly.
     """
 
     takes_nvfp4_weight = True
@@ -62,19 +62,15 @@ def _by_recipe(layer: Conv1D, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     return y
 
 
-def turned(record: NVFP4Storage) -> NVFP4Storage:
-    """The record of the transpose of a matrix in blocks of 16x16, over the same buffers."""
-    made = NVFP4Storage.from_context(torch.Size(record.shape[::-1]), record.context())
-    made.rowwise, made.columnwise = with_columns(record).columnwise, record.rowwise
-    return made
-
-
 class _Turn(torch.autograd.Function):
-    """A weight to its transpose, and the gradient back."""
+    """A weight [in, out] in blocks of 16x16 to its transpose over the same buffers, and the gradient back."""
 
     @staticmethod
     def forward(ctx, weight: torch.Tensor) -> torch.Tensor:
-        return NVFP4Tensor(turned(weight.record))
+        record = weight.record
+        made = NVFP4Storage.from_context(torch.Size(record.shape[::-1]), record.context())
+        made.rowwise, made.columnwise = with_columns(record).columnwise, record.rowwise
+        return NVFP4Tensor(made)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:

@@ -43,19 +43,19 @@ def convert_model(
 
     model: converted before its optimizer or DistributedDataParallel is built, since the parameters are new.
         They keep dtype, requires_grad, gradient and attributes.
-    filter_fn: filter_fn(module, name) says whether to convert; name is the module's name in the model. None
+    filter_fn: filter_fn(module, name) says whether to convert; name is the module's in the model. None
         converts all but the output head (what get_output_embeddings() returns, else a module named lm_head).
     layers: whether modules whose class is nn.Linear or Conv1D become zerofp4.nn.Linear or zerofp4.nn.Conv1D,
         and the experts of transformers zerofp4.nn.Experts, which multiply quantized operands inside
         zerofp4.nn.autocast. Objects, names, hooks and state_dict stay. Otherwise products dequantize weights.
-    block: (16, 16); or (1, 16) along the inputs, in which serving engines read weights: rows only, 0.56 bytes
-        per element, not for Conv1D, and inside autocast with NVFP4Recipe(weight_block=(1, 16)).
-    columnwise: keep the transposed copy, too: 1.01 instead of 0.51 bytes per element. None keeps it if
-        something reads it: layers of zerofp4.nn on a GPU with FP4 tensor cores, if the model is there
-        already, and zerofp4.nn.Conv1D. A reader without it makes it from the rows each time.
-    four_over_six: of two scales for each block use the one with the smaller error, now and in casts.
-    amax_groups: lists of weights of the model, as they are now, that share one amax from the start, as those
-        of zerofp4.serving.amax_groups(model). Give the optimizer groups of the new parameters.
+    block: (16, 16), or (1, 16) along the inputs, which serving engines read. The latter has rows only, takes
+        0.56 bytes per element, excludes Conv1D, and needs NVFP4Recipe(weight_block=(1, 16)) in autocast.
+    columnwise: also keep the transposed copy, 1.01 instead of 0.51 bytes per element. None keeps it if
+        something reads it: zerofp4.nn.Conv1D, and layers of zerofp4.nn on a GPU with FP4 tensor cores, if the
+        model is there already. A reader without it makes it from the rows each time.
+    four_over_six: use the better of two scales for each block, now and in casts.
+    amax_groups: lists of weights of the model, as they are now, that share one amax from the start, such as
+        zerofp4.serving.amax_groups(model). Give the optimizer groups of the new parameters.
 
     Returns a report: what was converted, and why every other matrix was not.
 
@@ -78,15 +78,13 @@ def convert_model(
     **Fused layers.** If layers is set and filter_fn is true for an nn.LayerNorm or nn.RMSNorm, too, the norm
     and a linear layer that an nn.Sequential calls right after it become a zerofp4.nn.LayerNormLinear. Norm,
     linear layer, activation (GELU, or transformers' squared ReLU) and linear layer become a LayerNormMLP if
-    filter_fn is true for all four. Bytes stay the same, an nn.Identity fills the other places, and keys of
-    state dicts
-    change: load other checkpoints before. The filter promises that the model calls that Sequential as a
-        whole. Modules with hooks, or used in several places, stay.
+    filter_fn is true for all four. Bytes stay the same, and nn.Identity replaces the other modules. Keys of
+    state dicts change, so load other checkpoints before. By returning true the filter promises that the model
+    calls that Sequential as a whole. Modules with hooks, or used in several places, stay.
 
-    Raises ValueError for other blocks, for columnwise=True with (1, 16), where that copy does not follow from
-    the rows, for amax groups of other weights, and for a DistributedDataParallel, before anything is changed;
-    RuntimeError for a module that does not keep the parameter that it is given. Warns if parameters are
-    sharded already, which are not converted.
+    Before anything is changed, raises ValueError for other blocks, for columnwise=True with (1, 16), for amax
+    groups of other weights, and for a DistributedDataParallel. Raises RuntimeError for a module that does not
+    keep the parameter it is given. Warns of parameters that are already sharded, which are not converted.
     """
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
@@ -125,12 +123,12 @@ def convert_model(
 
 
 def _living() -> list[nn.Module]:
-    """Models that were converted, the latest one last. (A module may have a length, and be false.)"""
+    """Converted models, the latest last. (A module may have a length, and be false.)"""
     return [model for ref in _converted if (model := ref()) is not None]
 
 
 def names_in_converted_model(parameters: Sequence[torch.Tensor]) -> list[str] | None:
-    """The names of these parameters in the latest converted model that has all of them; None without one."""
+    """The names of the parameters in the latest converted model that has all of them, or None."""
     for model in reversed(_living()):
         names = {id(p): name for name, p in model.named_parameters()}
         if all(id(p) in names for p in parameters):
@@ -139,7 +137,7 @@ def names_in_converted_model(parameters: Sequence[torch.Tensor]) -> list[str] | 
 
 
 def _read_columns(module: nn.Module, layers: bool) -> bool | None:
-    """Whether something reads the columnwise copy of a module's weight; None where its device decides."""
+    """Whether something reads the columnwise copy of a module's weight; None if its device decides."""
     if layers and is_conv1d(module):
         return True  # its forward pass
     return None if layers or getattr(module, "takes_nvfp4_weight", False) else False
@@ -148,7 +146,7 @@ def _read_columns(module: nn.Module, layers: bool) -> bool | None:
 def _shared_amaxes(
     chosen: Sequence[Chosen], amax_groups: Sequence[Sequence[torch.Tensor]] | None, options: dict[str, Any]
 ) -> dict[int, torch.Tensor]:
-    """By id(parameter), the largest amax of its group. Raises TypeError or ValueError for other weights."""
+    """By id(parameter), the largest amax of its group."""
     parameters, names = [choice.parameter for choice in chosen], [choice.name for choice in chosen]
     numbers = number_groups(parameters, amax_groups, names=names, block=options["block"])
     amaxes: dict[int, list[torch.Tensor]] = {}
@@ -163,7 +161,7 @@ def _shared_amaxes(
 
 
 def _stacked_layers(chosen: Sequence[Chosen]) -> list[str]:
-    """The modules with stacked parameters that became layers, by name."""
+    """Turn modules with stacked parameters into layers; returns their names."""
     stacks = [each for each in chosen if not is_layer(each.module, each.parameter_name)]
     modules = {each.name.removesuffix(each.parameter_name).removesuffix("."): each.module for each in stacks}
     return [name for name, module in modules.items() if Experts._adopt(module)]
@@ -180,8 +178,8 @@ def _warn_of_shards(model: nn.Module, report: ConversionReport) -> None:
 
 
 def free_frozen(parameters: Iterable[torch.Tensor]) -> None:
-    """Free the initial values of frozen weights among these parameters of an optimizer and beside them in
-    converted models: it may not have adapters' base weights, whose codes count from now on.
+    """Free the initial values of frozen weights, whose codes count from now on: of these parameters of an
+    optimizer, and of others in the same converted models, such as the base weights of adapters.
     """
     candidates = list(parameters)
     ids = set(map(id, candidates))
@@ -195,7 +193,7 @@ def free_frozen(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _free_at_first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """torch calls it before each step of every optimizer. Adapters may have one of torch."""
+    """Called before each step of any torch optimizer, which may be an adapter's."""
     if not torch.compiler.is_compiling() and optimizer not in _stepped:
         _stepped.add(optimizer)
         free_frozen(p for group in optimizer.param_groups for p in group["params"])

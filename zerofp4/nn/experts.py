@@ -1,4 +1,4 @@
-"""Experts: the experts of transformers, stacked in two parameters, whose products take quantized operands."""
+"""Experts: transformers' experts, stacked in two parameters, with quantized operands."""
 
 import functools
 import inspect
@@ -21,29 +21,17 @@ _LAYOUT = {
     "is_concatenated": True,
     "has_post_expert_norm": False,
 }
-"""What transformers says of such a module, if it is of a kind that is known here."""
-_UNSAID = {"has_post_expert_norm": False}
-"""What versions before it came, 5.17 for one, do not say."""
+"""Attributes of the kind of experts that is supported. transformers 5.17 does not have the last one yet."""
 _ARGUMENTS = ["self", "hidden_states", "top_k_index", "top_k_weights"]
 
 
-def are_experts(module: nn.Module) -> bool:
-    """Whether a module has the experts of transformers, gate_up_proj [E, 2 I, H] and down_proj, unbiased."""
-    parameters = dict(module.named_parameters())
-    return (
-        sorted(parameters) == sorted(PARAMETERS)
-        and all(parameter.dim() == 3 for parameter in parameters.values())
-        and all(getattr(module, name, _UNSAID.get(name)) is value for name, value in _LAYOUT.items())
-        and list(inspect.signature(type(module).forward).parameters) == _ARGUMENTS
-    )
-
-
 class Experts(nn.Module):
-    """What convert_model(layers=True) makes of the experts of a model of transformers, in place, where its
-    filter took both of their parameters: inside `autocast(recipe)` two products of GroupedLinear, of tokens
-    in the order of their experts. torch.compile leaves it to eager execution.
+    """What convert_model(layers=True) turns the experts of a transformers model into, in place, if its filter
+    took both parameters.
 
-    Its class is made of this one and of the one that it had, whose layer it is outside of autocast.
+    Inside `autocast(recipe)` it makes two products of GroupedLinear, with tokens sorted by expert; outside it
+    is transformers' module. Its class is derived from this one and the original. torch.compile runs it
+    eagerly.
     """
 
     takes_nvfp4_weight = True
@@ -51,9 +39,11 @@ class Experts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """hidden_states [tokens, H] to the same shape. top_k_index [tokens, k]: the experts of each token. An
-        index past the last one, of an expert of another rank, adds nothing, whatever the token's values are.
-        top_k_weights [tokens, k]: with which their outputs are added. Errors as of GroupedLinear.
+        """hidden_states [tokens, H] to the same shape. Errors as of GroupedLinear.
+
+        top_k_index: [tokens, k], the experts of each token. An index past the last one (an expert of another
+            rank) adds nothing, whatever the token's values.
+        top_k_weights: [tokens, k], the weights of their outputs.
         """
         if current_recipe(self) is None:
             return super().forward(hidden_states, top_k_index, top_k_weights)
@@ -64,8 +54,17 @@ class Experts(nn.Module):
 
     @classmethod
     def _adopt(cls, module: nn.Module) -> bool:
-        """Make a converted module one of these, in place, if it is of the kind; and say whether it is."""
-        if not are_experts(module) or not all(isinstance(p, NVFP4Tensor) for p in module.parameters()):
+        """Turn transformers' experts, gate_up_proj [E, 2 I, H] and down_proj, into this class, in place.
+
+        Returns False for another module, and for experts that are not both converted.
+        """
+        parameters = dict(module.named_parameters())
+        if not (
+            sorted(parameters) == sorted(PARAMETERS)
+            and all(isinstance(p, NVFP4Tensor) and p.dim() == 3 for p in parameters.values())
+            and all(getattr(module, name, False) is value for name, value in _LAYOUT.items())
+            and list(inspect.signature(type(module).forward).parameters) == _ARGUMENTS
+        ):
             return False
         module.__class__ = _class_of(type(module))
         module._products = tuple(_Product(module, name) for name in PARAMETERS)
@@ -102,7 +101,7 @@ def _by_recipe(experts: Experts, x, index: torch.Tensor, weights: torch.Tensor) 
 
 
 class _Product(GroupedLinear):
-    """The products of one stacked parameter of another module, whose recipe holds."""
+    """The products of one stacked parameter of another module, by that module's recipe."""
 
     def __init__(self, owner: Experts, name: str):
         nn.Module.__init__(self)
@@ -128,6 +127,5 @@ def _class_of(original: type[nn.Module]) -> type[Experts]:
 
 
 def _new(original: type[nn.Module]) -> Experts:
-    """For copies and pickles."""
     made = _class_of(original)
     return made.__new__(made)

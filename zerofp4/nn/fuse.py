@@ -1,4 +1,4 @@
-"""Norms that an nn.Sequential calls right before linear layers: together they become one layer."""
+"""Fuses norms with the linear layers that an nn.Sequential calls right after them."""
 
 import collections
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from zerofp4.nn.linear import Linear
 
 
 class _Part(NamedTuple):
-    """A module of an nn.Sequential: its name there, its name in the model, and itself."""
+    """A module of an nn.Sequential: its key there, and its name in the model."""
 
     key: str
     name: str
@@ -20,7 +20,7 @@ class _Part(NamedTuple):
 
 
 class Fusions:
-    """What convert_model fuses: filter_fn is asked before `chosen` are converted, and fuse() follows."""
+    """What convert_model fuses. filter_fn is asked before `chosen` are converted; fuse() follows."""
 
     def __init__(self, model: nn.Module, filter_fn: FilterFn, report: ConversionReport, chosen: list[Chosen]):
         self._filter, self._report = filter_fn, report
@@ -48,7 +48,7 @@ class Fusions:
                 self._report.unfused[part.name] = reason
 
     def _why_not(self, container: nn.Module, parts: list[_Part]) -> str | None:
-        """Why a norm and what follows it do not become one layer; None when they do."""
+        """Why a norm and the modules after it do not become one layer, or None."""
         if type(container) is not nn.Sequential:
             return (
                 f"{type(container).__name__} has a forward of its own, which would have to call another layer"
@@ -66,7 +66,7 @@ class Fusions:
         return None if self._filter(norm, parts[0].name) else "filter_fn is false for it"
 
     def _is_mlp(self, parts: list[_Part]) -> bool:
-        """Whether a norm and a linear layer that fit begin the whole of a LayerNormMLP."""
+        """Whether the norm and linear layer begin a LayerNormMLP."""
         if len(parts) < 4 or activation_of(parts[2].module) is None or not self._is_chosen(parts[3]):
             return False
         fc1, fc2 = parts[1].module, parts[3].module
@@ -79,7 +79,7 @@ class Fusions:
         return type(part.module) in (nn.Linear, Linear) and part.name in self._chosen
 
     def _why_not_moved(self, part: _Part) -> str | None:
-        """Why a module cannot go into one that calls it with other arguments, or not at all."""
+        """Why a module cannot move into a layer that calls it with other arguments, or not at all."""
         attributes = vars(part.module)
         if any(value for name, value in attributes.items() if name.endswith("_hooks")):
             return f"{part.name!r} has hooks"
@@ -88,7 +88,7 @@ class Fusions:
         return f"{part.name!r} is used in several places" if self._places[id(part.module)] > 1 else None
 
     def _replace(self, container: nn.Module, parts: list[_Part]) -> None:
-        """Their layer for the first of them, nothing for the others: what follows keeps its name."""
+        """Put the fused layer at the first part and nn.Identity at the others, so that keys stay."""
         fused, moved = _fused(parts)
         first, report = parts[0], self._report
         for part in parts:
@@ -106,7 +106,7 @@ class Fusions:
 
 
 def _fused(parts: list[_Part]) -> tuple[LayerNormLinear | LayerNormMLP, dict[str, _Part]]:
-    """(the layer that parts become, its linear layers by their names in it)"""
+    """The fused layer, and its linear layers by their names in it."""
     kind = LayerNormMLP if len(parts) == 4 else LayerNormLinear
     made = kind.__new__(kind)
     nn.Module.__init__(made)
@@ -120,7 +120,7 @@ def _fused(parts: list[_Part]) -> tuple[LayerNormLinear | LayerNormMLP, dict[str
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """What LayerNormMLP calls the function of a module of torch or transformers; None for another one."""
+    """LayerNormMLP's name for the function of an activation module, or None."""
     kind = type(module)
     if kind is nn.GELU:
         return "gelu" if module.approximate == "none" else None

@@ -26,24 +26,26 @@ from zerofp4.tensors import NVFP4Tensor, QuantizedTensor, host_sizes, sizes_on
 
 
 class GroupedLinear(nn.Module):
-    """A zerofp4.nn.Linear for each group of consecutive rows, with a weight and an amax of its own: the bytes
-    of one call for each group. Groups may be empty; their parameters get gradients of zeros.
+    """A zerofp4.nn.Linear for each group of consecutive rows, each with its own weight and amax. The bytes
+    are those of one call per group. Groups may be empty; their parameters get gradients of zeros.
 
     The weights are one parameter `weight` [num_gemms, out_features, in_features], the biases one `bias`
-    [num_gemms, out_features]; a primary weight is one NVFP4Tensor with an amax for each group. State dicts
-    have views, named as by TransformerEngine: `weight0`, `bias0`, `weight1`, ... load_state_dict also takes
-    the whole, and the keys of a list of layers: `experts.0.weight`, ...
+    [num_gemms, out_features]. A primary weight is one NVFP4Tensor with an amax per group. State dicts have
+    views under TransformerEngine's names, `weight0`, `bias0`, ... load_state_dict also takes the whole
+    parameter, and the keys of a list of layers, `experts.0.weight`, ...
 
-    All groups are quantized in one launch and multiplied in one under an NVFP4Recipe without four over six,
+    All groups take one launch to quantize and one to multiply under an NVFP4Recipe without four over six,
     with the exact backend on a Hopper or Blackwell GPU, in bfloat16, with features in multiples of 8
-    (gemm/grouped.py says how that rounds). A bias then costs two passes over the output, and main_grad gets
-    gradients rounded to bfloat16. Otherwise one product follows another, and splits on a GPU are read back,
-    which waits for it.
+    (gemm/grouped.py explains the rounding). A bias then costs two passes over the output, and main_grad gets
+    gradients rounded to bfloat16. Otherwise there is one product per group, and splits on a GPU are read
+    back, which waits for it.
 
-    num_gemms: the number of groups. in_features and what follows: as of Linear, for every group.
-    torch.compile takes all groups at once, with splits that may change, as one operator each way. One after
-    another it takes them only if the weight is not NVFP4 and has no main_grad, and quantizes in each call.
-    Raises ValueError for fewer than one group, and what Linear raises.
+    num_gemms: the number of groups, at least 1 (else ValueError). The other arguments and errors are
+        Linear's.
+
+    torch.compile traces the single launch as one operator each way, with variable splits. It traces one
+    product per group only for a weight that is not NVFP4 and has no main_grad, and quantizes that in each
+    call.
     """
 
     takes_nvfp4_weight = True
@@ -64,8 +66,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         if num_gemms < 1:
             raise ValueError(f"num_gemms must be at least 1, got {num_gemms}")
-        # On the meta device: what Linear makes of its arguments, without memory.
-        like = Linear(in_features, out_features, bias, "meta", dtype)
+        like = Linear(in_features, out_features, bias, "meta", dtype)  # checks the arguments
         for name, one in (("weight", like.weight), ("bias", like.bias)):
             shape = None if one is None else (num_gemms, *one.shape)
             values = None if one is None else torch.empty(shape, dtype=one.dtype, device=device)
@@ -76,12 +77,11 @@ class GroupedLinear(nn.Module):
             make_primary(self)
 
     def _begin(self, num_gemms: int, fuse_wgrad_accumulation: bool = False) -> None:
-        """What the layer has besides its parameters."""
         self.num_gemms, self.fuse_wgrad_accumulation = num_gemms, fuse_wgrad_accumulation
         self._weight_cache = WeightCache()
 
     def reset_parameters(self) -> None:
-        """Initial values, drawn as by a list of layers, one after the other."""
+        """Draws initial values as a list of Linear layers would, one after the other."""
         bound = 1 / math.sqrt(self.weight.shape[2]) if self.weight.shape[2] else 0
         for e in range(self.num_gemms):
             nn.init.kaiming_uniform_(self.weight.detach()[e], a=math.sqrt(5))
@@ -101,7 +101,7 @@ class GroupedLinear(nn.Module):
     # State dicts
 
     def __getattr__(self, name: str) -> Any:
-        """`weight0`, ...: what state dicts name so, for torch's functions that look keys up in modules."""
+        """`weight0`, ...: torch looks keys of state dicts up in modules."""
         found = re.fullmatch(r"(weight|bias)(\d+)", name)
         if found is not None and int(found[2]) < self.num_gemms:
             return super().__getattr__(found[1])[int(found[2])]
@@ -130,10 +130,11 @@ class GroupedLinear(nn.Module):
     ) -> torch.Tensor:
         """x [tokens, in_features], rows in the order of their groups, to [tokens, out_features].
 
-        m_splits: the rows of each group, num_gemms of them: integers, or a tensor of integers. What is wrong
-        with those on a GPU is raised where they are read back, and elsewhere gives NaN.
-        is_first_microbatch: as of Linear, for all groups. Raises ValueError for other splits, TypeError for
-        what are no integers, and what Linear raises.
+        m_splits: the rows of each group, integers or a tensor of integers. Invalid ones on a GPU give NaN, or
+            raise where they are read back.
+        is_first_microbatch: as of Linear, for all groups.
+
+        Raises ValueError for other splits, TypeError for splits that are no integers, and what Linear raises.
         """
         if x.dim() != 2:
             raise ValueError(f"x must be [tokens, in_features], got shape {tuple(x.shape)}")
@@ -166,7 +167,6 @@ class GroupedLinear(nn.Module):
         return layer_product(x, self.weight, self.bias, recipe, splits=splits, **options)
 
     def _one_by_one(self, x, splits: Sequence[int], recipe: Recipe, is_first: bool | None) -> torch.Tensor:
-        """A product for each group."""
         pieces, biases = x.split(splits), self._biases()
         if torch.compiler.is_compiling():
             parts = zip(pieces, self.weight.unbind(), biases, strict=True)
@@ -182,7 +182,7 @@ class GroupedLinear(nn.Module):
         return torch.cat(outputs)
 
     def _records(self, recipe: Recipe, is_first: bool | None, x_needs: bool):
-        """(each group's quantized weight, or None: products quantize their own; what says they still hold)"""
+        """Each group's quantized weight, or None if products quantize their own; whether they still hold."""
         weight, cache = self.weight, self._weight_cache
         if isinstance(weight, NVFP4Tensor):
             check_primary(weight, recipe)
@@ -197,7 +197,6 @@ class GroupedLinear(nn.Module):
         return records[0].matrices() if quantizers.has_tiles else records, cache.unchanged()
 
     def _plain(self, x: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
-        """Outside of autocast."""
         weight = plain_weight(self)
         weights = weight.unbind() if torch.compiler.is_compiling() else _Split.apply(weight, False)
         parts = zip(x.split(splits), weights, self._biases(), strict=True)
@@ -220,8 +219,8 @@ class GroupedLinear(nn.Module):
 
 
 def why_one_by_one(x: torch.Tensor, features: Sequence[int], recipe: Recipe) -> str | None:
-    """Why the products of groups are not one launch each under a recipe, or None. x: what is multiplied, in
-    the dtype of the product. features: of input and output.
+    """Why groups need one product each under a recipe, or None. x: in the dtype of the product. features: of
+    output and input.
     """
     if len(x) == 0:
         return "there are no tokens"
@@ -241,7 +240,7 @@ def _why_not(device: torch.device, dtype: torch.dtype, features: tuple[int, ...]
 
 
 def _stack(values: list[torch.Tensor]) -> torch.Tensor:
-    """Of matrices; those of NVFP4 keep their codes."""
+    """A stack of matrices; NVFP4 ones keep their codes."""
     if not all(isinstance(value, NVFP4Tensor) for value in values):
         return torch.stack([v.dequantize() if isinstance(v, QuantizedTensor) else v for v in values])
     records: list[Storage] = [value.record for value in values]

@@ -35,14 +35,14 @@ def _norm(size: int, eps: float, normalization: str, device, dtype) -> nn.Module
 
 
 class LayerNormLinear(nn.Module):
-    """`linear(norm(x))` of a normalization over the last dimension and a zerofp4.nn.Linear.
+    """`linear(norm(x))`: a normalization over the last dimension, and a zerofp4.nn.Linear.
 
-    Nothing is fused: the norm writes x in its own dtype, which the linear layer reads twice, for its amax and
-    to quantize it. What autograd keeps of the normalized x is its quantized columnwise copy. The submodules
-    are `norm`, an nn.LayerNorm or nn.RMSNorm, and `linear`.
+    Nothing is fused: the norm writes its output in its own dtype, and the linear layer reads that twice, for
+    its amax and to quantize it. Autograd keeps only the quantized columnwise copy of it. The submodules are
+    `norm` and `linear`.
 
-    in_features, out_features, bias, device, dtype, and what is behind them: as of Linear. eps: of the
-    normalization, "LayerNorm" or "RMSNorm". Raises ValueError for another, and what Linear raises.
+    eps, normalization: of the norm, "LayerNorm" or "RMSNorm".
+    The other arguments are Linear's. Raises ValueError for another normalization, and what Linear raises.
     """
 
     def __init__(
@@ -71,15 +71,16 @@ class LayerNormLinear(nn.Module):
 class LayerNormMLP(nn.Module):
     """`fc2(activation(fc1(norm(x))))`: the feed-forward block of a transformer, without its residual.
 
-    The submodules are `norm`, an nn.LayerNorm or nn.RMSNorm, and the zerofp4.nn.Linear `fc1` and `fc2`, each
-    with a cache of its own.
+    The submodules are `norm`, and the zerofp4.nn.Linear `fc1` and `fc2`, each with its own cache.
 
-    hidden_size: of x and of the result. ffn_hidden_size: of what fc2 takes; fc1 gives that many values, or
-    twice as many for an activation with a gate, whose rows come first.
+    hidden_size: features of x and of the result.
+    ffn_hidden_size: input features of fc2. fc1 has as many outputs, or twice as many with a gated activation,
+        the gate first.
     activation: "gelu" (not approximated), "relu2" (the square of ReLU), "swiglu" (silu(gate) * values) or
-    "geglu" (gelu(gate) * values).
-    eps, normalization: as of LayerNormLinear. bias, device, dtype, and what is behind them: as of Linear, for
-    both. Raises ValueError for another activation or normalization, and what Linear raises.
+        "geglu" (gelu(gate) * values).
+    eps, normalization: as of LayerNormLinear.
+    The other arguments are Linear's, for both layers. Raises ValueError for another activation or
+    normalization, and what Linear raises.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class LayerNormMLP(nn.Module):
         self.norm = _norm(hidden_size, eps, normalization, device, self.fc1.weight.dtype)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
-        """x [..., hidden_size] to the same shape. is_first_microbatch, for both, and errors: as of Linear."""
+        """x [..., hidden_size] to the same shape. is_first_microbatch and errors: as of Linear."""
         function, _ = ACTIVATIONS[self.activation]
         hidden = function(self.fc1(self.norm(x), is_first_microbatch))
         return self.fc2(hidden, is_first_microbatch)

@@ -1,4 +1,6 @@
-"""Linear: a linear layer whose three products take quantized operands; quantize_input: one for several."""
+"""Linear: a linear layer whose three products take quantized operands; quantize_input: one input for several
+layers.
+"""
 
 import torch
 from torch import nn
@@ -12,18 +14,17 @@ from zerofp4.tensors import QuantizedTensor, StraightThrough
 
 
 class Linear(nn.Linear):
-    """nn.Linear that inside `autocast(recipe)` quantizes input, weight and gradient, and multiplies those:
-    y = x w^T + b in the forward pass, both gradients in the backward pass (see NVFP4Recipe, MXFP8Recipe).
+    """nn.Linear that inside `autocast(recipe)` quantizes input, weight and gradient and multiplies those: y =
+    x w^T + b in the forward pass, both gradients in the backward pass (see NVFP4Recipe, MXFP8Recipe).
 
     Outside of autocast it is nn.Linear, also with an NVFP4 weight. Each loads the other's state_dict.
 
     in_features, out_features, bias, device, dtype: as of nn.Linear. NVFP4 needs even sizes.
-    primary_weights: the parameter itself is NVFP4, in blocks of 16x16, as convert_model makes it.
-    fuse_wgrad_accumulation: add the weight's gradient, in float32 and unrounded (outside of autocast rounded
-    to the weight's dtype), to weight.main_grad, which has to be there, and give autograd none. Sets
-    weight.grad_added_to_main_grad, if that exists.
-
-    Raises RuntimeError for primary weights without memory.
+    primary_weights: make the parameter itself NVFP4, in blocks of 16x16, as convert_model does. Raises
+        RuntimeError on the meta device.
+    fuse_wgrad_accumulation: add the weight's gradient to weight.main_grad, which must exist, in float32 and
+        unrounded (outside of autocast rounded to the weight's dtype). Autograd gets none. Sets
+        weight.grad_added_to_main_grad, if that exists.
     """
 
     takes_nvfp4_weight = True
@@ -46,13 +47,12 @@ class Linear(nn.Linear):
             make_primary(self)
 
     def _begin(self, fuse_wgrad_accumulation: bool = False) -> None:
-        """What the layer has besides an nn.Linear."""
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._weight_cache = WeightCache()
 
     @classmethod
     def _adopt(cls, module: nn.Linear) -> None:
-        """Make an nn.Linear one of these, in place: whoever holds it or has hooks on it need not know."""
+        """Turn an nn.Linear into this class, in place: references and hooks stay valid."""
         module.__class__ = cls
         module._begin()
 
@@ -62,16 +62,17 @@ class Linear(nn.Linear):
         return self
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
-        """x [..., in_features] of float32, bfloat16 or float16 to [..., out_features] of the same dtype;
-        torch.autocast, where it is on, gives both its own. x may be what quantize_input gave.
+        """x [..., in_features] of float32, bfloat16 or float16 to [..., out_features] of the same dtype, or
+        of torch.autocast's. x may be the result of quantize_input.
 
-        is_first_microbatch: None quantizes the weight for this call; True quantizes it into buffers that the
-        layer keeps; False takes what they hold, for the other micro-batches of a step. A weight that was
-        written to in between is quantized again (torch does not count writes through `.data`). It means
-        nothing for a weight that is NVFP4 itself, and outside of autocast.
+        is_first_microbatch: None quantizes the weight for this call. True quantizes it into buffers that the
+            layer keeps, and False reuses them in the other micro-batches of a step. A weight written to in
+            between is quantized again (torch counts no writes through `.data`). Has no effect on an NVFP4
+            weight and outside of autocast.
 
-        Raises ValueError for sizes that cannot be quantized, RuntimeError for False before any True, and in
-        the backward pass where the weight was quantized again, or cast into, since.
+        Raises ValueError for sizes that cannot be quantized, and RuntimeError for False before any True. The
+        backward pass raises RuntimeError if the weight was quantized again, or cast into, since the forward
+        pass.
         """
         recipe = current_recipe(self)
         if recipe is None:
@@ -81,20 +82,19 @@ class Linear(nn.Linear):
 
 
 def by_autocast(x: torch.Tensor) -> torch.Tensor:
-    """In the dtype of torch.autocast, if that is on."""
+    """x in the dtype of torch.autocast, if that is on."""
     if isinstance(x, QuantizedTensor) or x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return x  # meta has no autocast
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def refuse_shared(x: torch.Tensor) -> None:
-    """Raises ValueError if x was quantized for other layers, and this one follows no recipe in autocast."""
+    """Raises ValueError for an x that was quantized for other layers, if this one follows no recipe."""
     if isinstance(x, QuantizedTensor) and current_recipe() is not None:
         raise ValueError("x is quantized, but the layer follows no recipe: it takes what quantize_input took")
 
 
 def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: bool | None) -> torch.Tensor:
-    """The layer's output by a recipe. Errors as Linear.forward."""
     weight = layer.weight
     # Of the record: a quantized tensor's own is found by way of __torch_function__.
     shape = weight.record.shape if isinstance(weight, QuantizedTensor) else weight.shape
@@ -117,19 +117,19 @@ def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: b
 
 
 def quantize_input(x: torch.Tensor, layer: Linear | None = None) -> torch.Tensor:
-    """x [..., in_features] quantized as the layers of zerofp4.nn do it, for several of them to take: the
-    projections of an attention, for instance. They compute the bytes that they compute from x, whose gradient
-    is the sum of theirs; x is quantized once, and what is saved for the backward pass is there once.
+    """x [..., in_features], quantized once for several layers of zerofp4.nn, such as the projections of an
+    attention. The bytes are those that each layer computes from x, and x is saved once for the backward pass.
+    Its gradient is the sum of theirs.
 
         x = zerofp4.nn.quantize_input(self.norm(x))
         q, k, v = self.q(x), self.k(x), self.v(x)
 
-    layer: one of those that take it, where the recipe names others for some modules; they must all have the
-    same. Outside of autocast, for a layer that follows no recipe, and where torch.compile traces the call,
-    the result is x itself.
+    layer: one of the layers, if the recipe names other recipes for some modules; all must follow the same
+        one.
 
-    Raises TypeError and ValueError as a layer does for an x that cannot be quantized; a layer of another
-    recipe, or of none, raises ValueError for the result.
+    Returns x itself outside of autocast, for a layer that follows no recipe, and under torch.compile. Raises
+    TypeError and ValueError for an x that cannot be quantized; a layer with another recipe, or none, raises
+    ValueError for the result.
     """
     recipe = current_recipe(layer)
     if recipe is None or torch.compiler.is_compiling() or isinstance(x, QuantizedTensor):
@@ -148,7 +148,7 @@ def quantize_input(x: torch.Tensor, layer: Linear | None = None) -> torch.Tensor
 
 
 def main_grad_of(layer: nn.Module) -> torch.Tensor | None:
-    """The float32 sum of a layer's weight gradients; None if autograd gets them. RuntimeError if missing."""
+    """The float32 sum of a layer's weight gradients, or None if autograd gets them. Raises if missing."""
     weight = layer.weight
     if not (layer.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()):
         return None
@@ -162,12 +162,12 @@ def main_grad_of(layer: nn.Module) -> torch.Tensor | None:
 
 
 def sets_flag(layer: nn.Module) -> bool:
-    """Whether the framework has a flag that says when a gradient was added, which a graph cannot set."""
+    """Whether the framework has a flag for gradients that were added, which a graph cannot set."""
     return layer.fuse_wgrad_accumulation and hasattr(layer.weight, "grad_added_to_main_grad")
 
 
 def gradient_after_sum(parameter: nn.Parameter) -> torch.Tensor | None:
-    """What autograd gets after the sum: None, or zeros without memory if the flag asks for a gradient."""
+    """Autograd's gradient after the sum: None, or zeros without memory if the flag asks for one."""
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
@@ -176,14 +176,14 @@ def gradient_after_sum(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def plain_weight(layer: nn.Module) -> torch.Tensor:
-    """A layer's weight for products of torch, whose gradient goes where the layer's own products add it."""
+    """A layer's weight for torch's products; its gradient goes where the layer's own products put it."""
     if not layer.fuse_wgrad_accumulation:
         return layer.weight
     return outside_of_the_graph(_AddToMainGrad.apply, layer.weight, layer)
 
 
 class _AddToMainGrad(torch.autograd.Function):
-    """A weight as it is, for products of torch: their gradient is added to its main_grad."""
+    """The weight itself; its gradient is added to main_grad."""
 
     @staticmethod
     def forward(ctx, weight: torch.Tensor, layer: nn.Module) -> torch.Tensor:

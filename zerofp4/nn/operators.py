@@ -1,8 +1,8 @@
-"""zerofp4::linear and zerofp4::linear_gradients, a layer inside of autocast, and zerofp4::cache_weight, which
-keeps its quantized weight.
+"""zerofp4::linear and zerofp4::linear_gradients, a layer in autocast, and zerofp4::cache_weight, which keeps
+its quantized weight.
 
-csrc/autograd/layer.cpp has the formula of autograd, and multiplies what an NVFP4 recipe quantizes for the
-exact backend. What it does not multiply comes here, and gets the same bytes.
+csrc/autograd/layer.cpp has the autograd formula, and multiplies NVFP4 operands with the exact backend. All
+other cases come here and get the same bytes.
 """
 
 from collections.abc import Callable
@@ -66,9 +66,10 @@ def layer_product(
 ) -> torch.Tensor:
     """y [..., N] of a layer by a recipe, from x [..., K], which may be quantized already.
 
-    weight: [N, K]; with splits, of the groups of x's rows, a stack [groups, N, K]. cache, is_first: of a
-    high-precision weight. records: of one that was quantized before, and is_current, whether they still are
-    what they were. main_grad: float32, to which its gradient is added in place of autograd's.
+    weight: [N, K], or a stack [groups, N, K] with splits.
+    cache, is_first: of a high-precision weight.
+    records, is_current: the quantized weight, and whether it still holds.
+    main_grad: float32, which the weight's gradient is added to, instead of autograd's.
     """
     is_primary = isinstance(weight, NVFP4Tensor)
     cached = not is_primary and is_first is not None
@@ -102,7 +103,7 @@ def layer_product(
 
 @torch.compiler.disable
 def outside_of_the_graph(call: Callable[..., torch.Tensor], *arguments) -> torch.Tensor:
-    """A call that torch.compile cannot trace: it reads buffers of quantized tensors, or sets a flag."""
+    """For calls that torch.compile cannot trace: they read buffers of quantized tensors, or set a flag."""
     return call(*arguments)
 
 
@@ -110,13 +111,12 @@ def outside_of_the_graph(call: Callable[..., torch.Tensor], *arguments) -> torch
 
 
 def _buffers_of(record: Storage) -> list[torch.Tensor | None]:
-    """In the order of BUFFERS."""
     buffers = dict(record.buffers())
     return [buffers.get(name) for name in BUFFERS]
 
 
 class _Weight(NamedTuple):
-    """The weight as operators take it: buffers quantized before, or a tensor, which a cache may have."""
+    """The weight as operators take it: quantized buffers, or a tensor, which a cache may hold."""
 
     tensor: torch.Tensor | None
     primary: list[torch.Tensor | None]
@@ -129,11 +129,8 @@ class _Weight(NamedTuple):
     def is_kept(self) -> bool:
         return bool(self.primary) or self.cache is not None
 
-    def quantizers(self, device: torch.device) -> Quantizers:
-        return quantizers_of(self.recipe, device)
-
     def records(self, quantizers: Quantizers) -> list[Storage]:
-        """Of one that is kept."""
+        """The quantized weight, of one that is kept."""
         if not self.primary:
             return WeightCache.of_handle(self.cache).get(self.tensor, quantizers, False)
         given = {n: buffer for n, buffer in zip(BUFFERS, self.primary, strict=True) if buffer is not None}
@@ -152,7 +149,7 @@ class _Weight(NamedTuple):
 
 
 def _weight_first(arguments: tuple) -> tuple[_Weight, tuple]:
-    """Arguments of which the first are the weight's."""
+    """Splits arguments that begin with the weight's."""
     count = len(_Weight._fields)
     return _Weight(*arguments[:count]), arguments[count:]
 
@@ -172,7 +169,7 @@ def _side(buffers: list[torch.Tensor], layout: str) -> Side:
 
 
 def _kept(quantizers: Quantizers, role: str, record: Storage) -> list[torch.Tensor]:
-    """The buffers that are kept of an input, or of a weight that was quantized for this call."""
+    """The buffers saved of an input, or of a weight quantized for this call."""
     return _copy(getattr(record, _kept_side(quantizers, role)), quantizers.layout)
 
 
@@ -188,11 +185,11 @@ def _restored(quantizers: Quantizers, role: str, shape, dtype: torch.dtype, buff
 
 @ops.backend("linear")
 def _linear(x, x_copies, splits, bias, *others) -> list[torch.Tensor]:
-    """[y; of groups where they begin, and whether splits are wrong; x and the weight as they are kept for the
-    gradients of each other, where needed; the weight if it was quantized for this call].
+    """[y; with splits offsets and the error flag; what is saved of x for the weight's gradient; what is saved
+    of the weight for x's gradient, if it was quantized for this call].
     """
     weight, (_, x_needs, weight_needs) = _weight_first(others)
-    quantizers, own = weight.quantizers(x.device), []
+    quantizers, own = quantizers_of(weight.recipe, x.device), []
     if weight.is_kept:
         records = weight.records(quantizers)
     else:
@@ -222,7 +219,6 @@ def _multiply(quantizers, x, x_copies, bias, weight: Storage, weight_needs: bool
 
 
 def _multiply_groups(quantizers, x, splits, bias, weights, weight_needs: bool) -> list[torch.Tensor]:
-    """The bias is added to the rounded output."""
     options = nvfp4_options(quantizers.recipe, "input", weight_needs)
     q_x = quantize_grouped(x, splits, columnwise=weight_needs, **options)
     y = grouped_gemm(q_x, GroupedOperand(weights, "rowwise"))
@@ -235,7 +231,7 @@ def _multiply_groups(quantizers, x, splits, bias, weights, weight_needs: bool) -
 @torch.library.register_fake("zerofp4::linear")
 def _(x, x_copies, splits, bias, *others):
     weight, (_, x_needs, weight_needs) = _weight_first(others)
-    quantizers, kept = weight.quantizers(x.device), []
+    quantizers, kept = quantizers_of(weight.recipe, x.device), []
     if splits is not None:
         groups = splits.shape[0]
         kept += [x.new_empty((3, groups + 1), dtype=torch.int64), x.new_empty(1, dtype=torch.int32)]
@@ -258,13 +254,13 @@ def _(x, x_copies, splits, bias, *others):
 
 @ops.backend("linear_gradients")
 def _linear_gradients(grad, groups, x, cols, own, *others) -> tuple[torch.Tensor, ...]:
-    """(x's gradient, the weight's, the bias'), empty where none is needed, or where `out` has the weight's.
+    """The gradients of x, weight and bias, empty if not needed, or if `out` has the weight's.
 
-    groups: splits, where groups begin, whether splits are wrong. x, own: what _linear kept. out: memory for
-    the weight's gradient, or, if `adds`, the float32 sum to which it is added unrounded.
+    groups: splits, offsets, error flag. x, own: what _linear saved.
+    out: memory for the weight's gradient or, if `adds`, the float32 sum that it is added to unrounded.
     """
     weight, (out, adds, x_dtype, x_needs, bias_needs) = _weight_first(others)
-    quantizers, features, dtype = weight.quantizers(grad.device), grad.shape[-1], weight.dtype
+    quantizers, features, dtype = quantizers_of(weight.recipe, grad.device), grad.shape[-1], weight.dtype
     weights: list[Storage] = []
     if x_needs and own:
         count = len(x) or (3 if groups else len(own))  # of groups an own weight may be as many records
@@ -296,8 +292,8 @@ def _linear_gradients(grad, groups, x, cols, own, *others) -> tuple[torch.Tensor
 
 
 def _quantized(quantizers, grad, x: Storage | None, weight: Storage | None, dtypes, out, adds: bool):
-    """(dx, dw) of y's gradient g [T, N], in its own quantization: dx from g rowwise and w columnwise, or the
-    values of w's rows, in x's dtype; dw from g and x columnwise, in the weight's dtype, or added unrounded.
+    """(dx, dw) from y's gradient g [T, N], quantized: dx from g's rows and w's columns (or their values in
+    rows), dw from g's and x's columns.
     """
     grad_x = grad_weight = None
     if x is None and weight is None:
@@ -320,7 +316,7 @@ def _quantized(quantizers, grad, x: Storage | None, weight: Storage | None, dtyp
 
 
 def _dequantized(quantizers, grad, x: Storage | None, weight: Storage | None, dtypes, out, adds: bool):
-    """The same of g as it is, and the values of w and x in its dtype, multiplied by torch."""
+    """(dx, dw) from g as it is, and the values of w and x in its dtype, multiplied by torch."""
     grad_x = grad_weight = None
     if weight is not None:
         grad_x = multiply(torch.mm, grad, _values(weight, grad.dtype)).to(dtypes[0])
@@ -395,7 +391,7 @@ def _(cache, weight, recipe, is_first) -> None:
 
 
 def _with_buffers(operator):
-    """Its handler for an input or a weight that is quantized: the operator on the buffers of that."""
+    """A handler that calls an operator with the buffers of its quantized input or weight."""
     names = [argument.name for argument in operator._schema.arguments]
 
     def handler(*arguments):

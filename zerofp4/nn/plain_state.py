@@ -8,18 +8,17 @@ from zerofp4.tensors import QuantizedTensor
 
 
 def register_plain_state_dict(model: nn.Module) -> None:
-    """Make the state dicts of a model hold plain values in place of quantized weights.
+    """Make the state dicts of a model hold plain values instead of quantized weights.
 
-    model: from now on its state_dict(), and that of each of its modules, has the weights' values in their
-        dtype, and load_state_dict() quantizes what it is given. Trainer, accelerate and safetensors need
-        that.
+    model: its state_dict(), and those of its modules, hold the weights' values in their dtype from now on,
+        and load_state_dict() quantizes what it is given. Trainer, accelerate and safetensors need that.
 
     Examples:
         >>> zerofp4.convert_model(model)
         >>> zerofp4.register_plain_state_dict(model)
         >>> torch.save(model.state_dict(), folder / "model.pt")
 
-    The weights stay what they are. Values cannot give the same codes back in all cases: to resume training,
+    The weights stay quantized. Quantizing values does not always give the same codes: to resume training,
     load the optimizer too, whose masters the weights then follow.
     """
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""What a layer quantizes with: a recipe's quantizers, and the weight's operands."""
+"""A recipe's quantizers, the cache of a layer's quantized weight, and weights that are NVFP4 themselves."""
 
 import functools
 import os
@@ -32,9 +32,10 @@ from zerofp4.tensors import (
 class Quantizers:
     """The quantizers of a recipe, for the roles "input", "weight" and "gradient".
 
-    layout: of the scales that its products read. weight_columns: whether a weight is quantized with a
-    columnwise copy, for a gradient of x that reads it. has_tiles: whether that is in blocks of 16x16, a stack
-    in one call. scheme: of the products in C++; None where Python multiplies.
+    layout: of the scales that products read.
+    weight_columns: whether a weight is quantized with a columnwise copy, for x's gradient.
+    has_tiles: whether weights have blocks of 16x16, so that a stack takes one call.
+    scheme: for the products in C++; None if Python multiplies.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device):
@@ -53,23 +54,21 @@ class Quantizers:
         self._made: dict[tuple, Quantizer] = {}
 
     def __call__(self, role: str, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        """x, of a role, with these copies."""
         record = self.record(role, x, rowwise=rowwise, columnwise=columnwise)
         return NVFP4Tensor(record) if isinstance(record, NVFP4Storage) else MXFP8Tensor(record)
 
     def reads_rows(self, weight: Storage) -> bool:
-        """Whether the gradient of x reads the rows of a weight, and not its columns."""
+        """Whether the gradient of x reads a weight's rows instead of its columns."""
         return not self.quantized_backward or (self._is_exact and self.is_nvfp4 and rows_are_enough(weight))
 
     def rows(self, weight: NVFP4Storage) -> tuple | None:
-        """(data, scale, amax, block_rows, e4m3_max) of rows, for C++; None if columns are multiplied, too."""
+        """(data, scale, amax, block_rows, e4m3_max) of the rows for C++; None if it needs columns, too."""
         if weight.block != self.recipe.weight_block or not self.reads_rows(weight):
             return None
         copy = weight.rowwise
         return copy.data, copy.scales.get("compact"), copy.amax, weight.block[0], weight.e4m3_max
 
     def record(self, role: str, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> Storage:
-        """The same without the tensor around it."""
         if not self.is_nvfp4:
             layouts = (self.layout,)
             return quantize_mxfp8(x, rowwise=rowwise, columnwise=columnwise, scale_layouts=layouts).record
@@ -79,8 +78,8 @@ class Quantizers:
         return quantizer.record(x)
 
     def weights(self, weight: torch.Tensor, x_needs: bool) -> list[Storage]:
-        """A weight for one call: a record of it, or of each matrix of a stack that has no tiles. x_needs:
-        whether the gradient of x is made from it. Raises ValueError where that gradient could not be.
+        """A weight quantized for one call: one record, or one per matrix of a stack without tiles. Raises
+        ValueError if x's gradient is needed and its sizes do not allow it.
         """
         if self.is_nvfp4:
             check_matrix(*weight.shape[-2:], columnwise=x_needs and self.quantized_backward)
@@ -90,15 +89,13 @@ class Quantizers:
         ]
 
     def parts(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What is quantized in a call of its own: the whole of a weight, or each matrix of a stack."""
+        """What takes one call to quantize: the whole weight, or each matrix of a stack without tiles."""
         return (weight,) if self.has_tiles or weight.dim() == 2 else weight.unbind()
 
-    def input(self, x: torch.Tensor, *, columnwise: bool) -> Storage:
-        """x as a layer's input, with a rowwise copy. Raises ValueError for one that was quantized already, in
-        another way than the recipe's or without a copy.
+    def input(self, x: QuantizedTensor, *, columnwise: bool) -> Storage:
+        """The record of a quantized x. Raises ValueError unless it is quantized as the recipe does it, with
+        these copies.
         """
-        if not isinstance(x, QuantizedTensor):
-            return self.record("input", x, rowwise=True, columnwise=columnwise)
         expected = self.blank("input", x.record.shape, x.record.dtype, columnwise=columnwise)
         found = x.record
         if not columnwise and isinstance(found, NVFP4Storage):
@@ -114,7 +111,7 @@ class Quantizers:
         return found
 
     def blank(self, role: str, shape: torch.Size, dtype: torch.dtype, *, columnwise: bool) -> Storage:
-        """A record like those of a role, without buffers."""
+        """A record for a role, without buffers."""
         if not self.is_nvfp4:
             return MXFP8Storage(shape, dtype)
         options = nvfp4_options(self.recipe, role, columnwise)
@@ -122,7 +119,7 @@ class Quantizers:
         return NVFP4Storage(shape, dtype, **options)
 
     def update_(self, role: str, out: QuantizedTensor, x: torch.Tensor, *, columnwise: bool) -> None:
-        """x, with a rowwise copy, into the buffers of `out`."""
+        """Quantize x into the buffers of `out`, which has a rowwise copy."""
         if self.is_nvfp4:
             self._nvfp4(role, True, columnwise).update_(out, x)
         else:
@@ -139,7 +136,7 @@ class Quantizers:
 
 
 def _with_even_columns(quantizer: Quantizer, x: torch.Tensor) -> NVFP4Storage:
-    """x of an odd number of rows; its columnwise copy ends with zeros, which change no product."""
+    """For an odd number of rows: the columnwise copy is padded with zeros, which change no product."""
     rows, cols = as_matrix(x.shape)
     record = quantizer.record(F.pad(x.reshape(rows, cols), (0, 0, 0, 1)))
     record.shape = x.shape
@@ -163,12 +160,12 @@ def nvfp4_options(recipe: NVFP4Recipe, role: str, columnwise: bool) -> dict[str,
 
 @functools.cache
 def quantizers_of(key: str, device: torch.device) -> Quantizers:
-    """Those of a recipe by its key on a device, always the same object; in C, without a frame of Python."""
+    """The Quantizers of a recipe's key on a device, cached in C, without a Python frame."""
     return Quantizers(recipe_of_key(key), device)
 
 
 def check_primary(weight: NVFP4Tensor, recipe: Recipe) -> None:
-    """Raises ValueError unless the recipe's products can take a weight that is NVFP4 itself."""
+    """Raises ValueError unless the recipe's products can take this NVFP4 weight."""
     if not isinstance(recipe, NVFP4Recipe):
         raise ValueError(f"weight is an NVFP4Tensor, which {type(recipe).__name__} cannot multiply")
     if recipe.weight_block != weight.record.block:
@@ -186,12 +183,12 @@ def check_primary(weight: NVFP4Tensor, recipe: Recipe) -> None:
 
 
 def rows_are_enough(record: NVFP4Storage) -> bool:
-    """Whether exact products of columns may read rows: they have the same values, or there are no others."""
+    """Whether exact products of columns may read rows, with the same values, or the only ones."""
     return record.rowwise is not None and (record.block == (BLOCK, BLOCK) or record.columnwise is None)
 
 
 def with_columns(record: Storage) -> Storage:
-    """The record, or one with its columnwise copy derived: a weight of 16x16 blocks that has rows only."""
+    """The record, with its columnwise copy derived if it has rows of 16x16 blocks only."""
     if record.columnwise is not None or not isinstance(record, NVFP4Storage):
         return record
     derived = NVFP4Storage.from_context(record.shape, record.context())
@@ -200,9 +197,10 @@ def with_columns(record: Storage) -> Storage:
 
 
 class WeightCache:
-    """The quantized weight of a layer for the micro-batches of a step. Its buffers stay where they are as
-    long as the weight's shape, dtype and device do, for captured CUDA graphs. handle: a number in a tensor,
-    by which operators know the cache, and layers that are alike share a graph. Copies of a cache begin empty.
+    """The quantized weight of a layer for the micro-batches of a step. Its buffers stay in place while the
+    weight's shape, dtype and device do, for captured CUDA graphs. Copies of a cache begin empty.
+
+    handle: a number in a tensor, by which operators find the cache, so that equal layers share a graph.
     """
 
     _caches: ClassVar[weakref.WeakValueDictionary[int, "WeightCache"]] = weakref.WeakValueDictionary()
@@ -210,7 +208,7 @@ class WeightCache:
     """Of exported programs, whose layers are in another process."""
 
     def __init__(self, number: int | None = None) -> None:
-        number = int.from_bytes(os.urandom(7)) if number is None else number  # known to no other process
+        number = int.from_bytes(os.urandom(7)) if number is None else number  # unknown to other processes
         self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
         self._caches[number] = self
         self._tensors: list[QuantizedTensor] | None = None
@@ -229,8 +227,8 @@ class WeightCache:
         return found
 
     def get(self, weight: torch.Tensor, quantizers: Quantizers, is_first_microbatch: bool) -> list[Storage]:
-        """Records as of Quantizers.weights: made anew for a first micro-batch, for another recipe, and where
-        the weight was written to since. Raises RuntimeError for a later micro-batch without a first.
+        """Records as of Quantizers.weights, quantized again for a first micro-batch, another recipe, and a
+        weight that was written to. Raises RuntimeError for a later micro-batch without a first.
         """
         if self._tensors is None and not is_first_microbatch:
             raise RuntimeError(
@@ -250,18 +248,18 @@ class WeightCache:
         return [tensor.record for tensor in self._tensors]
 
     def unchanged(self) -> Callable[[], bool]:
-        """What says whether the cache still has the weight that it has now."""
+        """A function that says whether the cache still holds the present weight."""
         state = self.state
         return lambda: self.state == state
 
     def follow(self, weight: torch.Tensor) -> None:
-        """Keep nothing that a weight, which may have been moved, cannot be written to again."""
+        """Drop buffers that the weight, which may have moved, can no longer be written to."""
         if self._tensors and not self._fits(weight):
             self._tensors = []
 
     def _is_made_from(self, weight: torch.Tensor) -> bool:
-        """As it is now. Another tensor counts if it has the memory of the one that was quantized: operators
-        of a compiled model may get one. That must still be there, or its address is another's.
+        """Whether the cache holds the weight's present version. A compiled operator may pass an alias, which
+        counts if it has the same address and the original is still alive.
         """
         source = self._source()
         if source is None or weight_state(source) != self.state:
@@ -278,7 +276,6 @@ class WeightCache:
         self._quantizers, self._of_inference = quantizers, torch.is_inference_mode_enabled()
 
     def _fits(self, weight: torch.Tensor) -> bool:
-        """Whether what was kept of a weight can be written again."""
         parts = [tensor.record for tensor in self._tensors]
         shape = parts[0].shape if weight.dim() == len(parts[0].shape) else (len(parts), *parts[0].shape)
         kept = (torch.Size(shape), parts[0].dtype, parts[0].device)
@@ -308,8 +305,8 @@ def primary_parameter(
     four_over_six: FourOverSix | None = None,
     amax: torch.Tensor | None = None,
 ) -> nn.Parameter:
-    """The parameter in NVFP4 that takes the place of `weight`, whose value is its initial one. columnwise:
-    None where a layer of zerofp4.nn reads that copy. amax: that it shares with others; None for its own.
+    """The NVFP4 parameter that replaces `weight`, with the old value as its initial one. columnwise: None if
+    a layer of zerofp4.nn reads that copy. amax: shared with other weights; None for its own.
     """
     if columnwise is None:
         columnwise = reads_columns(block, weight.device)
@@ -327,7 +324,7 @@ def primary_parameter(
 
 
 def make_primary(layer: nn.Module) -> None:
-    """Make the weight of a layer that was just made NVFP4. Raises RuntimeError for one without memory."""
+    """Make the weight of a new layer NVFP4. Raises RuntimeError on the meta device."""
     if layer.weight.is_meta:
         raise RuntimeError("primary_weights=True quantizes the weight, which is on the meta device")
     layer.weight = primary_parameter(layer.weight, "")
@@ -336,7 +333,7 @@ def make_primary(layer: nn.Module) -> None:
 
 
 def shown(module: nn.Module, others: str) -> str:
-    """For extra_repr: others, and weights that are NVFP4, `weight=NVFP4(16x16)`, or that FSDP2 gathers so."""
+    """For extra_repr: others, and weights in NVFP4, `weight=NVFP4(16x16)`, or gathered so by FSDP2."""
     weights = []
     for name, parameter in module._parameters.items():
         local = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
@@ -349,10 +346,10 @@ def shown(module: nn.Module, others: str) -> str:
 
 
 def show_weights() -> None:
-    """Have print(model) show NVFP4 weights of every nn.Linear, after the first call.
+    """Have print(model) show the NVFP4 weights of every nn.Linear.
 
-    The class is changed, since a method given to a module would be a reference cycle, and would keep the
-    module's memory from being freed with it.
+    Changes the class: a method on a module would be a reference cycle, which delays freeing the module's
+    memory.
     """
     original = nn.Linear.extra_repr
     if original in _showing:
@@ -371,7 +368,7 @@ _showing: list[Callable[..., str]] = []
 
 
 def watch_assignments(module: nn.Module) -> None:
-    """Have load_state_dict(assign=True) warn of quantized weights that become ordinary parameters."""
+    """Have load_state_dict(assign=True) warn if it replaces quantized weights by ordinary parameters."""
     hooks = module._load_state_dict_pre_hooks.values()
     if all(getattr(hook, "hook", None) is not _warn_of_assignments for hook in hooks):
         module.register_load_state_dict_pre_hook(_warn_of_assignments)

@@ -1,4 +1,4 @@
-"""Recipes: what the layers of zerofp4.nn quantize, and how; autocast says where."""
+"""Recipes: what the layers of zerofp4.nn quantize, and how. autocast says where."""
 
 import contextlib
 import contextvars
@@ -22,19 +22,19 @@ BACKWARDS = ("quantized", "dequantized")
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4Recipe:
-    """All three products of a layer from NVFP4 operands: activations and gradients in blocks of 1x16.
+    """All three products of a layer take NVFP4 operands: activations and gradients in blocks of 1x16.
 
-    weight_block: (16, 16), whose columnwise copy is the transpose, or (1, 16). Weights that are NVFP4 in the
-    latter themselves need backward="dequantized" on FP4 tensor cores.
+    weight_block: (16, 16), whose columnwise copy is the transpose, or (1, 16). NVFP4 weights in (1, 16) need
+        backward="dequantized" on FP4 tensor cores.
     stochastic_rounding: of gradients, with torch's default generator of their device.
-    hadamard, random_signs: the transform of both operands of the weight's gradient, and whether with signs.
+    hadamard, random_signs: transform both operands of the weight's gradient, and with signs or without.
     four_over_six: how activations and high-precision weights choose their scales; gradients never do.
-    backward: "quantized", or "dequantized": gradients in their own dtype are multiplied with the values of
-    the quantized weight and input.
+    backward: "quantized"; "dequantized" multiplies gradients in their own dtype with the values of the
+        quantized weight and input.
     backend: of zerofp4.gemm.
-    modules: pairs (name, recipe) of modules that follow another recipe, with all that is in them, or None,
-    and compute as outside of autocast. Names as of named_modules(); * stands for anything. The first that
-    fits counts; autocast needs the model.
+    modules: pairs (name, recipe). The named module, and all in it, follow that recipe, or with None compute
+        as outside of autocast. Names are those of named_modules(); * matches anything; the first match
+        counts. autocast needs the model then.
 
     Raises TypeError or ValueError for another value, and for random_signs without hadamard.
     """
@@ -58,7 +58,7 @@ class NVFP4Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8Recipe:
-    """All three products of a layer from MXFP8 operands, rounded to nearest. For high-precision parameters.
+    """All three products of a layer take MXFP8 operands, rounded to nearest. For high-precision parameters.
 
     backward, backend, modules: as of NVFP4Recipe. Raises TypeError or ValueError for another value.
     """
@@ -74,11 +74,11 @@ class MXFP8Recipe:
 Recipe = NVFP4Recipe | MXFP8Recipe
 
 _by_key: dict[str, Recipe] = {}
-"""What autocast was entered with, for operators, which take a recipe as its key."""
+"""Recipes of autocasts. Operators take a recipe as its key."""
 
 
 def recipe_of_key(key: str) -> Recipe:
-    """Raises RuntimeError if no autocast was made of it, as may be where an exported program was loaded."""
+    """Raises RuntimeError if no autocast has had the recipe, which an exported program may ask for."""
     if key not in _by_key:
         raise RuntimeError(f"make zerofp4.nn.autocast(recipe) first, of the recipe that is called for: {key}")
     return _by_key[key]
@@ -101,8 +101,9 @@ def _finish(recipe: Recipe) -> None:
 
 
 class _Recipes(dict[str, Recipe | None]):
-    """The recipes of a module, by the mark of the model's autocast. The module keeps them: torch.compile
-    guards on what it finds in a layer, not on a layer that it looks up elsewhere. Copies are in no model yet.
+    """The recipes of a module, by the mark of the model's autocast. They are kept in the module since
+    torch.compile guards on attributes of a layer, not on look-ups of it elsewhere. Copies of a module belong
+    to no model yet.
     """
 
     def __reduce__(self) -> tuple[type, tuple]:
@@ -118,15 +119,15 @@ _numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary(
 class autocast(contextlib.ContextDecorator):
     """Inside, the layers of zerofp4.nn compute by `recipe`; outside they are ordinary layers.
 
-    model: the model whose modules compute by it, as they are when the autocast is made; None for all layers.
-    Needed if the recipe names others for some modules.
+    model: whose modules, as they are now, compute by it; None for all layers. Needed if the recipe names
+        modules.
 
-    An autocast belongs to the thread that enters it. The innermost one whose model has a layer decides about
-    it. Only the forward pass has to be inside: a layer that torch.utils.checkpoint runs in a backward pass
-    uses the recipe of its last forward pass, compiled code the contexts of the last compiled forward pass in
+    An autocast belongs to the thread that enters it, and the innermost one that has a layer decides about it.
+    Only the forward pass has to be inside. In a backward pass, torch.utils.checkpoint runs a layer by the
+    recipe of its last forward pass, and compiled code by the contexts of the last compiled forward pass of
     the process.
 
-    Raises TypeError for what is no recipe, ValueError for modules without a model and for a name of none.
+    Raises TypeError for another recipe, ValueError for modules without a model and for a name that none has.
     """
 
     def __init__(self, recipe: Recipe, model: nn.Module | None = None):
@@ -148,7 +149,7 @@ class autocast(contextlib.ContextDecorator):
 
 
 Contexts = tuple[autocast, ...]
-"""Those around a caller, the innermost last."""
+"""The innermost last."""
 
 _entered: contextvars.ContextVar[Contexts] = contextvars.ContextVar("zerofp4.nn.autocast", default=())
 _last: weakref.WeakKeyDictionary[nn.Module, Recipe | None] = weakref.WeakKeyDictionary()
@@ -162,8 +163,8 @@ _this_module = sys.modules[__name__]
 
 
 def __getattr__(name: str) -> Contexts:
-    """`contexts`: those that compiled code follows. torch.compile can neither trace a context variable nor
-    guard on whether a backward pass runs, but before each call it compares what it has read of a module.
+    """`contexts`: those that compiled code follows. torch.compile cannot trace a context variable, nor guard
+    on a running backward pass, but compares what it has read of a module before each call.
     """
     global _last_compiled
     if name != "contexts":
@@ -174,8 +175,8 @@ def __getattr__(name: str) -> Contexts:
 
 
 def current_recipe(layer: nn.Module | None = None) -> Recipe | None:
-    """That of the autocast around the caller, for a layer; None outside, and of a layer that follows none.
-    Inside a backward pass that of the layer's last forward pass.
+    """The recipe of the autocast around the caller for a layer, None if it follows none; inside a backward
+    pass that of the layer's last forward pass.
     """
     if torch.compiler.is_compiling():
         return _recipe_in(_this_module.contexts, layer)
@@ -197,7 +198,7 @@ def _recipe_in(contexts: Contexts, layer: nn.Module | None) -> Recipe | None:
 
 
 def _recipes_of_modules(recipe: Recipe, model: nn.Module | None) -> dict[nn.Module, Recipe | None]:
-    """Of every module that may be a layer: the first name counts that it, or a module around it, has."""
+    """The recipe of each module that may be a layer: the first name that it, or a module around it, has."""
     if model is None and not recipe.modules:
         return {}
     if model is None:
