@@ -1,4 +1,4 @@
-"""What the functions that quantize check of their arguments."""
+"""Checks of the arguments of functions that quantize."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,11 @@ from zerofp4.tensors.quantized_tensor import QuantizedTensor
 
 
 def detached(name: str, value: torch.Tensor | None) -> torch.Tensor | None:
-    """An argument of one float32, or None, without its autograd history."""
-    if value is not None and not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.float32 tensor, got {type(value).__name__}")
+    """An optional tensor argument, without its autograd history."""
     if value is None:
         return None
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.float32 tensor, got {type(value).__name__}")
     _check_plain(name, value)
     return value.detach()
 
@@ -32,7 +32,7 @@ def check_values(x: torch.Tensor) -> None:
 
 
 def _check_plain(name: str, x: torch.Tensor) -> None:
-    """Traced or transformed tensors, FakeTensors too, are for the operators to judge."""
+    """Leaves traced, transformed and fake tensors to the operators."""
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
         return
     if torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.maybe_current_level() is None:
@@ -40,7 +40,7 @@ def _check_plain(name: str, x: torch.Tensor) -> None:
 
 
 def kernel_input(x: torch.Tensor) -> torch.Tensor:
-    """x without history, contiguous, and with bytes that have its values' signs."""
+    """x detached, contiguous, and with any lazy negation resolved."""
     if torch.compiler.is_compiling():
         return x.detach().contiguous()
     if x.requires_grad:
@@ -49,7 +49,7 @@ def kernel_input(x: torch.Tensor) -> torch.Tensor:
 
 
 def weight_columns(block: tuple[int, int], columnwise: bool | None) -> bool:
-    """Whether a weight to cast into has a columnwise copy. Raises ValueError where a cast cannot write it."""
+    """Whether a weight to cast into has a columnwise copy. Raises ValueError if a cast cannot write it."""
     check_block(block)
     has_tiles = tuple(block) == (BLOCK, BLOCK)
     if columnwise and not has_tiles:
@@ -73,7 +73,7 @@ def check_out(
     scale_layouts: Sequence[str],
     **options: Any,
 ) -> None:
-    """Raises TypeError or ValueError unless x can be quantized into `out`, with these sides and options."""
+    """Raises TypeError or ValueError unless x can be quantized into these sides of `out`."""
     if not isinstance(out, kind):
         raise TypeError(f"out must be an {kind.__name__}, got {type(out).__name__}")
     for rule in ("shape", "dtype", "device"):
@@ -92,7 +92,7 @@ def check_out(
 
 
 def check_generator(generator: torch.Generator | None, stochastic: bool) -> None:
-    """Raises ValueError or TypeError unless it is a generator for stochastic rounding, or None."""
+    """Raises ValueError or TypeError unless it is None, or a generator for stochastic rounding."""
     if generator is not None and not stochastic:
         raise ValueError("generator is for stochastic rounding, but stochastic_rounding is False")
     if not isinstance(generator, torch.Generator | None):

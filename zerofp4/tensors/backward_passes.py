@@ -1,9 +1,9 @@
-"""Backward passes that torch's functions run when they are given quantized tensors.
+"""torch.autograd.backward and grad, given quantized tensors.
 
-A backward pass calls other people's code: recomputation of checkpoints, hooks, autograd functions. A product
-of a quantized weight must be ours there too: a checkpoint identifies saved tensors by number and shape. So we
-re-enable subclass overrides, which are disabled inside __torch_function__, and pass GradientEdges in place of
-tensors, so that torch.autograd does not dispatch to __torch_function__ again.
+A backward pass calls other code (recomputation of checkpoints, hooks, autograd functions), and products of
+quantized weights must be ours there too: a checkpoint identifies saved tensors by number and shape. Subclass
+overrides are disabled inside __torch_function__, so we enable them again, and pass GradientEdges instead of
+tensors, so that torch.autograd does not call __torch_function__ again.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from zerofp4.tensors.products import is_quantized
 
 @torch.compiler.disable
 def _edges(tensors: Sequence[Any]) -> tuple:
-    """The same with edges for quantized tensors, but for those that require no gradient and have none."""
+    """Edges for quantized tensors. One that requires no gradient has none, and stays."""
     return tuple(_edge(t) if is_quantized(t) and t.requires_grad else t for t in tensors)
 
 
 def _edge(tensor: torch.Tensor) -> GradientEdge:
-    """As get_gradient_edge, which makes a view of the tensor for it and so dequantizes it."""
+    """Like get_gradient_edge, which would make a view of the tensor, and so dequantize it."""
     with torch.enable_grad():
         reader = torch.ops.aten.alias(tensor).grad_fn
     node, number = reader.next_functions[0]
@@ -30,7 +30,7 @@ def _edge(tensor: torch.Tensor) -> GradientEdge:
 
 
 def _run(function: Callable, outputs: tuple, inputs: tuple | None, options: dict) -> Any:
-    """function(outputs, inputs=inputs) of torch.autograd, given edges."""
+    """Call a function of torch.autograd with edges."""
     if any(map(is_quantized, (*outputs, *(inputs or ())))):
         return function(outputs, inputs=inputs, **options)  # raises before it runs anything
     with torch._C._EnableTorchFunction():
@@ -65,4 +65,4 @@ FUNCTIONS = {
     torch.autograd.grad: _grad,
     torch.Tensor.backward: _backward_from,
 }
-"""By function of torch: as it is called, or as those of torch.autograd hand their arguments on."""
+"""By function of torch."""

@@ -22,7 +22,7 @@ _REFUSED = {
     "transformers.modeling_utils": "resize_token_embeddings would make an ordinary head of a quantized one "
     "({}): call it before convert_model",
 }
-"""By modules that would go on with dequantized copies in silence: what they are told."""
+"""Errors for modules that would silently continue with dequantized copies."""
 
 ADAPTERS = (
     "With peft, call zerofp4.unconvert_model(model) before adapters are merged, and make adapters that begin "
@@ -30,16 +30,16 @@ ADAPTERS = (
 )
 
 _AVERAGES = "torch.optim.swa_utils"
-"""Its AveragedModel copies averages into a copy of the model, which would requantize them each time."""
+"""AveragedModel copies averages into a copy of the model, which would requantize them each time."""
 
 _BETWEEN = ("zerofp4.tensors.", "torch._", "torch.utils.", "torch.distributed.distributed_c10d")
 _BETWEEN += ("torch.distributed.c10d_logger",)
-"""Modules whose frames lie between an operator and who asked for it."""
+"""Modules whose frames lie between an operator and its caller."""
 
 
 def dispatch(func, args: tuple, kwargs: dict):
-    """Run an operator of a quantized tensor, by its handler or with dequantized copies. Raises RuntimeError
-    where it would write to those, NotImplementedError where FSDP or DTensor would train them.
+    """Run an operator on a quantized tensor, by its handler or on dequantized copies. Raises RuntimeError if
+    it would write to those, NotImplementedError if FSDP or DTensor would train them.
     """
     handler = HANDLERS.get(func)
     if handler is not None:
@@ -73,7 +73,7 @@ def writes(tensor) -> str:
 
 
 def _refuse_copies(func) -> None:
-    """Raise NotImplementedError where the caller, as its frame tells, would make parameters of values."""
+    """Raise NotImplementedError if the caller, by its frame, would make parameters of values."""
     module = _who_asks()
     for name, message in _REFUSED.items():
         if module.startswith(name):
@@ -81,7 +81,7 @@ def _refuse_copies(func) -> None:
 
 
 def _who_asks() -> str:
-    """The name of the module whose code called torch."""
+    """The name of the module that called torch."""
     if torch.compiler.is_compiling():
         return ""
     frame = sys._getframe(1)
@@ -107,14 +107,14 @@ def _share(tensor):
 
 
 def _detach(tensor):
-    """distribute_tensor begins with it; what FSDP detaches it only looks at."""
+    """distribute_tensor begins with it. (FSDP detaches a tensor only to look at it.)"""
     if _who_asks().startswith("torch.distributed.tensor"):
         _refuse_copies(_aten.detach.default)
     return _share(tensor)
 
 
 def _as_strided(tensor, size, stride, storage_offset=None):
-    """All of it as it is, as FSDP2 takes what it has gathered, is the tensor."""
+    """FSDP2 takes the whole tensor with it, unchanged."""
     if (tuple(size), tuple(stride), storage_offset or 0) == (tuple(tensor.shape), tensor.stride(), 0):
         return _share(tensor)
     _refuse_copies(_aten.as_strided.default)
@@ -158,7 +158,7 @@ def _copy_(target, source, non_blocking=False):
 
 
 def _copy_bytes(target, source: Storage, non_blocking: bool) -> None:
-    """Fill all buffers from a record of the same scheme, derived if missing there; nothing is requantized."""
+    """Copy all buffers from a record of the same scheme, deriving those it lacks. Nothing is requantized."""
     record = target.record
     found = [(name, side, ops.derived_side(source, name)) for name, side in record.sides()]
     for name, side, given in found:
@@ -175,7 +175,7 @@ def _copy_bytes(target, source: Storage, non_blocking: bool) -> None:
 
 
 def _write(tensor, values: torch.Tensor):
-    """Quantize values, broadcast to the tensor's shape and rounded to its dtype, into its buffers."""
+    """Quantize values into the tensor's buffers, broadcast to its shape and rounded to its dtype."""
     record = tensor.record
     rounded = values.to(device=record.device, dtype=record.dtype)
     tensor._quantize_into(rounded.expand(record.shape).contiguous(), record)
@@ -196,12 +196,12 @@ def _zero_(tensor):
 
 
 def _count_of_experts(tensor, dim: int) -> int:
-    """How many matrices there are along a dimension; 0 for one along which there are none."""
+    """The number of matrices along a dimension, or 0 if a stack does not extend along it."""
     return getattr(tensor.record, "experts", None) or 0 if dim in (0, -3) else 0
 
 
 def _experts(tensor, only: int | None = None) -> list:
-    """The matrices of a stack, or the one of that number. They share its buffers."""
+    """The matrices of a stack, or only one of them, over the same buffers."""
     with torch.inference_mode(tensor.is_inference()):  # as in _share
         return [type(tensor)(record) for record in tensor.record.matrices(only)]
 
@@ -243,4 +243,4 @@ HANDLERS = {
 # Above autograd these come apart into _to_copy. In inference mode nothing takes them apart but this.
 for _whole in (_aten.to.dtype, _aten.to.device, _aten.to.dtype_layout, _aten.to.other, _aten.type_as.default):
     HANDLERS[_whole] = _whole.decompose
-"""By operator, those of higher layers too; every other one sees dequantized copies."""
+"""Other operators get dequantized copies. Higher layers add handlers of their own."""

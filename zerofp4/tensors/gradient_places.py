@@ -46,14 +46,14 @@ class GradientPlace:
         self._given, self._last = None, gradient
 
     def is_kept(self, gradient: torch.Tensor | None) -> bool:
-        """Whether anybody but the parameter holds the last gradient. gradient: the parameter's p.grad."""
+        """Whether anyone but the parameter holds the last gradient. gradient: the parameter's p.grad."""
         if self._last is None or self._last is gradient:
             return False
         # Python's references: self._last and the argument. C++'s: that of the Python object.
         return sys.getrefcount(self._last) > 2 or self._last._use_count() > 1
 
     def give(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """The buffer as a new tensor, with a version of its own; None if it may not be written to."""
+        """The buffer as a new tensor, with its own version counter; None if it may not be written to."""
         view = self._view
         if self._parameter is not parameter or view.dtype != dtype or view.device != parameter.device:
             return None
@@ -71,7 +71,7 @@ class GradientPlace:
 
 
 def gradient_place(node: Any, dtype: torch.dtype) -> torch.Tensor | None:
-    """The buffer for the gradient of a node's second input, the weight; None if it needs its own memory."""
+    """The buffer for the gradient of a node's second input, the weight, or None."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _places:
         return None
     accumulation = node.next_functions[1][0]
@@ -84,7 +84,6 @@ def gradient_place(node: Any, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _is_executed(accumulation: Any) -> bool:
-    """Whether the backward pass that runs adds to p.grad."""
     try:
         return torch._C._will_engine_execute_node(accumulation)
     except RuntimeError:  # autograd.grad wants the gradient for itself; or nothing runs

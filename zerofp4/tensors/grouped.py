@@ -18,34 +18,34 @@ from zerofp4.tensors.quantized_tensor import wrap
 class GroupedNVFP4(storage.Sides):
     """Groups of consecutive rows of a [tokens, K] matrix, each quantized as a tensor of its own.
 
-    quantize_grouped makes one. Blocks are 1x16. A buffer that does not exist is None.
+    quantize_grouped makes one. Blocks are 1x16. Missing buffers are None.
 
     Examples:
         >>> groups = zerofp4.quantize_grouped(x, [16, 0, 48])
         >>> second = groups.tensors()[1]  # an NVFP4Tensor
 
-    With R = round_up(tokens + 15 * groups, 16) and S = round_up(tokens + 127 * groups, 128), which are room
-    for the groups however the tokens are split:
+    R = round_up(tokens + 15 * groups, 16) and S = round_up(tokens + 127 * groups, 128) leave room for any
+    splits:
 
     - rowwise_data uint8 [R, K/2] and rowwise_scale E4M3 [R, ceil(K/16)]: group g begins at row
       data_offsets[g], a multiple of 16.
     - rowwise_scale_expanded, rowwise_scale_swizzled E4M3 [S, round_up(ceil(K/16), 4)]: group g begins at row
       scale_offsets[g], a multiple of 128.
     - columnwise_data uint8 [K * R/2] and columnwise_scale E4M3 [K * R/16]: group g, of m rows, is a matrix
-      [K, round_up(m, 16)/2], of scales [K, ceil(m/16)], that begins at K * data_offsets[g]/2, of scales
-      K * data_offsets[g]/16. Columns of data past m/2 are those of rows of zeros.
+      [K, round_up(m, 16)/2] from K * data_offsets[g]/2 on, with scales [K, ceil(m/16)] from K *
+      data_offsets[g]/16 on. Columns past m/2 stand for rows of zeros.
     - columnwise_scale_expanded, columnwise_scale_swizzled E4M3 [round_up(K, 128) * S/16]: group g is a matrix
-      [round_up(K, 128), round_up(ceil(m/16), 4)] that begins at round_up(K, 128) * scale_offsets[g]/16.
-    - amax and columnwise_amax float32 [groups], one tensor unless both copies exist and one of them is of the
-      transform; that of an empty group is 0.
-    - every byte that belongs to no group is 0: the padding of groups, and what follows the last one.
+      [round_up(K, 128), round_up(ceil(m/16), 4)] from round_up(K, 128) * scale_offsets[g]/16 on.
+    - amax and columnwise_amax float32 [groups], 0 for an empty group. They are one tensor unless both copies
+      exist and the columnwise one is transformed.
+    - Padding between groups, and all bytes after the last one, are 0.
 
-    offsets, data_offsets, scale_offsets: int64 [groups + 1], the rows at which groups begin in x, the data
-    and the padded scales, and at which the last one ends.
-    splits: int32 or int64 [groups], the rows of each group. m_splits: the same as a tuple, where the host
-    knows them, else None.
-    error: int32 [1], 1 where a split is negative or their sum is not the number of tokens, and then all
-    groups are empty; else 0.
+    offsets, data_offsets, scale_offsets: int64 [groups + 1], where groups begin in the rows of x, of the data
+        and of the padded scales; then the end of the last one.
+    splits: int32 or int64 [groups], the rows of each group.
+    m_splits: splits as a tuple, or None if the host does not know them.
+    error: int32 [1], 1 if a split is negative or their sum is not the number of tokens; then all groups are
+        empty.
     """
 
     shape: torch.Size
@@ -74,15 +74,15 @@ class GroupedNVFP4(storage.Sides):
         return f"GroupedNVFP4({', '.join(fields)}, device={self.device})"
 
     def check(self) -> None:
-        """Raises ValueError where the splits were not valid. Waits for the device."""
+        """Raises ValueError for invalid splits. Waits for the device."""
         if self.error.item():
             host_sizes(self.splits, self.shape[0])
 
     def __getitem__(self, group: int) -> NVFP4Tensor:
-        """Group g as an NVFP4Tensor [m_splits[g], K] over the same memory. Only columnwise data of a group
-        without hadamard whose rows are not a multiple of 16 is a copy.
+        """Group g as an NVFP4Tensor [m_splits[g], K] over the same memory. Columnwise data is copied if the
+        group has no hadamard and its rows are not a multiple of 16.
 
-        Raises ValueError where the host does not know the splits, and for an odd number of rows with a
+        Raises ValueError if the host does not know the splits, and for an odd number of rows with a
         columnwise copy without hadamard, which an NVFP4Tensor cannot have; IndexError past the last group.
         """
         splits = self.m_splits
@@ -218,7 +218,6 @@ def quantize_grouped(
 
 
 def _allocate(scheme: storage.Scheme, shapes: dict, device: torch.device) -> storage.Sides:
-    """Uninitialized buffers of all groups."""
     names = [f"{side}_data" for side in scheme.sides]
     names += [storage.scale_name(side, layout) for side in scheme.sides for layout in scheme.scale_layouts]
     names += ["amax"] + ["columnwise_amax"] * (scheme.hadamard and len(scheme.sides) == 2)
@@ -230,8 +229,8 @@ def _allocate(scheme: storage.Scheme, shapes: dict, device: torch.device) -> sto
 
 
 def host_sizes(m_splits: Sequence[int] | torch.Tensor, tokens: int) -> tuple[int, ...]:
-    """The rows of each group, of which there are so many in all. Waits for those on a GPU. Raises ValueError
-    for wrong ones, TypeError for what are no integers.
+    """The rows of each group, as a tuple; waits for splits on a GPU. Raises ValueError for invalid ones,
+    TypeError for other types.
     """
     if isinstance(m_splits, torch.Tensor):
         if m_splits.dim() != 1 or m_splits.dtype not in (torch.int32, torch.int64):

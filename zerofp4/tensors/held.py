@@ -1,4 +1,4 @@
-"""What others do to the parameters of an optimizer: replace them, clip their gradients, average those."""
+"""What other code does to the parameters of an optimizer: replace them, clip or average their gradients."""
 
 import gc
 import sys
@@ -14,9 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 
 class Holder:
-    """The parameters of one optimizer, which keeps them alive, and what others have done to them. Earlier
-    holders of any are taken over.
-    """
+    """The parameters of one optimizer, which keeps them alive. A later holder of any of them takes over."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]):
         self.is_taken_over = False
@@ -36,7 +34,7 @@ class Holder:
         return id(parameter) in self._ids
 
     def find_replaced(self) -> torch.Tensor | None:
-        """A parameter that was replaced in its module, and was not put back."""
+        """A parameter that its module has replaced and not put back, or None."""
         for module, name, parameter in self.replaced:
             now = module()
             if now is not None and now._parameters.get(name) is not parameter:
@@ -45,7 +43,7 @@ class Holder:
         return None
 
     def watch_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Warn when clip_grad_norm_ of torch clips these parameters' gradients, which get averaged later."""
+        """Warn if torch's clip_grad_norm_ clips these parameters' gradients before they are averaged."""
         self.watched = set(map(id, parameters))
         _averaging.append(weakref.ref(self, _averaging.remove))
 
@@ -62,7 +60,7 @@ _averaging: list[weakref.ref[Holder]] = []
 
 
 def _note_replaced(module: nn.Module, name: str, parameter: torch.Tensor) -> None:
-    """torch calls it before a module's parameter becomes another: assigned, or loaded with assign=True."""
+    """Called by torch before a module's parameter is replaced: assigned, or loaded with assign=True."""
     old = module._parameters.get(name)
     if old is not None and old is not parameter:
         for holder in list(_holders):
@@ -71,15 +69,15 @@ def _note_replaced(module: nn.Module, name: str, parameter: torch.Tensor) -> Non
 
 
 def is_held(parameter: torch.Tensor, apart_from: Holder | None) -> bool:
-    """Whether another optimizer than that of `apart_from` trains the parameter."""
+    """Whether an optimizer other than that of `apart_from` trains the parameter."""
     return any(holder.holds(parameter) for holder in list(_holders) if holder is not apart_from)
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """tensor.grad of a quantized tensor.
 
-    [Note: who reads a gradient] Clipping leaves no trace that tells it from a division by hand, or from what
-    DDP and a trainer do: version counters count all. So the caller is looked at, and only until a first step.
+    [Note: who reads a gradient] Clipping leaves no trace that tells it from other writes, such as DDP's or a
+    trainer's division. So we look at the caller, and only until the first step.
     """
     if _averaging and not torch.compiler.is_compiling():
         frame = sys._getframe(2)  # 1 is __torch_function__
@@ -122,7 +120,7 @@ def check_not_averaged(ids: Set[int]) -> None:
 
 
 def _are_in_ddp(ids: Set[int]) -> bool:
-    """Whether a DistributedDataParallel has one of them. It marks no parameter: looks at every object."""
+    """Whether a DistributedDataParallel has one of them. It marks no parameter, so look at all objects."""
     ddp = nn.parallel.DistributedDataParallel
     models = [o for o in gc.get_objects() if issubclass(type(o), ddp)]
     return any(id(p) in ids for model in models for p in model.parameters())

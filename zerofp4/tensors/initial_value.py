@@ -1,4 +1,4 @@
-"""The high-precision value that a converted weight begins with, for as long as its codes are those of it."""
+"""The high-precision value that a converted weight was quantized from, kept while its codes stem from it."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,13 @@ from zerofp4 import ops
 from zerofp4.storage import NVFP4Storage, Scheme, Storage, record_of
 
 INIT_VAL = "high_precision_init_val"
-"""Where a record's attachments hold the value that convert_model quantized, on the CPU."""
+"""Attachment of a record: the value that convert_model quantized, on the CPU."""
 
 HAD_MASTER = "had_master"
-"""In a record's attachments where an optimizer has made a master of the value, whose codes it has since."""
+"""Attachment: an optimizer has made a master, and the codes follow it."""
 
 BEGINS_WITH_CODES = "begins_with_codes"
-"""In a record's attachments where its master is to begin with the values of its codes, which were loaded."""
+"""Attachment: the codes were loaded, and the master begins with their values."""
 
 
 def note_master(parameter: torch.Tensor) -> None:
@@ -25,14 +25,14 @@ def note_master(parameter: torch.Tensor) -> None:
 
 
 def had_master(parameter: torch.Tensor) -> bool:
-    """Whether a quantized weight has, or had, a master, and nobody has written to it since."""
+    """Whether a quantized weight has, or had, a master, and nothing else has written to it since."""
     record = record_of(parameter)
     return record is not None and HAD_MASTER in record.attachments
 
 
 def initial_value(record: NVFP4Storage) -> torch.Tensor | None:
-    """What the record's codes were quantized from, on the CPU; None where there is none, or where quantizing
-    it again shows that something else has written the codes since.
+    """The value that the record's codes were quantized from, on the CPU. None if there is none, or if
+    quantizing it again gives other codes, because something else has written them since.
     """
     value = record.attachments.get(INIT_VAL)
     if value is None or _has_codes_of(record, value):
@@ -56,7 +56,7 @@ def _has_codes_of(record: NVFP4Storage, value: torch.Tensor) -> bool:
 
 
 def replace_initial_value(record: Storage, values: torch.Tensor) -> None:
-    """Values were written to the record: an initial value becomes these, in its dtype, on the CPU."""
+    """Values were written to the record: they become its initial value, if it has one."""
     record.attachments.pop(HAD_MASTER, None)
     if INIT_VAL not in record.attachments:
         return
@@ -68,8 +68,8 @@ def replace_initial_value(record: Storage, values: torch.Tensor) -> None:
 
 
 def is_kept_by(record: Storage, values: torch.Tensor, present: Callable[[], torch.Tensor]) -> bool:
-    """Whether a record with an initial value, or a master, holds present(), these values, already: DDP copies
-    them back into every weight, and what they were quantized from must outlive that.
+    """Whether a record with an initial value or master already holds these values, which present() makes. DDP
+    copies a weight's own values back into it, and that must not change what they were quantized from.
     """
     if record.attachments.keys().isdisjoint((INIT_VAL, HAD_MASTER)) or ops.is_capturing(record.device):
         return False
@@ -77,7 +77,7 @@ def is_kept_by(record: Storage, values: torch.Tensor, present: Callable[[], torc
 
 
 def take_initial_value(target: Storage, source: Storage) -> None:
-    """The target took the source's bytes: if it has an initial value, it gets the source's."""
+    """The target has got the source's bytes: its initial value, if any, becomes the source's."""
     target.attachments.pop(HAD_MASTER, None)
     if target.attachments.pop(INIT_VAL, None) is None:
         return

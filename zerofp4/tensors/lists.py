@@ -1,4 +1,4 @@
-"""Functions of lists of tensors, one launch for all of a list."""
+"""Functions of lists of tensors, with one launch per list."""
 
 from collections.abc import Sequence
 
@@ -20,15 +20,15 @@ def dequantize_many(
 ) -> list[torch.Tensor]:
     """The values of NVFP4Tensors and MXFP8Tensors as plain tensors of their shapes, without autograd history.
 
-    tensors: all on one device. Those of one format and one dtype of values take one launch; in a captured
-    CUDA graph one for every 32.
+    tensors: all on one device. Tensors of one format and one output dtype take one launch, and one for every
+        32 while a CUDA graph is captured.
     dtype: float32, bfloat16 or float16; by default each tensor's own.
 
     Examples:
         >>> values, others = zerofp4.dequantize_many([zerofp4.quantize(x), zerofp4.quantize_mxfp8(x)])
 
-    Raises TypeError for what is neither and for another dtype; ValueError for tensors on several devices and
-    for an NVFP4Tensor whose only copy is columnwise with hadamard; RuntimeError where a buffer was freed.
+    Raises TypeError for another type or dtype; ValueError for several devices, and for an NVFP4Tensor whose
+    only copy is columnwise with hadamard; RuntimeError if a buffer was freed.
     """
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, NVFP4Tensor | MXFP8Tensor):
@@ -61,19 +61,20 @@ def swizzle_scales(
 ) -> list[torch.Tensor]:
     """Compact scales in the order in which cuBLASLt and torch.nn.functional.scaled_mm read them.
 
-    scales: NVFP4Tensors, of which `columnwise` chooses the copy; or pairs (compact scale, (rows, cols)), the
-    scale of shape (rows, ceil(cols/16)) for 1x16 blocks and (ceil(rows/16), ceil(cols/16)) for 16x16 ones.
-    All on one device. One launch; in a captured CUDA graph one for every 32.
+    scales: NVFP4Tensors; or pairs (compact scale, (rows, cols)), with scales of shape (rows, ceil(cols/16))
+        for 1x16 blocks and (ceil(rows/16), ceil(cols/16)) for 16x16 blocks. All on one device. They take one
+        launch, and one for every 32 while a CUDA graph is captured.
+    columnwise: which copy of the NVFP4Tensors.
 
     Examples:
         >>> (scales,) = zerofp4.swizzle_scales([zerofp4.quantize(x)])
 
-    Returns scales of shape (round_up(rows, 128), round_up(ceil(cols/16), 4)) with zeros as padding, of a
-    tensor [E, N, K] with E before that; of a tensor that has persistent swizzled scales those. The others of
-    one shape share a storage.
+    Returns scales of shape (round_up(rows, 128), round_up(ceil(cols/16), 4)), padded with zeros, for [E, N,
+    K] with a leading E. Persistent swizzled scales of a tensor are returned as they are; others of one shape
+    share a storage.
 
-    Raises TypeError or ValueError for an item that is neither, or a tensor without the copy; RuntimeError for
-    scales that were freed.
+    Raises TypeError or ValueError for another item, or a tensor without the copy; RuntimeError for freed
+    scales.
     """
     return _change(scales, side_of(columnwise), None, compact=True)
 
@@ -84,23 +85,24 @@ def unswizzle_scales(
     block: tuple[int, int] = (BLOCK, BLOCK),
     columnwise: bool = False,
 ) -> list[torch.Tensor]:
-    """The inverse of swizzle_scales: compact scales; what the padding holds does not matter.
+    """The inverse of swizzle_scales: compact scales. The padding may hold anything.
 
-    scales: pairs (swizzled scale, (rows, cols)) of matrices with blocks of `block`; or NVFP4Tensors, which
-    have their own block, with persistent swizzled scales, of which `columnwise` chooses the copy.
+    scales: NVFP4Tensors with persistent swizzled scales, or pairs (swizzled scale, (rows, cols)).
+    block: of the pairs.
+    columnwise: which copy of the NVFP4Tensors.
 
     Examples:
         >>> t = zerofp4.quantize(x, scale_layouts=("compact", "swizzled"))
         >>> (compact,) = zerofp4.unswizzle_scales([t])
 
-    Raises TypeError or ValueError for an item that is neither, or a tensor without such scales.
+    Raises TypeError or ValueError for another item, or a tensor without such scales.
     """
     check_block(block)
     return _change(scales, side_of(columnwise), block[0], compact=False)
 
 
 def _change(scales, side: str, block_rows: int | None, *, compact: bool) -> list[torch.Tensor]:
-    """From compact scales, or back. block_rows: of pairs; None if their shape tells it."""
+    """block_rows: of pairs; None if their shape tells it."""
     done: dict[int, torch.Tensor] = {}
     arguments: dict[int, tuple] = {}
     """(scale, rows, cols, block_rows) by index."""

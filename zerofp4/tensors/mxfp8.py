@@ -15,7 +15,6 @@ def _dequantize(record: MXFP8Storage, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _quantize_into(x: torch.Tensor, record: MXFP8Storage, skip: torch.Tensor | None = None) -> None:
-    """Quantize x, a contiguous tensor of the record's shape, into the record's buffers."""
     buffers = [record.buffer(name) for name in side_names(MXFP8_SCALE_LAYOUTS)]
     # As bytes: inductor has no float8_e8m0fnu.
     buffers = [None if buffer is None else buffer.view(torch.uint8) for buffer in buffers]
@@ -55,19 +54,19 @@ def quantize_mxfp8(
     """Quantize a tensor to MXFP8, in one pass.
 
     x: [..., K] of float32, bfloat16 or float16, flattened to [M, K].
-    rowwise, columnwise: which copies to make. Blocks of 32 elements lie along rows in the one and along
-        columns in the other, cut off at the edges.
+    rowwise, columnwise: which copies to make, with blocks of 32 elements along rows or along columns, cut off
+        at the edges.
     scale_layouts: persistent scale buffers out of "compact" (always there) and "swizzled".
-    out: a tensor of x's shape, dtype and device to write to. It must have the buffers asked for; every buffer
-        it has is written and stays where it is.
+    out: a tensor of x's shape, dtype and device with the buffers asked for. All its buffers are written in
+        place.
     skip: float32 [1] on x's device, with out only. If it is not 0, out keeps its bytes. The kernel reads it,
         so a captured CUDA graph can refresh a weight, or not.
 
     Examples:
         >>> t = zerofp4.quantize_mxfp8(x, columnwise=True)
 
-    A block with a NaN has scale 255, which makes all of it NaN; one with an Inf has scale 254. The result has
-    no autograd history. Raises TypeError for a wrong dtype, ValueError for a wrong shape or option.
+    A block with a NaN gets scale 255, which makes all of it NaN; one with an Inf gets scale 254. The result
+    has no autograd history. Raises TypeError for a wrong dtype, ValueError for a wrong shape or option.
     """
     check_values(x)
     layouts = check_layouts(scale_layouts, MXFP8_SCALE_LAYOUTS)

@@ -47,18 +47,18 @@ class NVFP4Tensor(QuantizedTensor):
     def expanded_scale(self, columnwise: bool = False) -> torch.Tensor:
         """E4M3 [round_up(M, 128), round_up(ceil(K/16), 4)], a byte per row; columnwise: of [K, M].
 
-        The persistent buffer if there is one, else computed. Raises ValueError where the side does not exist.
+        The persistent buffer if there is one, else computed. Raises ValueError if the side does not exist.
         """
         return ops.padded_scale(self.record, side_of(columnwise), "expanded")
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """What convert_model quantized, on the CPU, or what was written to the weight since (copy_,
-        load_state_dict, fill_, zero_, quantize with out), rounded to its dtype; None when there is no such
-        value, it was cleared, or the codes are no longer those of it, for which it is quantized once more.
+        """The value that convert_model quantized, or that was written to the weight since (copy_,
+        load_state_dict, fill_, zero_, quantize with out), rounded to its dtype, on the CPU. None if there is
+        no such value, if it was cleared, or if quantizing it again does not give the codes.
 
-        Its own values copied into it, as DDP does, change nothing. A weight whose value was cleared takes no
-        new one. detach, `.to(device)` and deepcopy keep it, and load_state_dict hands on what the other
-        weight has; clone and pickling do not, and tensors on the meta device have none.
+        Copying a weight's own values into it, as DDP does, changes nothing. A weight whose value was cleared
+        takes no new one. detach, `.to(device)` and deepcopy keep it, and load_state_dict takes over the other
+        weight's; clone and pickling do not, and tensors on the meta device have none.
         """
         return initial_value(self.record)
 
@@ -95,15 +95,12 @@ def quantize_dequantize(
 ) -> torch.Tensor:
     """Round a tensor to NVFP4 values (fake quantization): quantize(x, ...).dequantize() in one kernel.
 
-    x, block, amax, stochastic_rounding, generator, four_over_six, stacked: as of quantize.
-
-    Returns a plain tensor of x's shape and dtype, with the same bytes.
+    The arguments are those of quantize. Returns a plain tensor of x's shape and dtype, with the same bytes.
 
     Examples:
         >>> rounded = zerofp4.quantize_dequantize(x, block=(1, 16))
 
-    Its gradient is passed straight through to x, also where x is larger than a given amax: as if quantization
-    were the identity, which is what training against it needs. Detach x if that is not wanted.
+    The gradient is passed straight through to x, also where x exceeds a given amax. Detach x to avoid that.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, option or combination of options.
     """

@@ -1,11 +1,11 @@
-"""Products of quantized tensors, and dequantize, as autograd sees them: what __torch_function__ replaces.
+"""Products of quantized tensors, and dequantize, for autograd: replacements in __torch_function__.
 
-The products save the quantized tensor itself, so the dequantized weight lives no longer than one GEMM. They
-take values from the record, because a trip through __torch_dispatch__ costs the host more than most kernels.
+The products save the quantized tensor itself, so that a dequantized weight lives no longer than one GEMM.
+They take values from the record, because __torch_dispatch__ costs the host more than most kernels.
 
 The node of F.linear is in C++ (csrc/autograd/linear.cpp). It multiplies a plain x with an NVFP4 weight, and
-calls linear_product() and linear_gradients() for all else: modes and subclasses, MXFP8 weights, and gradients
-of gradients. A trace sees what F.linear is made of, and differentiates that.
+calls linear_product() and linear_gradients() for all else: modes, subclasses, MXFP8 weights, and double
+backward. A trace sees the parts of F.linear, and differentiates those.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ def is_quantized(tensor: torch.Tensor) -> bool:
 
 
 def plain(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The values that a product computes with, of dtype and differentiable in a backward pass; without dtype
-    in the tensor's and detached, since autocast caches casts of leaves.
+    """A product's operand. With dtype (backward passes), of that dtype and differentiable. Without (forward
+    passes), in the tensor's own dtype and detached, since autocast caches casts of leaves.
     """
     if not is_quantized(tensor):
         return tensor.detach() if dtype is None else tensor.to(dtype)
@@ -52,8 +52,8 @@ class Dequantize(torch.autograd.Function):
 def multiply(
     product: Callable, *operands: torch.Tensor | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """product(*operands). On a CPU without instructions for their dtype it multiplies in float32 and rounds
-    once: float32 holds their values, and torch adds in it anyway. out: where torch.mm writes.
+    """product(*operands). A CPU without instructions for their dtype multiplies in float32 and rounds once:
+    float32 holds the values, and torch accumulates in it anyway. out: for torch.mm.
     """
     if operands[0].is_cpu:
         dtype = operands[0].dtype
@@ -67,7 +67,7 @@ def multiply(
 
 
 def _multiply_by_autocast(product: Callable, operands: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
-    """In the dtype of autocast, which is off then: it would round operands in float32 to its dtype again."""
+    """In autocast's dtype, with autocast off: it would round float32 operands to its dtype again."""
     dtype = torch.get_autocast_dtype("cpu")
     with torch.autocast("cpu", enabled=False):
         return multiply(product, *(_in_dtype(each, dtype) for each in operands))
@@ -78,7 +78,6 @@ def _in_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor |
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """A matrix of all its last dimension's rows."""
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -105,7 +104,7 @@ def linear_gradients(
 
 
 class MatMul(torch.autograd.Function):
-    """torch.matmul(a, b), or torch.addmm(bias, a, b) of matrices, where a or b is quantized."""
+    """torch.matmul(a, b), or torch.addmm(bias, a, b) of matrices, with a or b quantized."""
 
     @staticmethod
     def forward(ctx, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -155,7 +154,6 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a factor, with history."""
     return Dequantize.apply(tensor, tensor.dtype) if is_quantized(tensor) else tensor
 
 
@@ -186,4 +184,4 @@ FUNCTIONS = {
     torch.mm: _mm,
     torch.Tensor.mm: _mm,
 }
-"""By function of torch: what else autograd cannot differentiate, or would save a dequantized weight for."""
+"""Functions that autograd cannot differentiate, or would save a dequantized weight for."""

@@ -16,31 +16,31 @@ from zerofp4.tensors.held import gradient_of
 
 
 def buffer_property(name: str) -> property:
-    """The property of a tensor that is a buffer of its record. Its getter has no frame: torch 2.10 compiles a
-    getter's as a function that reads the same property.
+    """A property that reads a buffer of the record, without a Python frame: torch 2.10 compiles a getter's
+    frame as a function that reads the same property.
     """
     return property(ops.buffer_reader(name))
 
 
 class QuantizedTensor(torch.Tensor):
-    """A torch.Tensor of a logical shape and dtype whose bytes, quantized, are in a storage record.
+    """A torch.Tensor of a logical shape and dtype, whose quantized bytes are in a storage record.
 
     - Operations not named here dequantize and give plain tensors; gradients flow through them. Writing to a
-      view changes no codes: it is one of a dequantized copy. (A matrix of a stack, t[e], is a tensor over t's
-      own buffers.)
+      view changes no codes, since it is a view of a dequantized copy. (Only a matrix of a stack, t[e], shares
+      t's buffers.)
     - `nbytes` counts the bytes of the buffers. element_size() and itemsize are those of the logical dtype,
       since they cannot be fractions: numel() * element_size() is the size of the dequantized values.
-    - `dequantize()` gives the values in the logical dtype; `float()`, `half()`, `double()` and `.to(dtype)`
-      convert these. Only `dequantize(torch.float32)` gives the codes' exact values.
+    - `dequantize()` gives the values in the logical dtype, which `float()`, `half()`, `double()` and
+      `.to(dtype)` convert. Only `dequantize(torch.float32)` gives the codes' exact values.
     - F.linear, matmul, mm, addmm and @ save the quantized tensor and dequantize it again in the backward
-      pass. (In code by torch.compile the compiler decides what is saved.)
-    - clone, deepcopy, pickling, pin_memory, `.to(device)`, and empty_like and new_empty of its size with a
-      device given keep the format. detach (so nn.Parameter(t), p.data, state_dict()) shares the record.
-    - Module.half(), .to(dtype) and their like change a parameter's logical dtype and keep its codes. Other
-      calls of Module.to() swap each parameter with a new tensor: hooks and grad_dtype stay, attributes that
-      others have set do not.
-    - copy_ from a tensor of the same format, shape and block copies bytes; any other copy_, fill_ and zero_
-      quantize into the existing buffers, which stay where they are. Other operations that write raise.
+      pass. (Under torch.compile the compiler decides what is saved.)
+    - clone, deepcopy, pickling, pin_memory, `.to(device)`, and empty_like and new_empty of the same size with
+      a device keep the format. detach (so nn.Parameter(t), p.data, state_dict()) shares the record.
+    - Module.half(), .to(dtype) and the like change a parameter's logical dtype and keep its codes. Other
+      calls of Module.to() swap each parameter with a new tensor: hooks and grad_dtype stay, other attributes
+      are lost.
+    - copy_ from a tensor of the same format, shape and block copies bytes. Any other copy_, fill_ and zero_
+      quantize into the existing buffers, which stay in place. Other operations that write raise.
     - torch.distributed's broadcast sends the buffers: all ranks must have the same formats. Other collectives
       read the values, and raise if they would write to the tensor. FSDP and DTensor, which would make plain
       parameters of the values, raise NotImplementedError.
@@ -63,7 +63,7 @@ class QuantizedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, record: Storage | tuple, *buffers: torch.Tensor):
-        """record: or (shape, context, names of buffers), with these buffers (see `wrap`)."""
+        """record: or (shape, context, names of `buffers`), as from `wrap`."""
         if buffers:
             shape, context, names = record
             named = dict(zip(names, buffers, strict=True))
@@ -102,7 +102,6 @@ class QuantizedTensor(torch.Tensor):
 
     @classmethod
     def _values_of(cls, record: Storage, dtype: torch.dtype) -> torch.Tensor:
-        """In the record's shape, computed in float32, rounded once to dtype."""
         try:
             values = cls._dequantize(record, dtype if dtype in WEIGHT_DTYPES else torch.float32)
         except RuntimeError:
@@ -111,8 +110,8 @@ class QuantizedTensor(torch.Tensor):
         return values.view(record.shape).to(dtype)
 
     def swizzled_scale(self, columnwise: bool = False) -> torch.Tensor:
-        """Scales in the order in which cuBLASLt and torch.nn.functional.scaled_mm read them: with blocks of b
-        elements [round_up(M, 128), round_up(ceil(K/b), 4)], padded with 0; columnwise: of [K, M].
+        """Scales in the order in which cuBLASLt and torch.nn.functional.scaled_mm read them, padded with 0:
+        [round_up(M, 128), round_up(ceil(K/b), 4)] with blocks of b elements; columnwise: of [K, M].
 
         The persistent buffer if there is one, else computed. Raises ValueError if the side does not exist.
         """
@@ -123,7 +122,6 @@ class QuantizedTensor(torch.Tensor):
         return torch.dequantize(self) if dtype is None else products.Dequantize.apply(self, dtype)
 
     def _describe(self) -> list[str]:
-        """The fields of repr between shape and requires_grad."""
         fields = [f"{name}={getattr(self, name)}" for name in ("dtype", "block", "device")]
         return [*fields, *(f"{name}={'+'.join(side.scale_places)}" for name, side in self.record.sides())]
 
@@ -189,8 +187,8 @@ class QuantizedTensor(torch.Tensor):
 
 
 def _set_data(tensor: QuantizedTensor, value: torch.Tensor) -> None:
-    """tensor.data = value makes the tensor share the record of another tensor of its format. Its own values
-    in another dtype, which Module.half() and Module.to(dtype) assign, change its dtype and keep its codes.
+    """tensor.data = value shares the record of another tensor of the format. Module.half() and .to(dtype)
+    assign the tensor's own values in another dtype, which changes its dtype and keeps its codes.
     """
     if type(value) is not type(tensor):
         same = _in_dtype_of(value, tensor)
@@ -207,7 +205,7 @@ def _set_data(tensor: QuantizedTensor, value: torch.Tensor) -> None:
 
 
 def _in_dtype_of(values: torch.Tensor, tensor: QuantizedTensor) -> QuantizedTensor | None:
-    """The tensor in the dtype and on the device of its own values, if these are its own; else None."""
+    """The tensor in the dtype and on the device of `values`, if these are its own values; else None."""
     is_dtype = values.dtype in {*WEIGHT_DTYPES} - {tensor.dtype}
     if isinstance(values, QuantizedTensor) or not is_dtype or values.shape != tensor.shape:
         return None
@@ -218,7 +216,7 @@ def _in_dtype_of(values: torch.Tensor, tensor: QuantizedTensor) -> QuantizedTens
 
 
 def _kept_by_autograd(tensor: QuantizedTensor) -> dict[str, object]:
-    """Of a leaf, its hooks, and the dtype of its gradients where that is not its own."""
+    """A leaf's hooks, and the dtype of its gradients if that is not its own."""
     if not tensor.is_leaf:
         return {}
     with torch._C.DisableTorchFunctionSubclass():
@@ -228,9 +226,7 @@ def _kept_by_autograd(tensor: QuantizedTensor) -> dict[str, object]:
 
 
 def _take_from_autograd(tensor: QuantizedTensor, kept: dict[str, object]) -> None:
-    """Give the tensor what autograd keeps of the one that it is about to be swapped with: Module.to() swaps
-    each parameter, and to autograd a new one has not the hooks of the old.
-    """
+    """Module.to() swaps each parameter with a new tensor, which lacks the hooks of the old."""
     note_rebinding()
     with torch._C.DisableTorchFunctionSubclass():
         for name, value in kept.items():
@@ -238,7 +234,7 @@ def _take_from_autograd(tensor: QuantizedTensor, kept: dict[str, object]) -> Non
 
 
 def _refuse_to_apply(tensor: torch.Tensor, *_) -> None:
-    """torch writes past every operator there, to memory that is not there."""
+    """torch would write past every operator, to memory that does not exist."""
     raise RuntimeError(f"apply_ and map2_: this{dispatch.writes(tensor)}")
 
 
@@ -253,7 +249,7 @@ _FUNCTIONS = {
 
 
 def wrap(cls: type[QuantizedTensor], record: Storage) -> QuantizedTensor:
-    """A tensor over the record, also where torch.compile traces the call."""
+    """A tensor over the record, also under torch.compile."""
     if not torch.compiler.is_compiling():
         return cls(record)
     buffers = dict(record.buffers())
@@ -261,7 +257,7 @@ def wrap(cls: type[QuantizedTensor], record: Storage) -> QuantizedTensor:
 
 
 def _stable_hash(tensor: QuantizedTensor) -> str:
-    """What torch's cache of compiled graphs knows a tensor by."""
+    """The tensor's key in torch's cache of compiled graphs."""
     names, context = tensor.__tensor_flatten__()
     buffers = [getattr(tensor, name) for name in names]
     inner = [(b.dtype, b.device, b.shape, b.stride()) for b in buffers]

@@ -1,4 +1,4 @@
-"""Quantizer, quantize's options checked once, and quantize, which is a Quantizer used once."""
+"""Quantizer: quantize's options, checked once. quantize is a Quantizer used once."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -14,18 +14,14 @@ from zerofp4.tensors.nvfp4 import NVFP4Tensor
 from zerofp4.tensors.quantized_tensor import wrap
 
 _REMEMBERED = 64
-"""Shapes whose layouts a quantizer remembers; after so many others it begins anew."""
+"""How many layouts a quantizer keeps before it forgets all."""
 
 
 _Layout = tuple[NVFP4Storage, ops.Quantization | None]
-"""What was worked out for a shape and dtype: a record like those of calls, on the meta device, and what
-quantizes into one; None for no elements.
-"""
+"""Of a shape and dtype: a record on the meta device, and what quantizes into one; None for no elements."""
 
 
 def _like(template: NVFP4Storage, device: torch.device) -> NVFP4Storage:
-    """A record with uninitialized buffers like the template's."""
-
     def new(buffer: torch.Tensor) -> torch.Tensor:  # as empty_like, which is slow for one on the meta device
         return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device)
 
@@ -42,8 +38,7 @@ def _like(template: NVFP4Storage, device: torch.device) -> NVFP4Storage:
 class Quantizer:
     """Calls quantize with the same options many times, and checks them once.
 
-    The options are those of quantize, which describes them. The layout of each shape is worked out once and
-    remembered.
+    The options are those of quantize. The layout of each shape is computed once and kept.
 
     Examples:
         >>> quantizer = zerofp4.Quantizer(block=(1, 16))
@@ -82,10 +77,8 @@ class Quantizer:
         amax: torch.Tensor | None = None,
         columnwise_amax: torch.Tensor | None = None,
     ) -> NVFP4Tensor:
-        """x [..., K], of float32, bfloat16 or float16, quantized into new buffers.
-
-        amax, columnwise_amax: as of quantize. TypeError for a wrong dtype, ValueError for a shape that the
-        options do not allow.
+        """x [..., K], of float32, bfloat16 or float16, quantized into new buffers. amax, columnwise_amax: as
+        of quantize. Raises TypeError for a wrong dtype, ValueError for a shape that the options do not allow.
         """
         return wrap(NVFP4Tensor, self.record(x, amax=amax, columnwise_amax=columnwise_amax))
 
@@ -108,10 +101,10 @@ class Quantizer:
         columnwise_amax: torch.Tensor | None = None,
         skip: torch.Tensor | None = None,
     ) -> NVFP4Tensor:
-        """x quantized into every buffer that `out` has; they stay where they are.
+        """x quantized into every buffer of `out`, in place. Returns out.
 
         out: of x's shape, dtype and device and of these options, with at least the buffers that they ask for.
-        amax, columnwise_amax, skip: as of quantize. Returns out. Errors as quantize.
+        amax, columnwise_amax, skip, and errors: as of quantize.
         """
         layout, scheme = self._layout(x), self._scheme
         check_out(out, NVFP4Tensor, x, scheme.sides, scheme.scale_layouts, **self._of_records)
@@ -122,7 +115,7 @@ class Quantizer:
         return out
 
     def _layout(self, x: torch.Tensor) -> _Layout | None:
-        """Of x, remembered; None if the call is traced or transformed. Raises as q(x) for a wrong x."""
+        """Of x; None if the call is traced or transformed. Raises as q(x) for a wrong x."""
         check_values(x)
         if not ops.is_plain_call(x):
             return None
@@ -154,7 +147,7 @@ class Quantizer:
         return f"Quantizer({', '.join(options)})"
 
     def __deepcopy__(self, memo: dict) -> "Quantizer":
-        """Itself: it never changes, and a generator goes on being drawn from."""
+        """Itself: it is immutable, and shares its generator."""
         return self
 
 
@@ -162,7 +155,7 @@ _kept_quantizer = functools.lru_cache(maxsize=64, typed=True)(Quantizer)
 
 
 def _apart(record: NVFP4Storage, given: torch.Tensor | None) -> torch.Tensor | None:
-    """A given value that the record's own amaxes do not overwrite before it is used."""
+    """The given value, or a copy if it is the record's own amax, which would be overwritten before use."""
     if given is None or torch.compiler.is_compiling() or record.amax.device != given.device:
         return given
     own = {amax.data_ptr() for amax in (record.amax, record.columnwise_amax) if amax is not None}
@@ -170,7 +163,7 @@ def _apart(record: NVFP4Storage, given: torch.Tensor | None) -> torch.Tensor | N
 
 
 class StraightThrough(torch.autograd.Function):
-    """quantize(x), whose gradient becomes x's, in x's dtype."""
+    """quantize(x), with the gradient passed to x in x's dtype."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, quantize: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

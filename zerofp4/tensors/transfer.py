@@ -1,4 +1,4 @@
-"""How a quantized tensor leaves the place where it is: copies, pickles, pinned memory, collectives."""
+"""How a quantized tensor leaves its place: copies, pickles, pinned memory, collectives."""
 
 import types
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from zerofp4.tensors.initial_value import BEGINS_WITH_CODES, HAD_MASTER, INIT_VA
 
 
 def copy_record(record: Storage, function: Callable[[torch.Tensor], torch.Tensor]) -> Storage:
-    """A record of function(buffer) that begins with what the record begins with."""
+    """A record of function(buffer), with the same initial value and marks."""
     record.check_memory("the tensor")
     new = record.map(function)
     for mark in (HAD_MASTER, BEGINS_WITH_CODES):
@@ -28,7 +28,6 @@ def copy_record(record: Storage, function: Callable[[torch.Tensor], torch.Tensor
 
 
 def reduce_tensor(tensor) -> tuple:
-    """What pickle writes: `rebuild_tensor` and its arguments."""
     record = tensor.record
     record.check_memory("the tensor")
     buffers = dict(record.buffers())
@@ -76,7 +75,7 @@ def refuse_safetensors(tensor, frame: types.FrameType) -> None:
 
 
 def new_empty(tensor, size, *, dtype=None, layout=None, device=None, pin_memory=None):
-    """Given a device, and the same size and dtype, a tensor of the same format; else a plain tensor."""
+    """With a device, and the same size and dtype, a tensor of the same format; else a plain tensor."""
     same = tuple(size) == tuple(tensor.shape) and dtype in (None, tensor.dtype)
     options = {"device": device or tensor.device, "pin_memory": bool(pin_memory)}
     if device is None or not same:
@@ -105,10 +104,7 @@ def pin_memory(tensor, device=None):
 
 
 def collective(func, args: tuple, kwargs: dict) -> tuple | None:
-    """An operator of c10d: broadcast sends the buffers; None where it writes to no quantized tensor.
-
-    Raises RuntimeError for one that would.
-    """
+    """A c10d operator that writes to a quantized tensor: broadcast, or RuntimeError. None for any other."""
     kinds = [type(leaf).__name__ for leaf in tree_leaves(args[0]) if record_of(leaf) is not None]
     if func._opname == "send" or not kinds:
         return None
@@ -122,7 +118,7 @@ def collective(func, args: tuple, kwargs: dict) -> tuple | None:
 
 
 def _broadcast(func, tensors, group, root, root_tensor=0, async_op=True, timeout=-1) -> tuple:
-    """The root's buffers into the other ranks', whose formats must be the same."""
+    """Send the root's buffers to the other ranks, whose formats must be the same."""
     records, unboxed = [record_of(tensor) for tensor in tensors], dist.ProcessGroup.unbox(group)
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = root, root_tensor, False
