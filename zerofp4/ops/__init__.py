@@ -2,8 +2,8 @@
 zerofp4._autograd.
 
 schemas.py declares every operator; quantize.py, dequantize.py, scales.py and product.py are their backends.
-device.py: where calls run, what plans keep. tensor_lists.py: questions about hundreds of tensors.
-stages.py: stages of casts. optimizer.py: launches of an optimizer step. native.py: the rest.
+device.py: where calls run, what plans keep. tensor_lists.py: questions about hundreds of tensors. stages.py:
+stages of casts. optimizer.py, means.py: launches of an optimizer step. native.py: the rest.
 """
 
 # ruff: noqa: F401

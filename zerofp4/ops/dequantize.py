@@ -12,19 +12,18 @@ from zerofp4.ops.schemas import backend, grouped_rows, is_plain_call, values_sha
 from zerofp4.storage import Side, address_of
 
 Copy = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, bool]
-"""A copy of a matrix [M, K]: data uint8 [M, K/2], columnwise [K, M/2]; scale, E4M3 or its bytes; amax float32
-[1]; block_rows; e4m3_max; whether it is columnwise. Of a stack the tensors have E as first dimension.
+"""A copy of [M, K]: data uint8 [M, K/2], columnwise [K, M/2]; scale, E4M3 or its bytes; amax float32 [1];
+block_rows; e4m3_max; whether it is columnwise. Tensors of a stack have a leading E.
 """
 
 _COMPACT = SCALE_LAYOUTS.index("compact")
 _FIELDS, _MXFP8_FIELDS = 10, 7  # integers of an item of the native lists
 
-
 _neutral_amaxes: dict[torch.device, tuple[torch.Tensor, Filled]] = {}
 
 
 def neutral_amax(device: torch.device) -> torch.Tensor:
-    """float32 [1], 2688, kept for each device: by it, dequantization gives the scale itself."""
+    """float32 [1], 2688, cached per device: with this amax, the global scale is 1."""
     kept = _neutral_amaxes.get(device)
     if kept is not None:
         made, filled = kept
@@ -44,8 +43,9 @@ def neutral_amax(device: torch.device) -> torch.Tensor:
 def values_of(
     data, scale, amax, block_rows, e4m3_max, columnwise, dtype, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[M, K] or [E, M, K] values of a Copy in a record, with compact scales. out: where to write them,
-    contiguous, past autograd and tracing: FSDP2's all-gather buffer, which FSDP2 resizes itself.
+    """[M, K] or [E, M, K] values of a Copy with compact scales.
+
+    out: contiguous, written past autograd and tracing: FSDP2's all-gather buffer, which FSDP2 resizes itself.
     """
     if out is None:
         if not is_plain_call(data):
@@ -65,7 +65,7 @@ def values_of(
 def values_of_many(
     copies: Sequence[Copy], dtype: torch.dtype, outputs: Sequence[torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
-    """values_of() each copy, in one launch. outputs: where to write them, as `out` of values_of()."""
+    """values_of() each copy, in one launch. outputs: one `out` for each."""
     if outputs is None:
         if copies and not is_plain_call(copies[0][0]):
             return [values_of(*copy, dtype) for copy in copies]
@@ -85,7 +85,7 @@ def _write(copies: Sequence[Copy], outputs: Sequence[torch.Tensor], layout: int)
 
 
 def _words(data, scale, amax, block_rows, e4m3_max, columnwise, out, layout: int) -> Sequence[int]:
-    """A copy as an item of the native list, or a stack as one after the other."""
+    """A copy as an item of the native list, or a stack as one item per matrix."""
     addresses = _addresses(data, scale, amax, out)
     options = (*out.shape[-2:], columnwise, block_rows, layout, e4m3_max)
     if out.dim() == 2:
@@ -111,7 +111,7 @@ def _dequantize(
     return out
 
 
-# The operator itself is dispatched in C++. Arguments that are not plain go on to this implementation.
+# C++ dispatches the operator, and calls this implementation for arguments that are not plain.
 _autograd.implement(without_backend("dequantize"))
 
 
@@ -123,7 +123,7 @@ Mxfp8Copies = Sequence[tuple[torch.Tensor, torch.Tensor, bool]]
 
 
 def mxfp8_values_of_many(copies: Mxfp8Copies, dtype: torch.dtype) -> list[torch.Tensor]:
-    """[M, K] values of copies in records, with compact scales, in one launch."""
+    """[M, K] values of copies with compact scales, in one launch."""
     if copies and not is_plain_call(copies[0][0]):
         return [torch.ops.zerofp4.dequantize_mxfp8(*copy, "compact", dtype) for copy in copies]
     return _mxfp8_values(copies, dtype, "compact")
@@ -152,14 +152,16 @@ def _dequantize_mxfp8(data, scale, columnwise, layout, dtype) -> torch.Tensor:
 def grouped_values(
     side: Side, offsets, data_offsets, error, shape, columnwise, other_amax=None, other_e4m3_max=int(E4M3_MAX)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, ends) of one side of a grouped storage [tokens, K], K a multiple of 8. values: bfloat16
-    [tokens, K], the rows of all groups without the padding between them; columnwise [K, R] of R padded rows,
-    each group's columns from data_offsets[g] on, zeros after the last. ends: int32 [groups], of the groups.
+    """(values, ends) of one side of a grouped storage [tokens, K], K a multiple of 8.
 
-    other_amax: float32 [groups], of what each group will be multiplied with, whose global scale is other_amax
-    * (1 / (6 * other_e4m3_max)). Then values are `element * ((scale * (other * amax)) * (1/2688))`, rounded.
-    Without it they are element times scale, exactly. If splits were not valid (error is 1), all values are
-    NaN, and ends such that products are.
+    values: bfloat16 [tokens, K], the rows of all groups without padding; columnwise [K, R] with R padded
+        rows, each group's columns from data_offsets[g] on, zeros after the last.
+    ends: int32 [groups], of the groups.
+    other_amax: float32 [groups], the amax of each group's other operand, whose global scale is other_amax *
+        (1 / (6 * other_e4m3_max)). Then values are `element * ((scale * (other * amax)) * (1/2688))`,
+        rounded; without it exactly element times scale.
+
+    If the splits are invalid (error is 1), all values are NaN, and ends such that products are.
     """
     count, (tokens, cols), data = offsets.shape[0] - 1, shape, side.data
     padded = grouped_rows(tokens, count)[0]

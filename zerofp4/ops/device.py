@@ -1,4 +1,4 @@
-"""What this machine can run, where a call into the extension runs, and the memory that plans keep there."""
+"""What this machine can run, where a call into the extension runs, and the device memory that plans keep."""
 
 import functools
 import os
@@ -33,12 +33,12 @@ def _slow_on_cpu() -> tuple[torch.dtype, ...]:
 
 
 SLOW_ON_CPU = _slow_on_cpu()
-"""Dtypes that this CPU has no instructions for, and torch multiplies slowly. ONEDNN_MAX_CPU_ISA counts."""
+"""Dtypes without instructions on this CPU, which torch multiplies slowly. ONEDNN_MAX_CPU_ISA counts."""
 
 
 def code_for(capability: Sequence[int], architectures: Sequence[str]) -> str | None:
-    """The architecture, out of those compiled in, whose code a GPU runs, or None: machine code (sm_90) runs
-    on its own major version from its minor version on, PTX (compute_90) on all that are newer, too.
+    """The compiled-in architecture whose code a GPU runs, or None. Machine code (sm_90) runs on its own major
+    version from its minor version on, PTX (compute_90) also on all newer GPUs.
     """
     usable = []
     for name in architectures:
@@ -52,7 +52,7 @@ def code_for(capability: Sequence[int], architectures: Sequence[str]) -> str | N
 
 
 def check_capability(gpu: str, capability: Sequence[int], architectures: Sequence[str]) -> None:
-    """Raises RuntimeError unless a build for these architectures runs on `gpu`, as messages call it."""
+    """Raises RuntimeError unless a build for these architectures runs on `gpu`, its name in messages."""
     has = f"{gpu} has {capability[0]}.{capability[1]}"
     if tuple(capability) < OLDEST_CAPABILITY:
         oldest = ".".join(map(str, OLDEST_CAPABILITY))
@@ -94,7 +94,7 @@ def cpu_cores() -> set[int]:
 # Where a call runs
 
 _target = functools.lru_cache(maxsize=256)(_C.Target)
-"""A target is three integers; to find one costs the host less than to make one."""
+"""Finding a target costs the host less than making one."""
 
 
 def target_of(device: torch.device) -> _C.Target:
@@ -117,7 +117,7 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a GPU's current stream is being captured in a CUDA graph, whichever GPU is the current one."""
+    """Whether a GPU's current stream is being captured in a CUDA graph, whichever GPU is current."""
     if device.type != "cuda":
         return False
     if device.index in (None, torch.cuda.current_device()):  # asked in every step: no context for nothing
@@ -127,15 +127,15 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def scale_addresses(name: str, side: Side | None) -> list[int]:
-    """Of the scales of a side of NVFP4 by layout, 0 where there is none."""
+    """The addresses of a side's NVFP4 scales by layout, 0 for missing ones."""
     scales = {} if side is None else side.scale_places
     return [address_of(name, scales.get(layout)) for layout in SCALE_LAYOUTS]
 
 
 def run_list(make: Callable[[Sequence[int]], Any], words: Sequence[int], fields: int, device) -> None:
-    """Run the native list that make(words) returns, of items of `fields` words. A short one travels in the
-    kernel's arguments, a longer one in a table in the GPU's memory, which a replay of a CUDA graph could not
-    copy: during capture it takes several launches.
+    """Run the native list that make(words) returns, with items of `fields` words. Short lists travel in the
+    kernel's arguments, longer ones in a table in GPU memory. A replay of a CUDA graph could not copy the
+    table, so a capture takes several launches.
     """
     target, most = target_of(device), _C.ARGUMENT_ITEMS * fields
     if device.type != "cuda" or len(words) <= most:
@@ -156,22 +156,22 @@ def run_list(make: Callable[[Sequence[int]], Any], words: Sequence[int], fields:
 
 
 class Filled:
-    """Orders uses of a buffer on any stream after its copy: note() after that, wait() before each use."""
+    """Orders uses of a buffer on any stream after its copy: note() follows that, wait() precedes each use."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self.stream: int | None = None
-        """Of the last note() or wait(): what is queued there finds the memory filled."""
+        """The stream of the last note() or wait(), which needs no other wait."""
 
     def note(self) -> None:
-        """What fills it is queued on the current stream."""
+        """The copy is queued on the current stream."""
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
             self.stream = current_stream(self._device.index)
 
     def wait(self) -> None:
-        """Let the current stream wait for that. Not in a CUDA graph: torch.cuda.graph has waited for all."""
+        """Make the current stream wait for it. Not in a CUDA graph: torch.cuda.graph has synchronized."""
         if self.stream is None:
             return
         stream = current_stream(self._device.index)
@@ -181,12 +181,13 @@ class Filled:
 
 
 class NativePlan:
-    """A plan of the extension, with what its launches use in the memory of a GPU.
+    """A plan of the extension, with the GPU memory that its launches use.
 
-    A load overwrites the table of descriptors in place, but makes a new one after hold(), since a captured
+    A load overwrites the table of descriptors in place. It makes a new one after hold(), since a captured
     graph reads the old one, and if the last use was on another stream, which may not have run yet.
 
-    native: the plan; None if there is nothing to launch. tables: those that graphs read, then the latest.
+    native: the plan; None if there is nothing to launch.
+    tables: those that graphs read, then the latest.
     captured: by address, the storage that captured CUDA graphs use, kept alive here.
     """
 
@@ -211,13 +212,13 @@ class NativePlan:
         memory: Sequence[torch.Tensor] = (),
         items: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Take this native plan from now on; launches that are queued already keep theirs.
+        """Use this native plan from now on. Launches that are already queued keep theirs.
 
-        needs_table: whether its descriptors do not travel in a kernel's arguments. memory: what every launch
-        uses besides, which the allocator must not reuse before. items: whose addresses the descriptors have;
-        a graph that captures a launch keeps them alive.
+        needs_table: whether its descriptors do not fit into a kernel's arguments.
+        memory: used by every launch, so the allocator must not reuse it earlier.
+        items: tensors with an address in the descriptors; a graph that captures a launch keeps them alive.
 
-        Raises RuntimeError for a copy while a CUDA graph is captured, and has then changed nothing.
+        Raises RuntimeError for a copy while a CUDA graph is captured; nothing has changed then.
         """
         if self.device.type == "cuda" and needs_table:
             contents = native.descriptor_bytes()
@@ -246,7 +247,7 @@ class NativePlan:
         self._contents = contents
 
     def hold(self, tensors: Iterable[torch.Tensor | None] = ()) -> None:
-        """A CUDA graph that is being captured uses these tensors, and the present table, in every replay."""
+        """Every replay of the CUDA graph that is being captured uses these tensors, and the present table."""
         self._held = True
         self.captured.update((t.data_ptr(), t.detach()) for t in tensors if t is not None)
 
@@ -257,7 +258,7 @@ class NativePlan:
         if self._items and is_capturing(self.device):
             self.hold(self._items)
         if self.device.type == "cuda" and (stream := current_stream(self.device.index)) != self._last:
-            # Until then the allocator must not give the memory to others, once it is freed.
+            # The allocator must not reuse the memory, once freed, before the launch.
             for tensor in (*self._memory, *self.tables[-1:]):
                 tensor.record_stream(torch.cuda.current_stream(self.device))
             self._filled.wait()

@@ -1,4 +1,4 @@
-"""Loads both compiled extensions, or raises an ImportError that says in one line how to build them."""
+"""Loads both compiled extensions, or raises an ImportError that says how to build them."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Launches on the means of hosts: rounded at random to be sent, and averaged in the slice of their owner."""
+"""Launches on the means of hosts: rounded at random to be sent, and averaged by the owner of a slice."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,13 +12,13 @@ from zerofp4.ops.device import target_of
 from zerofp4.storage import address_of
 
 MEANS_FORMATS: dict[str, int] = {"bf16": 1, "mxfp8": MXFP8_BLOCK, "nvfp4": BLOCK}
-"""The formats of means, and how many neighbors of a row each takes at once."""
+"""By format of means, the elements of a row in a block."""
 
 
 class MeansPiece(NamedTuple):
-    """The part of a parameter in a slice: elements [first, first + numel), from `begin` of the slice on.
+    """The part of a parameter in a slice: elements [first, first + numel), at `begin` of the slice.
 
-    number: of the parameter in its optimizer. cols: elements of a row. NVFP4: whole strips.
+    number: of the parameter in its optimizer. cols: elements of a row. NVFP4 needs whole strips.
     """
 
     begin: int
@@ -33,13 +33,14 @@ class MeansPiece(NamedTuple):
 
 
 class MeansLayout:
-    """Messages of means, one for each slice of `numel` elements.
+    """Messages of means, one for each slice of `numel` elements, padded to 16 bytes.
 
     bf16: the elements. MXFP8: E4M3 elements, then E8M0 scales. NVFP4: packed codes, then E4M3 scales, then
-    float32 amaxes of strips. A message ends with padding to 16 bytes.
+        float32 amaxes of strips.
 
-    format: one of MEANS_FORMATS. slices: by slice, its pieces, ascending. strips: how many amaxes a message
-    has room for; of NVFP4, as many as any slice on any rank has strips.
+    format: one of MEANS_FORMATS.
+    slices: by slice, its pieces, ascending.
+    strips: amaxes in a message; for NVFP4, the most strips of any slice on any rank.
 
     Raises ValueError for a piece that does not begin at a multiple of 256.
     """
@@ -81,10 +82,12 @@ class MeansLayout:
 
 
 def round_means(means: torch.Tensor, out: torch.Tensor, layout: MeansLayout, *, step: int, host: int) -> None:
-    """Round the means of a host at random for other hosts, as reference.send_mean() does.
+    """Round the means of a host at random, as reference.send_mean() does.
 
-    means: float32 [slices, numel], contiguous. out: the messages, contiguous; elements of bfloat16 outside of
-    pieces become 0, and other bytes of no element stay. step: number of the update. host: that sends.
+    means: float32 [slices, numel], contiguous.
+    out: the messages, contiguous. bfloat16 elements outside of pieces become 0; other bytes of no element
+        stay.
+    step: number of the update. host: the sender's number.
     """
     arguments = _C.RoundMeansArgs(
         **layout.fields,

@@ -24,8 +24,8 @@ from zerofp4.ops.schemas import without_backend
 from zerofp4.storage import SIDES, side_and_layout, side_names
 
 native_linear = _autograd.linear
-"""native_linear(x, weight, bias or None): F.linear where x or the weight is quantized, after
-configure_linear(). None where torch.func or forward AD has to see what it is made of.
+"""native_linear(x, weight, bias or None): F.linear with x or the weight quantized, after configure_linear().
+None if torch.func or forward AD has to see its parts.
 """
 
 
@@ -36,11 +36,12 @@ def configure_linear(
     gradients: Callable,
     gradient_place: Callable,
 ) -> None:
-    """What native_linear() calls in Python.
+    """Tell native_linear() what to call in Python.
 
-    weight_type: the class of weights that C++ multiplies, no subclass, and values_source(record), whose
-    result is theirs. product(x, weight, bias) and gradients(node, grad, x, weight, bias_needs): for all
-    others. gradient_place(node, dtype): memory for the gradient of a node's weight, or None; of layers, too.
+    weight_type: the class of weights that C++ multiplies, no subclass; values_source(record) gives their
+        codes.
+    product(x, weight, bias), gradients(node, grad, x, weight, bias_needs): for all others.
+    gradient_place(node, dtype): memory for the gradient of a node's weight, or None; also for layers.
     """
     called = values_source, product, gradients, gradient_place, check_cuda, current_stream
     slow = sum(1 << DTYPE_CODES[dtype] for dtype in SLOW_ON_CPU)
@@ -54,11 +55,11 @@ the dispatcher, or None for what that has to see (csrc/autograd/layer.cpp).
 
 
 def configure_layer(quantizers_of: Callable, cached_rows: Callable) -> None:
-    """Dispatch zerofp4::linear and zerofp4::linear_gradients in C++, which hands what it does not multiply to
-    their implementations in Python.
+    """Dispatch zerofp4::linear and zerofp4::linear_gradients in C++, which leaves to their Python
+    implementations what it does not multiply.
 
-    quantizers_of(recipe, device): of a recipe by its key. cached_rows(quantizers, weight, cache): rows, as
-    native_layer takes them, of the weight that a cache keeps, or None.
+    quantizers_of(recipe, device): by the recipe's key. cached_rows(quantizers, weight, cache): the rows of a
+    cached weight as native_layer takes them, or None.
     """
     python = map(without_backend, ("linear", "linear_gradients"))
     _autograd.configure_layer(neutral_amax, *python, quantizers_of, cached_rows)
@@ -72,14 +73,14 @@ def layer_scheme(device: torch.device, recipe: Any) -> object:
     return _autograd.scheme(*options, recipe.weight_block == (BLOCK, BLOCK), by_cublaslt)
 
 
-# What torch.compile asks a quantized tensor in each call of compiled code, without a frame of Python: guards
-# and the unpacking of subclasses read each buffer of each weight.
+# Without a Python frame: in each call of compiled code, guards and the unpacking of subclasses read
+# every buffer of every weight.
 
 _AMAXES = {"amax": list(SIDES), "columnwise_amax": ["columnwise"]}
 
 
 def buffer_reader(name: str) -> Callable:
-    """What gives the buffer of tensor.record of this name, one of BUFFERS, for a tensor."""
+    """A function that gives the buffer of tensor.record with this name in BUFFERS."""
     if name in _AMAXES:
         return _C.amax_reader(_AMAXES[name])
     return _C.buffer_reader((*side_and_layout(name), name))

@@ -29,8 +29,9 @@ exponents; the last two count infinite chunks and those with NaN.
 
 
 class PeerRows(NamedTuple):
-    """A matrix [ranks, n] of which every rank has its row in memory that all can read. addresses: by rank,
-    where its row begins, at a multiple of 16 bytes; this rank's own too.
+    """A matrix [ranks, n]; each rank's row is in its own memory, which all ranks can read.
+
+    addresses: by rank, this one included, where its row begins, at a multiple of 16 bytes.
     """
 
     addresses: tuple[int, ...]
@@ -39,11 +40,11 @@ class PeerRows(NamedTuple):
 
 
 def average(pieces: torch.Tensor | PeerRows, out, own=None, rank: int = 0, squares=None) -> None:
-    """out = ((pieces[0] + pieces[1]) + ...) / len(pieces), in float32 whatever the pieces are.
+    """out = ((pieces[0] + pieces[1]) + ...) / len(pieces), in float32 for any dtype of pieces.
 
-    pieces: float32, bfloat16 or float16 [ranks, n], contiguous, or rows of that in the memory of ranks. out:
-    float32 [n]. own: [n] of the dtype of pieces, which is read instead of pieces[rank]. squares: int64
-    SQUARES, to which those of the means are added, for norm_of_squares().
+    pieces: float32, bfloat16 or float16 [ranks, n], contiguous or as PeerRows. out: float32 [n].
+    own: [n] of the dtype of pieces, read instead of pieces[rank].
+    squares: int64 SQUARES, to which the squares of the means are added, for norm_of_squares().
     """
     if isinstance(pieces, PeerRows):
         count, numel = len(pieces.addresses), pieces.numel
@@ -81,10 +82,10 @@ class Barrier:
     """Makes the streams of all ranks wait for one another; no host waits. Every rank must run barriers with
     the same flags equally often, one after another, also in CUDA graphs.
 
-    flags: by rank, where its uint32 [ranks] flags are, zeros at first, in memory that all ranks can write,
-    and that the caller keeps alive.
-    status: int32 [1], pinned: 1 + the number of a rank that did not come in time, to this rank or to one that
-    this rank meets. From then on nothing is waited for, and `failed`, float32 [] on the device, is not 0.
+    flags: by rank, the address of its uint32 [ranks] flags, initially zeros, in memory that all ranks can
+        write and the caller keeps alive.
+    status: int32 [1], pinned: 1 + the number of a rank that came too late, for this rank or one that it
+        meets. From then on nothing waits, and `failed`, float32 [] on the device, is not 0.
     """
 
     def __init__(self, flags: Sequence[int], rank: int, status, failed, timeout_s: float):
@@ -113,10 +114,11 @@ VOTE_FLAGS: int = _C.VOTE_FLAGS
 
 
 class Decision:
-    """Whether a step writes: the words that the update and the cast read, in one block on the device. A word
-    stands for a gradient with a NaN or Inf: it is above 0, and the larger the earlier the parameter.
+    """Whether a step writes: the words that the update and the cast read, in one block on the device.
 
-    count: how many presence flags there are. failed: as of Barrier.
+    A word stands for a gradient with a NaN or Inf: above 0, and larger for an earlier parameter.
+
+    count: the number of presence flags. failed: as of Barrier.
     """
 
     def __init__(self, count: int, device: torch.device, failed: torch.Tensor | None = None):
@@ -124,8 +126,8 @@ class Decision:
         self._words, self.failed = self._block[: _C.DECISION_WORDS], failed
         integers, floats = (self._words.view(dtype) for dtype in (torch.int32, torch.float32))
         self.own, self.nonfinite, self.first, self.skipped = integers[:4].unbind()
-        """int32 []: the word of this rank; that of all ranks when gradients were last looked at; the largest
-        of these in a step; how many steps were skipped for them.
+        """int32 []: the word of this rank; of all ranks when gradients were last checked; the largest in this
+        step; how many steps were skipped for it.
         """
         self.skip, self.refused = floats[4:].unbind()
         """float32 []: 1 if the step, or bucket, changes nothing; 1 if the ranks do not take it."""
@@ -146,11 +148,11 @@ class Decision:
         """Decide, in one launch. Waits for nothing.
 
         vote: float64, the maximum over all ranks of `count` presence flags, words that must be equal on all
-            ranks, their negatives, and VOTE_FLAGS flags. None in a world of one, where `own` counts.
+            ranks, their negatives, and VOTE_FLAGS flags. None in a world of one, which reads `own`.
         found_inf: float32 [1], becomes `skip`.
-        looks: whether gradients were looked at for the vote; otherwise `nonfinite` and `first` stay.
-        counts: whether a step that is skipped for a NaN or Inf is counted.
-        goes_on: the vote is on one more bucket of a step, in which `first` and found_inf only grow.
+        looks: whether gradients were checked for the vote; otherwise `nonfinite` and `first` stay.
+        counts: whether to count a step that is skipped for a NaN or Inf.
+        goes_on: the vote is on another bucket of a step, in which `first` and found_inf only grow.
         keeps: whether a step that an earlier vote refused stays refused.
         """
         arguments = _C.DecideArgs(
@@ -173,8 +175,8 @@ class Decision:
 
 
 class MultiTensor:
-    """Launches over contiguous tensors of format.WEIGHT_DTYPES, which may move in between: the caller sets
-    `addresses`, as of pointers(), before each launch.
+    """Launches over contiguous tensors of format.WEIGHT_DTYPES, which may move between launches: the caller
+    sets `addresses`, as from pointers(), before each.
 
     tensors: None for a missing one. words: of each tensor, above 0, for find_nonfinite().
     """
@@ -197,18 +199,16 @@ class MultiTensor:
         ]
 
     def find_nonfinite(self, found: torch.Tensor, when: torch.Tensor | None = None) -> None:
-        """As the function."""
         words = address_of("found", found), address_of("when", when)
         for own in self._lists:
             own.find_nonfinite(target_of(found.device), self.addresses, *words)
 
     def add_squares(self, squares: torch.Tensor) -> None:
-        """As the function."""
         for own in self._lists:
             own.add_squares(target_of(squares.device), self.addresses, address_of("squares", squares))
 
     def widen(self, outputs: list[torch.Tensor]) -> None:
-        """Copy tensors to `outputs`, contiguous float32 on their device; None leaves its output as it is."""
+        """Copy tensors to `outputs`, contiguous float32 on their device; None leaves its output unchanged."""
         addresses = pointers(outputs)
         for own in self._lists:
             own.widen(target_of(outputs[0].device), self.addresses, addresses)
@@ -222,8 +222,8 @@ def find_nonfinite(
 ) -> None:
     """Raise found[0], int32, to the largest word of a tensor that holds a NaN or Inf, in one pass over them.
 
-    tensors: contiguous, of format.WEIGHT_DTYPES, on the device of `found`. words: of each, above 0. when:
-    int64 [2] on the device: nothing is looked at where both are 0.
+    tensors: contiguous, of format.WEIGHT_DTYPES, on the device of `found`. words: of each, above 0.
+    when: int64 [2] on the device; if both are 0, nothing is checked.
     """
     launches = MultiTensor(tensors, words)
     launches.addresses = pointers_of("tensors", tensors)
@@ -231,9 +231,7 @@ def find_nonfinite(
 
 
 def add_squares(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
-    """Add to `squares` what average() adds for means that are the values of each tensor: contiguous, of
-    format.WEIGHT_DTYPES, on the device of `squares`.
-    """
+    """Add to `squares` what average() would for means that are these tensors, as of find_nonfinite()."""
     launches = MultiTensor(tensors)
     launches.addresses = pointers_of("tensors", tensors)
     launches.add_squares(squares)
@@ -242,19 +240,17 @@ def add_squares(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
 # AdamW
 
 ROW = 128
-"""Columns of the matrix that an optimizer takes a tensor without tiles for: those of a kernel's strip."""
+"""Columns of the matrix that a tensor without tiles is taken for: those of a kernel's strip."""
 
 RANDOM_COLUMNS: int = _C.RANDOM_COLUMNS
-"""So many neighbors of a row share a block of random bytes."""
+"""Elements of a row that share a block of random bytes."""
 
 
 class AdamWItem(NamedTuple):
-    """One tensor of an update: contiguous. Its state is None where there is none: only amaxes are taken."""
+    """One tensor of an update, contiguous. Without state (None) only its amaxes are taken."""
 
     master: torch.Tensor
-    """float32; in compact state also bfloat16, with `low`. Without pieces its last dimension is a row of
-    compact state.
-    """
+    """float32, or bfloat16 with `low` in compact state, where without pieces its last dimension is a row."""
     step: torch.Tensor | None
     """float32 [] or [1]: how many updates there were."""
     exp_avg: torch.Tensor | None
@@ -263,11 +259,11 @@ class AdamWItem(NamedTuple):
     """float32; uint8 codes in compact state."""
     gradient_dtype: torch.dtype
     pieces: tuple[MasterPiece, ...] = ()
-    """What it is of a weight, where its amaxes are wanted; of several matrices, one behind the other. In
-    compact state each begins with a group of its matrix, and ends with one.
+    """If amaxes are wanted: its part of a weight, or of several matrices, one after the other. In compact
+    state each begins and ends with a group of its matrix.
     """
     present: torch.Tensor | None = None
-    """float64 of one element on the device: where it is 0, the item counts as one without gradient."""
+    """float64 of one element on the device; 0 means that the item has no gradient."""
     # Of compact state:
     compact: bool = False
     scales: torch.Tensor | None = None
@@ -275,16 +271,16 @@ class AdamWItem(NamedTuple):
     low: torch.Tensor | None = None
     """uint8, as many as masters: their lowest bytes. None for float32 masters."""
     number: int = 0
-    """Of the parameter in its optimizer, below 2**32: it chooses the random bytes that round its masters."""
+    """The parameter's in its optimizer, below 2**32. It seeds the rounding of its masters."""
     first_row: int = 0
-    """The number of the first row among those of the parameter, where other ranks have rows before it."""
+    """The number of rows of the parameter before it, on other ranks."""
 
 
 class RankGradients(NamedTuple):
     """Unreduced gradients of all ranks, which the kernel averages as average() does.
 
-    received: [ranks, n] contiguous, or rows in the memory of the ranks; this rank's gradient comes from
-    begin(). masters: float32 [n], in which every item's master lies where its gradients lie in the rows.
+    received: [ranks, n], contiguous or as PeerRows. This rank's gradient comes from begin() instead.
+    masters: float32 [n], with every item's master at the position of its gradient in the rows.
     """
 
     received: torch.Tensor | PeerRows
@@ -303,8 +299,9 @@ class RankGradients(NamedTuple):
 
 
 class _Split:
-    """An item as one for each of its pieces. parts: those items. begins: where each begins, in elements. Each
-    after the first has its own copy of the step counter, which every part increments.
+    """An item as one part for each of its pieces. begins: the first element of each part.
+
+    Each part after the first has its own copy of the step counter, because every part increments it.
     """
 
     def __init__(self, item: AdamWItem):
@@ -333,7 +330,7 @@ class _Split:
         self.parts = [p._replace(first_row=item.first_row + rows * k) for k, p in enumerate(self.parts)]
 
     def take_step(self) -> None:
-        """Make the copies what the counter is now, on its device."""
+        """Copy the step counter to the parts, on its device."""
         if self._copies is not None:
             self._copies.copy_(self._step.view(1).expand_as(self._copies))
 
@@ -378,8 +375,8 @@ class AdamWStage:
     """AdamW for a list of tensors: begin() per parameter group, then one update().
 
     items: all in compact state, or none.
-    reduced: the vector that the amaxes of items with a piece go to, cleared since the last update: words of
-    tiles with owned elements are written, words of amax groups and of weights whose scales travel raised.
+    reduced: the vector for the amaxes of items with pieces, cleared since the last update. Words of tiles
+        with owned elements are written; words of amax groups, and of weights whose scales travel, are raised.
 
     Holds addresses: the caller keeps the items' tensors alive, also for CUDA graphs that captured calls.
     """
@@ -401,7 +398,7 @@ class AdamWStage:
 
     def begin(self, options: _C.AdamWOptions, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Count the step of items [first, first + len(gradients)), which share their options. gradients:
-        contiguous, of the item's gradient_dtype; None leaves the item as it is.
+        contiguous, of the item's gradient_dtype; None leaves the item unchanged.
         """
         addresses = tensor_facts(list(gradients)).addresses
         if self._splits is not None:
@@ -416,18 +413,18 @@ class AdamWStage:
         self._plan.run("begin", options, self._firsts[first], addresses)
 
     def update(self, brought: RankGradients | None = None) -> None:
-        """brought: gradients of the other ranks, of begin()'s dtype; begin() got this rank's own then."""
+        """brought: the other ranks' gradients, in begin()'s dtype; begin() got this rank's own then."""
         self._plan.run("update", _C.GradientPieces() if brought is None else brought.pieces())
 
 
 def adamw_options(
     *, lr: float | torch.Tensor, betas, eps, weight_decay, maximize, skip=None, factor=None, **others
 ) -> _C.AdamWOptions:
-    """The options of a parameter group, whose other entries are passed over. An lr on a GPU is read there.
+    """The options of a parameter group; other entries are ignored. An lr on a GPU is read there.
 
-    skip: float32, one element, on the device of the items, or None. If it is not 0 when begin() runs, the
-    update leaves the items as they are, uncounted, and only takes their amaxes. factor: likewise; gradients
-    are multiplied by it, in float32, as they are read, but not RankGradients.
+    skip: float32, one element, on the items' device, or None. If it is not 0 when begin() runs, the update
+        only takes amaxes, and leaves items and counters unchanged.
+    factor: likewise; multiplies gradients, in float32, as they are read, but not RankGradients.
     """
     on_gpu = isinstance(lr, torch.Tensor) and lr.is_cuda
     return _C.AdamWOptions(

@@ -1,4 +1,4 @@
-"""Products, by cuBLASLt or by torch, and the factors of exact ones: values and alpha in one launch."""
+"""Products, by cuBLASLt or torch, and the factors of exact ones: values and alpha in one launch."""
 
 import functools
 from collections.abc import Sequence
@@ -61,8 +61,8 @@ def scaled_product(
 ) -> torch.Tensor:
     """round(alpha * (a b^T) + bias) of a [M, K] and b [N, K], in float32. alpha: float32 [1] or None.
 
-    scales: of plain matrices none. Of NVFP4, packed uint8 [rows, K/2], and of MXFP8, E4M3, the swizzled ones
-    of a and b, which FP4 tensor cores read: K is a multiple of 32 and N one of 16.
+    scales: None for plain matrices. For NVFP4 (packed uint8 [rows, K/2]) and MXFP8 (E4M3), the swizzled
+        scales of a and b, which FP4 tensor cores read; K is a multiple of 32 and N of 16.
     """
     run = _run if is_plain_call(a) else torch.ops.zerofp4.scaled_product
     return run(a, b, alpha, bias, out_dtype, scales)
@@ -83,8 +83,8 @@ def _run(a, b, alpha, bias, out_dtype, scales=None) -> torch.Tensor:
 def epilogues(
     inputs: torch.dtype, rows: int, out_dtype: torch.dtype, bias_dtype: torch.dtype | None
 ) -> list[tuple[torch.dtype, bool]]:
-    """What cuBLASLt is asked for until it has an algorithm: the dtype of its output, and whether it adds the
-    bias. A pass over a float32 output does what is left. rows: of b.
+    """What to ask cuBLASLt for until it has an algorithm: the dtype of its output, and whether it adds the
+    bias. A pass over a float32 output does the rest. rows: of b.
     """
     has_bias = bias_dtype is not None
     # The epilogue takes a bias of the output's dtype only, and rounds to plain operands' dtype or none. Where
@@ -101,7 +101,7 @@ def epilogues(
 def add_scaled_product(
     a, b, alpha, bias, out: torch.Tensor, scales: Sequence[torch.Tensor] | None = None
 ) -> None:
-    """Add that, unrounded, to out, float32 [M, N]."""
+    """Add scaled_product(), unrounded, to out, float32 [M, N]."""
     add = _add if is_plain_call(a) else torch.ops.zerofp4.add_scaled_product
     add(a, b, alpha, bias, out, scales)
 
@@ -116,9 +116,7 @@ def _add(a, b, alpha, bias, out, scales=None) -> None:
 
 
 def _by_cublaslt(a: torch.Tensor, b: torch.Tensor, scales: Sequence[torch.Tensor] | None) -> bool:
-    """The rule: on CUDA, where torch's cuBLASLt can be used. A product that it has no algorithm for, and all
-    others, are torch's.
-    """
+    """On CUDA, if torch's cuBLASLt can be used. torch makes the products that it has no algorithm for."""
     return (
         a.device.type == "cuda"
         and a.dtype in _INPUTS
@@ -137,7 +135,7 @@ def _of_dtype(bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
 
 
 def _finished(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """round(product + bias): the sum is float32, in one pass."""
+    """round(product + bias), added in float32, in one pass."""
     if bias is None:
         return product.to(dtype)
     return torch.add(product, bias, out=torch.empty_like(product, dtype=dtype))
@@ -160,7 +158,7 @@ def _by_torch(a, b, alpha, bias, out_dtype, scales) -> torch.Tensor:
 
 
 def _scaled_mm(a, b, alpha, out_dtype, scales) -> torch.Tensor:
-    """By torch's scaled_mm, which takes a global scale of each operand; alpha is that of a."""
+    """torch's scaled_mm takes a global scale for each operand; alpha is a's."""
     given, kinds = [[scale] for scale in scales], [F.ScalingType.BlockWise1x32]
     swizzles = [F.SwizzleType.SWIZZLE_32_4_4]
     if alpha is not None:
@@ -181,7 +179,7 @@ _INPUTS = {torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.float8_e4m
 
 @functools.cache
 def _version() -> int:
-    """Raises RuntimeError where the library cannot be used."""
+    """Raises RuntimeError if the library cannot be used."""
     if torch.version.cuda is None:
         raise RuntimeError(f"torch {torch.__version__} was built without CUDA")
     return _C.load_cublaslt(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
@@ -189,7 +187,7 @@ def _version() -> int:
 
 @functools.cache
 def why_no_cublaslt() -> str | None:
-    """Why products are not cuBLASLt's in this process; None where they are."""
+    """Why this process cannot use cuBLASLt, or None."""
     try:
         _version()
     except RuntimeError as error:
@@ -198,7 +196,7 @@ def why_no_cublaslt() -> str | None:
 
 
 def products_by() -> str:
-    """For build_info(): what multiplies."""
+    """What multiplies, for build_info()."""
     reason = why_no_cublaslt()
     if reason is not None:
         return f"torch.mm: {reason}"
@@ -207,10 +205,10 @@ def products_by() -> str:
 
 
 def multiply(a, b, alpha, bias, out: torch.Tensor, accumulate: bool, scales=None) -> bool:
-    """alpha a b^T + bias into out, rounded once, or added to it; False if cuBLASLt has no algorithm for that.
+    """alpha a b^T + bias into out, rounded once, or added to it. False if cuBLASLt has no algorithm for that.
 
-    a [M, K], b [N, K], row-major or transposes, or with scales, as scaled_product takes them; out [M, N]
-    contiguous; bias of out's dtype. No size is 0.
+    a [M, K], b [N, K]: row-major or transposed, or with scales as of scaled_product. out: [M, N], contiguous.
+    bias: of out's dtype. No size is 0.
     """
     packed = 1 + (a.dtype == torch.uint8)
     transposed = (not a.is_contiguous(), not b.is_contiguous())
@@ -229,13 +227,13 @@ def multiply(a, b, alpha, bias, out: torch.Tensor, accumulate: bool, scales=None
 
 
 def _alignment(tensor: torch.Tensor) -> int:
-    """Of its address; 256 is the largest that an algorithm asks for."""
+    """Of its address, at most 256, the largest that an algorithm asks for."""
     place = tensor.data_ptr()
     return min(place & -place, 256)
 
 
 @functools.lru_cache(maxsize=4096)  # tokens that vary from step to step make new sizes without end
 def _product(index: int, *problem) -> "_C.Product | None":
-    """Its algorithm is asked for once: the heuristic takes longer than many products."""
+    """The algorithm, asked for once: the heuristic takes longer than many products."""
     check_cuda(index)
     return _C.find_product(index, *problem)

@@ -1,5 +1,5 @@
 """Matrices, stacks and groups of rows into given buffers, NVFP4 and MXFP8; and their values without buffers.
-A stack [E, N, K] takes one launch, but in blocks of 1x16, with stochastic rounding or four over six E.
+A stack [E, N, K] takes one launch, or E in blocks of 1x16, with stochastic rounding, or with four over six.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ from zerofp4.storage import BUFFERS, NVFP4Storage, Side, Sides, address_of, side
 
 
 def own_amaxes(hadamard: bool, sides: Sides) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Where the amax of the input and where that of its transform is kept; None where nothing needs it."""
+    """The buffers for the amax of the input and of its transform; None if nothing needs it."""
     if not hadamard:
         return sides.amax, None
     return sides.rowwise and sides.rowwise.amax, sides.columnwise_amax
 
 
 def _addresses(data: str, scale: str, side: Side | None) -> tuple[int, ...]:
-    """Of the codes and of the scales by layout, which errors call so; 0 where there is no buffer."""
+    """The addresses of codes and of scales by layout, 0 for missing ones. data, scale: names in errors."""
     if side is None:
         return 0, 0, 0, 0
     scales = side.scales
@@ -39,7 +39,7 @@ def _addresses(data: str, scale: str, side: Side | None) -> tuple[int, ...]:
 
 
 class Quantization:
-    """Quantizes [rows, cols] matrices of one dtype with one set of options. stacked: stacks of them."""
+    """Quantizes [rows, cols] matrices, or stacks of them, of one dtype with one set of options."""
 
     def __init__(self, dtype, matrix, block_rows, hadamard, random_signs, e4m3_max, error, stacked):
         self._hadamard, self._stacked = hadamard, stacked
@@ -50,7 +50,7 @@ class Quantization:
 
     @classmethod
     def of(cls, record: NVFP4Storage) -> "Quantization":
-        """That of matrices into buffers like the record's."""
+        """For buffers like the record's."""
         options = (record.block[0], record.hadamard, record.random_signs)
         choice = choice_arguments(record.four_over_six)
         return cls(record.dtype, record.matrix, *options, *choice, record.experts is not None)
@@ -58,7 +58,7 @@ class Quantization:
     def run(
         self, x, sides: Sides, amax=None, columnwise_amax=None, rng_state=None, skip=None, values=None
     ) -> None:
-        """Quantize x, checked and not empty. values: where the codes' values go; no buffer is needed then."""
+        """Quantize x, checked and not empty. values: gets the codes' values; no other buffer is needed."""
         places = self._places(x, sides, amax, columnwise_amax, rng_state)
         experts = x.shape[0] if self._stacked else 1
         self._native.run(*places, address_of("skip", skip), experts, address_of("values", values))
@@ -88,7 +88,6 @@ class Quantization:
 
 
 def _sides_of(buffers: Sequence[torch.Tensor | None]) -> Sides:
-    """The BUFFERS that an operator takes, as sides."""
     present = {name: buffer for name, buffer in zip(BUFFERS, buffers, strict=True) if buffer is not None}
     return Sides(**sides_of(present))
 
@@ -131,11 +130,11 @@ torch.library.register_autograd("zerofp4::quantize_dequantize", lambda ctx, grad
 def _quantize_grouped(
     x, splits, given_amax, given_columnwise_amax, hadamard, random_signs, rng_state, *outputs
 ) -> None:
-    """x [tokens, K] in groups of splits[g] rows, blocks of 1x16, into a storage (grouped_shapes), all of it.
+    """x [tokens, K] in groups of splits[g] rows, blocks of 1x16, into a storage of grouped_shapes, all of it.
 
-    rng_state: int64 [groups, 2], rounding is stochastic then. offsets: int64 [3, groups + 1], where groups
-    begin in the rows of x, of the data and of the padded scales. error: int32 [1], 1 where a split is
-    negative or their sum is not the number of rows; then the storage is all zeros.
+    rng_state: int64 [groups, 2], for stochastic rounding. offsets: int64 [3, groups + 1], where groups begin
+        in the rows of x, of the data and of the padded scales. error: int32 [1], 1 if a split is negative or
+        their sum is not the number of rows; then the storage is all zeros.
     """
     *buffers, offsets, error = outputs
     sides, given = _sides_of(buffers), (given_amax, given_columnwise_amax)
@@ -146,7 +145,7 @@ def _quantize_grouped(
 
 @backend("quantize_mxfp8")
 def _quantize_mxfp8(x, skip, *buffers) -> None:
-    """x [M, K] into the buffers that are given, in one pass, unless skip, float32 [1], is not 0."""
+    """x [M, K] into the given buffers, in one pass, unless skip, float32 [1], is not 0."""
     check_skip(skip, x.device)
     addresses = [address_of("out", buffer) for buffer in buffers]
     if x.numel() and any(addresses):
@@ -181,10 +180,11 @@ def quantize_into(
     rng_state: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
 ) -> None:
-    """Quantize x, a contiguous tensor of the record's shape, into the record's buffers, as its options say.
+    """Quantize x, contiguous and of the record's shape, into the record's buffers, by the record's options.
 
-    amax, columnwise_amax: float32 [1], [E] of a stack, to use in place of x's own. rng_state: int64 [2],
-    [E, 2] of a stack, rounding is stochastic then. skip: float32 [1], nothing is written where it is not 0.
+    amax, columnwise_amax: float32 [1], [E] of a stack, instead of x's own.
+    rng_state: int64 [2], [E, 2] of a stack, for stochastic rounding.
+    skip: float32 [1]; if it is not 0, nothing is written.
     """
     given, transform = (amax, columnwise_amax), (record.hadamard, record.random_signs)
     choice = choice_arguments(record.four_over_six)

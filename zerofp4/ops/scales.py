@@ -1,4 +1,4 @@
-"""The layouts of a record's buffers: compact scales to padded ones and back, transposed codes and sides."""
+"""Layouts of a record's buffers: compact scales to padded ones and back, transposed codes, derived sides."""
 
 import collections
 import functools
@@ -18,14 +18,13 @@ VECTOR_BYTES = 16
 _FIELDS = 6  # integers of an item of the native list
 
 _known_shapes = functools.lru_cache(maxsize=1024)(scale_shapes)
-"""Not for tracing, whose sizes may be symbols. A model has few shapes, and many weights of each."""
+"""Not for traces, whose sizes may be symbols."""
 
 
 def padded_scale(record: NVFP4Storage | MXFP8Storage, side: str, layout: str) -> torch.Tensor:
-    """The "expanded" (NVFP4 only) or "swizzled" scales of a side (layout.scale_shape, mxfp8_scale_shape), of
-    each of a stack: the persistent buffer if there is one, else made from the compact scales.
-
-    Raises ValueError if the record does not have that side, RuntimeError if its scales were freed.
+    """The "expanded" (NVFP4 only) or "swizzled" scales of a side (layout.scale_shape, mxfp8_scale_shape): the
+    persistent buffer, or made from the compact scales. Raises ValueError without that side, RuntimeError for
+    freed scales.
     """
     copy: Side | None = getattr(record, side)
     if copy is None:
@@ -44,7 +43,7 @@ def padded_scale(record: NVFP4Storage | MXFP8Storage, side: str, layout: str) ->
 
 
 def compact_scale(record: NVFP4Storage | MXFP8Storage, side: str) -> torch.Tensor:
-    """The compact scales of a side: the buffer if there is one, else made from the swizzled ones."""
+    """The compact scales of a side: the buffer, or made from the swizzled ones."""
     copy: Side = getattr(record, side)
     if "compact" in copy.scales:
         return copy.scales["compact"]
@@ -58,8 +57,8 @@ def compact_scale(record: NVFP4Storage | MXFP8Storage, side: str) -> torch.Tenso
 
 
 def change_scales(scales, rows, cols, block_rows, layout, pad: bool) -> list[torch.Tensor]:
-    """pad_scale or unpad_scale of each of a list, in one launch. Results of a shape share a storage: to
-    allocate them one by one takes the host longer than all the rest.
+    """pad_scale or unpad_scale for a list, in one launch. Results of one shape share a storage, since single
+    allocations would take the host longer than all the rest.
     """
     matrices = list(zip(rows, cols, block_rows, strict=True))
     if not all(map(is_plain_call, scales[:1])):
@@ -89,7 +88,7 @@ def _are_as_usual(scales: Sequence[torch.Tensor], shapes: Sequence[tuple[int, in
 
 
 def _allocate(like: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Uninitialized tensors like `like`; those of a shape share a storage, aligned for vector reads."""
+    """Uninitialized tensors like `like`; those of a shape share a storage, if vector reads stay aligned."""
     made: dict[tuple[int, int], Iterator[torch.Tensor]] = {}
     for shape, count in collections.Counter(shapes).items():
         if shape[0] * shape[1] * like.itemsize % VECTOR_BYTES == 0:
@@ -118,7 +117,7 @@ def _change_layouts(sources, targets, matrices, layout: str, pad: bool) -> None:
 
 
 def _words(sources, targets, matrices, layout: str) -> list[int]:
-    """Of the native list; a stack of matrices is one item after the other."""
+    """Items of the native list, one for each matrix of a stack."""
     code, words = SCALE_LAYOUTS.index(layout), []
     places = zip(addresses_of("scales", sources), addresses_of("out", targets), strict=True)
     for source, target, (first, out), matrix in zip(sources, targets, places, matrices, strict=True):
@@ -134,8 +133,8 @@ def _words(sources, targets, matrices, layout: str) -> list[int]:
 def padded_scale_list(
     scales: Sequence[tuple[torch.Tensor, torch.Tensor, tuple[int, int, int], str]], device: torch.device
 ) -> tuple[_C.ScaleLayoutList, int] | None:
-    """The native list that fills padded scales, and its number of items; None of none. scales: (compact,
-    padded, matrix as in _change_layouts, layout).
+    """The native list that fills padded scales, and its number of items, or None. scales: (compact, padded,
+    matrix as in _change_layouts, layout).
     """
     words = [word for c, p, matrix, layout in scales for word in _words([c], [p], [matrix], layout)]
     return (_C.ScaleLayoutList(device.type == "cpu", words, True), len(words) // _FIELDS) if words else None
@@ -145,7 +144,7 @@ def padded_scale_list(
 
 
 def transpose_descriptor(rowwise: torch.Tensor, columnwise: torch.Tensor) -> _C.TransposeDescriptor:
-    """Of packed codes [M, K/2], and of [K, M/2] that they are transposed into."""
+    """For packed codes [M, K/2], transposed into [K, M/2]."""
     return _C.TransposeDescriptor(
         input=address_of("rowwise_data", rowwise),
         output=address_of("columnwise_data", columnwise),
@@ -155,7 +154,7 @@ def transpose_descriptor(rowwise: torch.Tensor, columnwise: torch.Tensor) -> _C.
 
 
 def derived_side(record: NVFP4Storage | MXFP8Storage, side: str) -> Side:
-    """A side, with compact scales; transposed from the other side where the record has only that one."""
+    """A side with compact scales, transposed from the other side if the record lacks it."""
     copy: Side | None = getattr(record, side)
     if copy is not None:
         return copy
@@ -171,7 +170,7 @@ def derived_side(record: NVFP4Storage | MXFP8Storage, side: str) -> Side:
 
 @backend("transpose_packed")
 def _transpose_packed(data) -> torch.Tensor:
-    """Packed codes [M, K/2] to [K, M/2], of each of a stack too."""
+    """Packed codes [M, K/2] to [K, M/2], also of a stack."""
     out = new_transpose(data)
     # One launch for each: a table for all would have to be copied to the GPU and waited for.
     for pair in [(data, out)] if data.dim() == 2 else zip(data, out, strict=True):

@@ -1,7 +1,7 @@
-"""Every operator of zerofp4: its schema, and, under @operator, its results without values.
+"""Every operator of zerofp4: its schema and its fake implementation.
 
-Backends, which the other files register, share the checks. Public functions have checked records and values;
-what is left are the tensors that a user gives beside them (amaxes, skip, m_splits, scales).
+Backends, registered in the other files, share the checks. Public functions have checked records and values;
+this checks the tensors that a user gives beside them (amaxes, skip, m_splits, scales).
 """
 
 from collections.abc import Callable
@@ -17,17 +17,17 @@ LARGEST_ROWS = 2**31 - 1
 # Registration
 
 _backends: dict[str, tuple[torch.library.Library, Callable]] = {}
-"""By operator: what keeps its implementation registered, and the implementation."""
+"""By operator: the library that keeps its implementation registered, and the implementation."""
 
 
 def operator(name: str, schema: str) -> Callable[[Callable], Callable]:
-    """Defines an operator; the function is its implementation on tensors without values."""
+    """Defines an operator with a fake implementation."""
     torch.library.define(f"zerofp4::{name}", schema)
     return torch.library.register_fake(f"zerofp4::{name}")
 
 
 def backend(name: str) -> Callable[[Callable], Callable]:
-    """Registers a function as the CPU and the CUDA implementation of an operator."""
+    """Registers the CPU and CUDA implementation of an operator."""
 
     def register(function: Callable) -> Callable:
         library = torch.library.Library("zerofp4", "FRAGMENT")
@@ -39,13 +39,13 @@ def backend(name: str) -> Callable[[Callable], Callable]:
 
 
 def without_backend(name: str) -> Callable:
-    """The implementation of an operator, which is not registered from now on."""
+    """Unregisters the implementation of an operator, and returns it."""
     _, call = _backends.pop(name)
     return call
 
 
 def is_plain_call(x: torch.Tensor) -> bool:
-    """True if x is plain and neither tracing nor a mode is active: then callers skip the dispatcher."""
+    """Whether x is plain and no trace or mode is active, so that callers may skip the dispatcher."""
     return (
         (type(x) is torch.Tensor or type(x) is torch.nn.Parameter)
         and (x.is_cpu or x.is_cuda)
@@ -67,7 +67,7 @@ _BUFFERS = (
 
 
 def count_of(x: torch.Tensor) -> int:
-    """How many matrices x is, and amaxes it has."""
+    """The number of matrices in x, and of its amaxes."""
     return 1 if x.dim() == 2 else x.shape[0]
 
 
@@ -77,7 +77,7 @@ def check_skip(skip: torch.Tensor | None, device: torch.device) -> None:
 
 
 def check_amaxes(device, count: int, amax, columnwise_amax, hadamard: bool, has_rowwise: bool) -> None:
-    """Those to use instead of the input's own, `count` of each: one, or one for every group."""
+    """Of amaxes to use instead of the input's own, `count` of each."""
     for name, given in (("amax", amax), ("columnwise_amax", columnwise_amax)):
         if given is not None:
             check_buffer(name, given, (count,), torch.float32, device)
@@ -129,7 +129,7 @@ def grouped_rows(tokens: int, groups: int) -> tuple[int, int]:
 
 
 def grouped_shapes(tokens: int, groups: int, cols: int) -> dict[str, tuple[int, ...]]:
-    """The shape of every buffer of a storage for `groups` groups of together `tokens` rows."""
+    """By buffer, its shape in a storage for `groups` groups with `tokens` rows in all."""
     data_rows, scale_rows = grouped_rows(tokens, groups)
     columns = ceil_div(cols, BLOCK)
     across = (scale_rows, round_up(columns, ATOM_COLUMNS))
@@ -162,7 +162,7 @@ def _(x, splits, amax, columnwise_amax, hadamard, random_signs, rng_state, *outp
 
 
 def values_shape(data: torch.Tensor, columnwise: bool) -> tuple[int, ...]:
-    """(M, K) or (E, M, K) of packed codes [M, K/2], columnwise [K, M/2]; of a stack with E before that."""
+    """(M, K) of packed codes [M, K/2], or columnwise [K, M/2]; of a stack with a leading E."""
     *stack, rows, half = data.shape
     return (*stack, 2 * half, rows) if columnwise else (*stack, rows, 2 * half)
 
@@ -217,13 +217,13 @@ def _(a, b, alpha, bias, out, scales=None) -> None: ...
 
 
 def scale_shapes(rows: int, cols: int, block_rows: int, layout: str, pad: bool) -> tuple[tuple, tuple]:
-    """Of the scales that are given and of those that are made."""
+    """Of the given scales, and of those that are made."""
     source, result = ("compact", layout) if pad else (layout, "compact")
     return scale_shape(rows, cols, block_rows, source), scale_shape(rows, cols, block_rows, result)
 
 
 def new_scale(scale, rows, cols, block_rows, layout, *, pad: bool, name="scale", device=None) -> torch.Tensor:
-    """The scales to make from `scale`. Raises TypeError or ValueError for one that is not of this matrix."""
+    """The scales to make from `scale`. Raises TypeError or ValueError unless it fits the matrix."""
     given, made = scale_shapes(rows, cols, block_rows, layout, pad)
     if scale.dim() == 3:
         given, made = (scale.shape[0], *given), (scale.shape[0], *made)

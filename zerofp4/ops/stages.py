@@ -1,4 +1,4 @@
-"""Stages of plans, one launch for all weights; no operators: schemas declare no writes by tables."""
+"""Stages of plans, one launch for all weights. No operators: a schema cannot declare writes by tables."""
 
 import itertools
 from collections.abc import Sequence
@@ -25,16 +25,18 @@ PLAN_MISMATCH: int = _C.PLAN_MISMATCH
 
 
 class MasterPiece(NamedTuple):
-    """What this rank owns of a weight, and where its amaxes belong in a plan's reduced vector.
+    """This rank's part of a weight, and the position of its amaxes in a plan's reduced vector.
 
-    matrix, dtype: the weight's [rows, cols] and dtype. The amax of its tile (0, 0) is word tile_offset, those
-    of the others follow, row-major; the amax of its group is word amax_offset. An amax is the largest
-    magnitude of the owned elements rounded to `dtype`, +inf where one of them is NaN or Inf. Tile words are
-    written: every tile belongs to one piece. A group's word is raised by maximum with what is there.
+    matrix, dtype: the weight's [rows, cols] and dtype.
+    tile_offset: the word of the amax of tile (0, 0); the others follow, row-major. These are written: every
+        tile belongs to one piece.
+    amax_offset: the word of the amax of its group, raised to the maximum.
+
+    An amax is the largest magnitude of the owned elements rounded to `dtype`, +inf for a NaN or Inf.
     """
 
     master: torch.Tensor | None
-    """None where the rank owns nothing, and between the calls of a function that keeps no masters."""
+    """None if the rank owns nothing, and between calls of a function that keeps no masters."""
     shard: Shard
     matrix: tuple[int, int]
     dtype: torch.dtype
@@ -42,13 +44,12 @@ class MasterPiece(NamedTuple):
     amax_offset: int
     own_offset: int = -1
     cut_offsets: tuple[int, int] = (-1, -1)
-    """Of a weight whose scales travel, and whose tiles or blocks have no words (tile_offset -1): the words of
-    its own amax, raised as the group's is, and of the amaxes of the 1x16 blocks in which the shard begins and
-    ends, -1 where it has all of that block.
+    """Of a weight whose scales travel, without words for tiles (tile_offset -1): the words of its own amax,
+    raised like the group's, and of the 1x16 blocks in which the shard begins and ends, -1 for a whole block.
     """
 
     def fields(self) -> dict[str, int]:
-        """What every descriptor of a piece says of it."""
+        """For descriptors."""
         rows, cols = self.matrix
         place = {"start": self.shard.start, "numel": self.shard.numel, "rows": rows, "cols": cols}
         offsets = {name: getattr(self, name) for name in ("tile_offset", "amax_offset", "own_offset")}
@@ -61,7 +62,7 @@ class CastItem(NamedTuple):
     record: NVFP4Storage
     piece: MasterPiece
     codes: torch.Tensor | None
-    """uint8 bytes shard.byte_range of the packed weight; None where the rank owns nothing."""
+    """uint8 bytes shard.byte_range of the packed weight; None if the rank owns nothing."""
 
 
 def _weight_descriptor(item: CastItem) -> _C.WeightDescriptor:
@@ -97,12 +98,13 @@ def load_cast(
     """Load the stages of a cast, each a single launch:
 
     - begin(error) clears the vector and writes its header; the flag `error` keeps every rank from writing
-    - begin_amax() does so too, and takes the amaxes of the owned elements; then comes a MAX all-reduce
+    - begin_amax() also takes the amaxes of the owned elements; a MAX all-reduce follows
     - scale_cast() makes all amaxes and scales from the reduced vector, and the codes of owned elements
     - scale(), cast_before(weight, row), cast_from(weight, row): scale_cast() with a break in it
 
-    reduced: float32, HEADER_WORDS words, then what the items' offsets point to. hash: below 2**24. found_inf:
-    float32 [1]. status: int32 [1] on the CPU (pinned for a GPU): PEER_ERROR or PLAN_MISMATCH.
+    reduced: float32, HEADER_WORDS words, then those that the items' offsets point to.
+    hash: below 2**24. found_inf: float32 [1].
+    status: int32 [1] on the CPU (pinned for a GPU): PEER_ERROR or PLAN_MISMATCH.
 
     Holds addresses: the caller keeps the items' tensors alive. Raises as plan.load().
     """
@@ -126,7 +128,7 @@ class PostStage:
         self._transposes, self._padding, self._spreading = (NativePlan(device) for _ in range(3))
 
     def bind(self, records: Sequence[NVFP4Storage]) -> None:
-        """Take the addresses of these records from now on. Raises as NativePlan.load()."""
+        """Use the addresses of these records from now on. Raises as NativePlan.load()."""
         on_cpu = self._transposes.device.type == "cpu"
         matrices = [matrix for record in records for matrix in record.matrices()]
         pairs = [(m.rowwise.data, m.columnwise.data) for m in matrices if m.rowwise and m.columnwise]
@@ -159,14 +161,12 @@ class PostStage:
         self._spreading.load(native, len(tiles) > 1, items=scales)
 
     def run(self) -> None:
-        """On the current stream."""
         self._transposes.run("run")
         self._padding.run("run")
         self._spreading.run("spread_scales")
 
 
 def _scales_of(record: NVFP4Storage) -> list[torch.Tensor]:
-    """All buffers of scales."""
     return [scale for _, side in record.sides() for scale in side.scales.values()]
 
 
@@ -175,30 +175,30 @@ def _scales_of(record: NVFP4Storage) -> list[torch.Tensor]:
 GATHER_PRESENT: int = _C.GATHER_PRESENT
 GATHER_FAILED: int = _C.GATHER_FAILED
 GATHER_OTHER: int = _C.GATHER_OTHER
-"""What a rank says in a gather: it takes part, it found an error, or it wants another gather."""
+"""States of a rank in a gather: it takes part, it found an error, or it wants another gather."""
 
 GATHER_REFUSED: int = _C.GATHER_REFUSED
 GATHER_WITHOUT_STEP: int = _C.GATHER_WITHOUT_STEP
 STATUS_RANK_SHIFT: int = _C.STATUS_RANK_SHIFT
-"""Status bits of a gather: a rank had an error, or skipped its step. The lowest such rank is stored above."""
+"""Status bits of a gather: a rank had an error, or skipped its step; above them the lowest such rank."""
 
 GATHER_VECTOR: int = _C.GATHER_VECTOR
-"""Bytes. A run whose input and output leave the same remainder of it is copied fastest."""
+"""Bytes. A run is copied fastest if its input and output have the same remainder modulo this."""
 
 
 class GatherRun(NamedTuple):
-    """Bytes of one rank and one weight, at addresses."""
+    """Bytes of one rank and one weight, by addresses."""
 
     input: int
     output: int
     low: int
-    """Of the byte that holds the low code of the first byte, if the previous rank owns that code; else 0."""
+    """The byte with the low code of the first byte, if the previous rank owns that code; else 0."""
     bytes: int
 
 
 class GatherHeader(NamedTuple):
-    """The step that a gather belongs to: where it did not take place, no rank takes anything. reduced, hash,
-    status: as load_cast() takes them; status gets what kept the ranks from it.
+    """The step that a gather belongs to; if it did not take place, no rank takes anything. reduced, hash,
+    status: as of load_cast(); status gets the reason.
     """
 
     reduced: torch.Tensor
@@ -215,12 +215,15 @@ def load_gather(
     received: Sequence[GatherRun],
     buffers: Sequence[torch.Tensor],
 ) -> None:
-    """Load the stages around an all-gather of the staging buffer, each a single launch. pack(state) copies
-    the runs `own` from weights to this rank's slot, in state GATHER_PRESENT only, and the state. unpack()
-    copies `received` from slots to weights if all ranks take part and their step took place.
+    """Load the stages around an all-gather of the staging buffer, each a single launch.
+
+    - pack(state) copies the runs `own` from weights to this rank's slot, in state GATHER_PRESENT only, and
+      the state
+    - unpack() copies `received` from slots to weights, if all ranks take part and their step took place
 
     staging: uint8 [ranks, bytes of a slot, a multiple of GATHER_VECTOR]; a slot begins with its rank's state,
-    int32. buffers: of the weights, in which the runs lie; the caller keeps them alive. Raises as plan.load().
+        int32.
+    buffers: of the weights, in which the runs lie; the caller keeps them alive. Raises as plan.load().
     """
     own_words, received_words = ([word for run in runs for word in run] for runs in (own, received))
     native = _C.GatherPlan(

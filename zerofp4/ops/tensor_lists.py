@@ -1,4 +1,4 @@
-"""Questions about hundreds of tensors at once, in C++; Versions notices writes, Addresses moved storage."""
+"""Questions about hundreds of tensors at once, in C++. Versions notices writes, Addresses moved storage."""
 
 import array
 import itertools
@@ -19,32 +19,29 @@ versions_of: Callable[[_Tensors], list[int]] = _native.versions
 """autograd's counts of the writes to each."""
 
 increment_versions: Callable[[_Tensors], None] = torch.autograd.graph.increment_version
-"""As after any write in place, a backward pass that needs the old values fails."""
+"""A backward pass that needs the old values fails, as after any write in place."""
 
 pointers: Callable[[_Tensors], bytes] = _native.addresses
 """Where tensors lie, int64."""
 
 
 def packed(addresses: Iterable[int]) -> bytes:
-    """Numbers as pointers() returns them."""
     return array.array("q", addresses).tobytes()
 
 
 def numbers(addresses: bytes) -> list[int]:
-    """What pointers() returned, as numbers."""
+    """The result of pointers() as numbers."""
     return memoryview(addresses).cast("q").tolist()
 
 
 def first_moved(before: bytes, now: bytes) -> int:
-    """The first tensor of which two unequal results of pointers() for equally many tensors differ."""
+    """The first tensor for which two unequal results of pointers() differ."""
     pairs = zip(numbers(before), numbers(now), strict=True)
     return next(i for i, (a, b) in enumerate(pairs) if a != b)
 
 
 def pointers_of(name: str, tensors: Sequence[torch.Tensor]) -> bytes:
-    """pointers() of tensors whose elements a kernel reads. Raises RuntimeError, as storage.address_of(), for
-    one whose storage was freed in place; errors call it name[i].
-    """
+    """pointers() for a kernel. Raises RuntimeError, with name[i], for storage that was freed in place."""
     addresses = pointers(list(tensors))
     if 0 in numbers(addresses):
         for i, tensor in enumerate(tensors):
@@ -59,7 +56,7 @@ def addresses_of(name: str, tensors: Sequence[torch.Tensor]) -> list[int]:
 
 class TensorFacts(NamedTuple):
     """What is compared of plain tensors and Nones. addresses: int64, -1 for None. kinds: length, dimensions,
-    dtype, device, whether a tensor is contiguous, and whether it is aligned to its elements.
+    dtype, device, contiguity, and alignment to elements.
     """
 
     addresses: bytes
@@ -71,7 +68,7 @@ def tensor_facts(tensors: list[torch.Tensor | None]) -> TensorFacts:
 
 
 def plain_facts(tensors: list[torch.Tensor | None]) -> TensorFacts | None:
-    """tensor_facts(), or None unless each tensor is plain and dense, has memory and no lazy sign."""
+    """tensor_facts(), or None unless all are plain, dense, and have memory and no lazy sign."""
     facts = _native.plain_facts(tensors)
     return None if facts is None else TensorFacts(*facts)
 
@@ -79,14 +76,14 @@ def plain_facts(tensors: list[torch.Tensor | None]) -> TensorFacts | None:
 def state_facts(
     tensors: list[torch.Tensor], state: dict[torch.Tensor, Any], keys: list[tuple[str, ...]]
 ) -> TensorFacts | None:
-    """plain_facts() of the tensors and of what `state` has of each under its keys; None where one lacks."""
+    """plain_facts() of the tensors and of their entries in `state` under these keys; None if one lacks."""
     facts = _native.state_facts(tensors, state, keys)
     return None if facts is None else TensorFacts(*facts)
 
 
 class Versions:
-    """autograd's counts of the writes to some tensors, or None, when somebody last looked. They tell of any
-    write in place, but not of one through .data.
+    """autograd's counts of writes to tensors (or Nones) when they were last taken. They count any write in
+    place, but none through .data.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]):
@@ -95,7 +92,7 @@ class Versions:
         self._versions = versions_of(self._tensors)
 
     def take(self, indices: Sequence[int] | None = None) -> None:
-        """Take the present counts. indices: of tensors, of which none is missing; None for all."""
+        """Take the present counts, of all or of `indices`, of which none is missing."""
         if indices is None:
             self._versions = versions_of(self._tensors)
             return
@@ -120,13 +117,14 @@ class Versions:
 class Addresses:
     """The addresses of the buffers of records and of plain tensors, when this was made.
 
-    weights: by what messages call them, quantized tensors or records. tensors: likewise, plain ones.
-    hold: keep alive what a GPU may still use. owner: what has a refresh(), in messages.
+    weights: quantized tensors or records, by name in messages. tensors: plain ones, likewise.
+    hold: keep alive what a GPU may still use.
+    owner: what has a refresh(), in messages.
 
-    CPU storages can move in place (share_memory_, pickling to another process, resize_), so each step
-    compares the address of every weight's codes and of every tensor. On a GPU the counter rebindings() tells
-    of a weight that was rebound, and old storage is kept alive until then. The tensors of other libraries are
-    not counted: their addresses are compared each step.
+    CPU storage can move in place (share_memory_, pickling to another process, resize_), so each step compares
+    the address of every weight's codes and of every tensor. On a GPU the counter rebindings() tells of
+    rebound weights, and old storage is kept alive until then. Tensors of other libraries are not counted, so
+    their addresses are compared each step.
     """
 
     def __init__(
@@ -147,14 +145,14 @@ class Addresses:
         self._aliases = [tensor.detach() for tensor in self._tensors] if hold and self._on_gpu else []
 
     def glance(self) -> RuntimeError | None:
-        """Asked before a step reads or writes: an error for the first thing that is known to have moved."""
+        """Before a step reads or writes: an error for the first thing known to have moved."""
         if self._on_gpu and not self._adapted and self._rebindings == rebindings():
             return None
         return self.find_moved()
 
     def find_moved(self) -> RuntimeError | None:
-        """An error for the first thing that has moved. Looks at the codes of all weights and at all tensors,
-        and at everything where a weight was rebound.
+        """An error for the first thing that has moved. Compares the codes of all weights and all tensors, and
+        everything if a weight was rebound.
         """
         for weight in self._adapted:
             weight_record(weight)  # which counts what has changed
@@ -174,7 +172,7 @@ class Addresses:
         return None
 
     def _present(self) -> tuple[list[str], list[torch.Tensor]]:
-        """Everything; what each step looks at comes first."""
+        """Everything; what each step compares comes first."""
         codes, others = [], []
         for (name, _), record in zip(self._weights, self._records, strict=True):
             first, *rest = ((f"{name}: {field}", buffer) for field, buffer in record.places())
