@@ -28,8 +28,8 @@ def cast_master_weights_to_nvfp4(
 ) -> None:
     """Cast sharded master weights into NVFP4 weights: one step of the CastPlan for these arguments.
 
-    The arguments are those of CastPlan. manual_post_all_gather_processing must be True (else ValueError):
-    this call makes no columnwise copy, post_all_gather_processing does.
+    The arguments are those of CastPlan. manual_post_all_gather_processing must be True (else ValueError),
+    since only post_all_gather_processing makes columnwise copies.
 
     Examples:
         >>> weight = zerofp4.empty((64, 64))
@@ -39,7 +39,7 @@ def cast_master_weights_to_nvfp4(
         >>> zerofp4.post_all_gather_processing([weight])
 
     The first call with these weights, shards and options builds the plan, which is collective, and keeps it
-    with the first weight. Later calls find it. If masters or buffers have moved, this rank takes their new
+    with the first weight; later calls find it. If masters or buffers have moved, this rank takes their new
     addresses without a collective (RuntimeError while a CUDA graph is captured). Masters are kept alive only
     if a CUDA graph captured the call.
 
@@ -65,7 +65,7 @@ def cast_master_weights_to_nvfp4(
 
 
 def _members(amax_groups: Sequence[Sequence[Any]] | None) -> list[list[int]]:
-    """By the identity of their records, which the plan keeps alive."""
+    """Lists of ids of records, which the plan keeps alive."""
     return [[id(weight_record(weight)) for weight in members] for members in amax_groups or ()]
 
 
@@ -76,7 +76,7 @@ def _fitting(
     cache: PlanCache,
     group: dist.ProcessGroup | None,
 ) -> Kept:
-    """The plan of these weights that the checked request fits, with its tensors; else a new one, where all
+    """The cached plan, if the checked request fits it, with the request's tensors; else a new one, if all
     ranks need one. Raises the error here, and RuntimeError on the others, whose step it joins.
     """
     if kept is not None:

@@ -1,4 +1,4 @@
-"""Gathering packed codes from arbitrary shards, and what has to be done once they are there."""
+"""all_gather_nvfp4 gathers packed codes of any shards; post_all_gather_processing completes weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,8 +25,8 @@ def all_gather_nvfp4(
 ) -> None:
     """Give every rank the codes of all shards, in one all-gather of packed bytes.
 
-    model_weights: as for the cast. Of weights in blocks of 1x16 the compact scales travel, too.
-    start_offsets, shard_numels: what this rank owns of each weight; None and 0 for nothing. The shards of the
+    model_weights: as for the cast. With blocks of 1x16 their compact scales travel, too.
+    start_offsets, shard_numels: this rank's part of each weight; None and 0 for nothing. The shards of the
         group cover every weight exactly once, at any offset.
     group: the process group of the shards.
 
@@ -54,7 +54,7 @@ def all_gather_nvfp4(
 def _gather_checked(
     kept: Kept | None, parsed, error: OwnError, cache: PlanCache, group: dist.ProcessGroup | None
 ) -> Kept:
-    """Gather what _check_gather made of the arguments; returns the plan, the old one or a new one."""
+    """Gather, with the old plan or a new one; returns it. parsed, error: of _check_gather()."""
     if kept is not None:
         fits = not error and parsed[1] == kept.shards
         if not error:  # else there may be no codes to gather
@@ -101,17 +101,17 @@ def _build_gather(parsed, error: OwnError, group: dist.ProcessGroup | None) -> K
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     """Complete weights whose codes were gathered: make their columnwise copies and padded scales.
 
-    model_weights: distinct weights on one device. Of those with a columnwise buffer the columnwise data is
-        made from the codes. Of those in blocks of 1x16 expanded and swizzled scales are made from the compact
-        ones, if they have such buffers. (The cast writes all scales of 16x16 blocks.)
+    model_weights: distinct weights on one device. Columnwise data, if there is a buffer, is made from the
+        codes. With blocks of 1x16, expanded and swizzled scales, if there are buffers, are made from the
+        compact ones. (The cast writes all scales of 16x16 blocks.)
 
     Examples:
         >>> weight = zerofp4.quantize(torch.randn(64, 64), columnwise=True)
         >>> zerofp4.post_all_gather_processing([weight])
 
-    It takes one launch for all columnwise data, and one for all scales. The weights' autograd versions
-    advance. A CUDA graph that captures a call uses its buffers in every replay; they are kept alive with the
-    first weight.
+    Takes one launch for all columnwise data, and one for all scales. The weights' autograd versions advance.
+    A CUDA graph that captures a call uses its buffers in every replay; they are kept alive with the first
+    weight.
 
     Raises TypeError or ValueError for anything but a list of distinct weights on one device that can be cast.
     """

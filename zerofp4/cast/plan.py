@@ -27,7 +27,7 @@ _built: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDicti
 
 class Amaxes(enum.Enum):
     """State of the amaxes in the reduced vector. BEGUN: begin_update() was called. LEFT: computed, valid for
-    the next step. CAPTURED: computed inside a CUDA graph, valid only for a step captured in the same graph.
+    the next step. CAPTURED: computed in a CUDA graph, valid only for a step captured in the same graph.
     """
 
     NONE, BEGUN, LEFT, CAPTURED = range(4)
@@ -91,7 +91,7 @@ class CastPlan:
 
     @classmethod
     def of(cls, request: CastRequest | None, error: OwnError, group: dist.ProcessGroup | None) -> "CastPlan":
-        """A plan of what attempt(check_request, ...) returned, in a group or a world of one."""
+        """A plan from the result of attempt(check_request, ...), in a group or a world of one."""
         plan = cls.__new__(cls)
         plan._build(request, error, group)
         return plan
@@ -123,10 +123,10 @@ class CastPlan:
         """Whether every rank's codes go to the weights, and not to fsdp_shard_model_weights."""
         self._vector = ReducedVector(request.records, request.amax_groups, self._rank_shards, request.device)
         self.reduced = self.wire = self._vector.words
-        """What a step reduces by maximum over the ranks, float32; and what travels of it, the same values."""
+        """The vector that a step reduces by maximum, float32; and what travels, with the same values."""
         if self._sharded and {record.dtype for record in request.records} == {torch.bfloat16}:
-            # Masters are rounded to the weights' dtype before anything else, so that an amax is a bfloat16
-            # value, or +inf, and the header has bytes: nothing is rounded on the way.
+            # Exact: masters are rounded to the weights' dtype first, so amaxes are bfloat16 values or +inf,
+            # and the header has bytes.
             self.wire = torch.zeros_like(self.reduced, dtype=torch.bfloat16)
         self._amaxes = Amaxes.NONE
         self._travelling: Pending | None = None
@@ -166,27 +166,27 @@ class CastPlan:
         """Amax (unless an update left it), one MAX all-reduce, scales, codes. Every rank of the group must
         call it. The weights are complete, and their autograd versions advance, in post().
 
-        On a GPU it takes the host the same time for any number of weights, only queues work on the current
-        stream and allocates nothing. A CUDA graph can capture it, with or without its own amaxes.
+        On a GPU it only queues work on the current stream, allocates nothing, and takes the same host time
+        for any number of weights. A CUDA graph can capture it, with or without its own amaxes.
 
-        Storage that has moved is noticed before anything is read or written: on the CPU all of it, on a GPU
-        weights that were rebound. A `.data` assigned to a master is noticed there in check() and post(), and
-        in a step that is being captured; until then a step uses the old storage, which the plan keeps alive.
+        Moved storage is noticed before anything is read or written: on the CPU all of it, on a GPU rebound
+        weights. There check(), post() and a step that is being captured also notice a `.data` assigned to a
+        master; until then a step uses the old storage, which the plan keeps alive.
 
-        If this rank cannot take part (storage moved: RuntimeError) it still joins the reduction, flagged, so
+        A rank that cannot take part (RuntimeError for moved storage) still joins the reduction, flagged, so
         that no rank writes. The others raise RuntimeError as soon as they hear of it: on the CPU in this
-        call, on a GPU in check() or in a later step(), which then has done its own work.
+        call, on a GPU in check() or in a later step(), after its own work.
         """
         self.run(OwnError(self.addresses.glance())).raise_if_any()
 
     def all_gather(self) -> None:
         """Give every rank the codes of all shards. Collective; only queues work on a GPU.
 
-        Storage that has moved is noticed as in step(). If that, or a step that did not take place, keeps a
-        rank from giving its codes, no rank changes a weight, and all raise RuntimeError as in step().
+        Moved storage is noticed as in step(). If a rank cannot give its codes, for that or because a step did
+        not take place, no rank changes a weight, and all raise RuntimeError as in step().
 
-        Raises ValueError if an element is owned by no rank, or if codes went to fsdp_shard_model_weights,
-        which are the caller's to gather.
+        Raises ValueError if no rank owns an element, or if codes went to fsdp_shard_model_weights, which the
+        caller has to gather.
         """
         every = self._gather is None  # it takes addresses of its own
         if self._gather is None:
@@ -198,34 +198,33 @@ class CastPlan:
             self._status.queued()
 
     def post(self) -> None:
-        """Columnwise data of every weight that has some, from its rowwise data, in one launch; with it the
-        weights are complete. Only queues work on a GPU.
+        """Complete the weights: columnwise data from rowwise data, in one launch. Only queues work on a GPU.
 
-        The weights' autograd versions advance: as after any update in place, a backward pass through the old
-        values fails. (Not in the replay of a CUDA graph.) Raises RuntimeError if any weight, master or shard
-        buffer has moved; what other ranks found wrong is raised by check() or a later step().
+        The weights' autograd versions advance: a backward pass through the old values fails, as after any
+        update in place. (Not in the replay of a CUDA graph.) Raises RuntimeError if a weight, master or shard
+        buffer has moved. Errors of other ranks are raised by check() or a later step().
         """
         OwnError(self.find_moved()).raise_if_any()
         self.complete()
 
     def check(self) -> None:
-        """Wait for the last step or gather and raise RuntimeError if a rank kept all from writing, or if any
+        """Wait for the last step or gather. Raises RuntimeError if a rank kept all from writing, or if a
         weight, master or shard buffer has moved since the plan took its address.
 
-        Does not wait while a CUDA graph is being captured, nor for the replay of one, which leaves no mark to
-        wait for: synchronize with the replay first, then its errors are raised here.
+        Does not wait while a CUDA graph is being captured, nor for a replay, which leaves no mark to wait
+        for: synchronize with the replay first, then its errors are raised here.
         """
         self._status.wait()
         OwnError(self.find_moved()).raise_if_any()
 
     def refresh(self, master_weights: Sequence[torch.Tensor | None] | None = None) -> None:
-        """Take the addresses of weights, masters and shard buffers anew, after any of them moved. Amaxes left
-        by an update are taken back. Not collective; only queues work on the current stream.
+        """Take the addresses of weights, masters and shard buffers anew, after any of them moved. Discards
+        amaxes that an update left. Not collective; only queues work on the current stream.
 
-        master_weights: tensors of the same lengths that have taken the places of the masters.
+        master_weights: tensors of the same lengths that have replaced the masters.
 
-        Raises TypeError or ValueError for what the plan could not have been built with, or when a weight has
-        another shape, dtype or device than it was built for, or a master another length.
+        Raises TypeError or ValueError for tensors that the plan could not be built with, or if a weight's
+        shape, dtype or device, or a master's length, has changed.
         """
         request = dataclasses.replace(self._request)
         if master_weights is not None:
@@ -235,15 +234,13 @@ class CastPlan:
         self._amaxes = Amaxes.NONE
         self.adopt(request)
 
-    # The stages of a step, for whoever queues other work between them: the engine, FSDP2, FusedAdamW. First
-    # amaxes that an optimizer leaves.
+    # The stages of a step, for callers that queue other work between them: the engine, FSDP2, FusedAdamW
 
     def master_pieces(self) -> list[ops.MasterPiece]:
-        """What this rank owns, one piece per matrix, for an optimizer that leaves amaxes in `reduced`. The
-        pieces of the experts of a weight follow one another, and lie one behind the other in its master.
+        """This rank's pieces, one per matrix, for an optimizer that leaves amaxes in `reduced`. The pieces of
+        the experts of a weight are adjacent, also in its master.
 
-        Raises ValueError for a weight with blocks that boundaries of shards cut: no optimizer leaves their
-        amaxes.
+        Raises ValueError for a weight with blocks that shards cut: no optimizer leaves their amaxes.
         """
         for i, name in enumerate(self._names):
             if cut := self._vector.cut(i):
@@ -255,20 +252,19 @@ class CastPlan:
         return [item.piece for item in items if item.piece.shard.numel]
 
     def begin_update(self) -> None:
-        """Clear `reduced` and write its header: the amaxes of every piece of master_pieces() may go in now.
-
-        Amaxes that were left before are taken back. Queued on the current stream.
+        """Clear `reduced`, with earlier amaxes, and write its header: those of every piece of master_pieces()
+        may go in now. Queued on the current stream.
         """
         self._settle()
         self._stages.run("begin", False)
         self._amaxes = Amaxes.BEGUN
 
     def end_update(self) -> None:
-        """Mark the amaxes in `reduced` as valid for the next step(), which then does not compute them.
-        begin_update(), refresh() and a step in which this rank cannot take part invalidate them, and so does
-        capturing only one of update and step in a CUDA graph.
+        """Mark the amaxes in `reduced` as valid for the next step(), which then does not compute them. They
+        become invalid by begin_update(), refresh(), a step that this rank abstains from, and by capturing
+        only one of update and step in a CUDA graph.
 
-        Masters must not be written between here and step(): codes would not belong to their scales. Raises
+        Do not write to masters between this call and step(): codes would not match their scales. Raises
         RuntimeError without a begin_update() since the last step.
         """
         if self._amaxes is Amaxes.NONE:
@@ -276,8 +272,10 @@ class CastPlan:
         self._amaxes = Amaxes.CAPTURED if ops.is_capturing(self._device) else Amaxes.LEFT
 
     def run(self, error: OwnError, borrowed: Iterable[torch.Tensor | None] = ()) -> OwnError:
-        """A step, in which a rank with an error raises that once it has joined the others. borrowed: what the
-        step uses and the plan does not hold. Returns what went wrong in an earlier step.
+        """A step. A rank with an error joins the others, and raises it then. Returns the error of an earlier
+        step.
+
+        borrowed: tensors that the step uses and the plan does not hold.
         """
         late = self._take_part(error, borrowed)
         self._reduce()
@@ -286,7 +284,7 @@ class CastPlan:
 
     def start_step(self) -> RuntimeError | None:
         """The first half of step(), up to its reduction; finish_step() is the other. Every rank must begin
-        its collectives in the same order. Raises, leaving nothing to finish, as step(); returns as run().
+        its collectives in the same order. Raises as step(), with nothing left to finish; returns as run().
         """
         late = self._take_part(OwnError(self.addresses.glance()), ())
         if self._sharded:
@@ -299,23 +297,23 @@ class CastPlan:
         halfway: tuple[int, int, Callable[[], object]] | None = None,
         write_codes: Callable[[], object] | None = None,
     ) -> None:
-        """halfway: a weight's position, one of its rows (of the E * N of a stack) or their number, and what
-        to call once the codes before that row are queued.
-        write_codes: called instead of the cast, by a caller with the masters. It queues copies of this rank's
-        codes and scales that travel.
+        """halfway: a weight's position, one of its rows (of the E * N of a stack) or their number, and a
+        function to call once the codes before that row are queued.
+        write_codes: called instead of the cast, by a caller with the masters, to queue copies of this rank's
+            codes and scales that travel.
         """
         self._settle()
         self._write(halfway, write_codes)
 
     def _settle(self) -> None:
-        """Wait for a reduction that was begun, also of a step that was left between its halves."""
+        """Wait for a reduction in flight, also of a step that was left between its halves."""
         travelling, self._travelling = self._travelling, None
         if travelling is not None:
             distributed.in_phase("amaxes", travelling.wait)()
             self._unpack()
 
     def _take_part(self, error: OwnError, borrowed: Iterable[torch.Tensor | None]) -> OwnError:
-        """Have this rank's amaxes in the vector, or raise the error once the others have heard of it."""
+        """Put this rank's amaxes into the vector, or raise the error once the others have heard of it."""
         self._settle()
         late = OwnError(self._status.take())
         if late:
@@ -343,7 +341,6 @@ class CastPlan:
         halfway: tuple[int, int, Callable[[], object]] | None = None,
         write_codes: Callable[[], object] | None = None,
     ) -> None:
-        """Scales and codes, from the reduced vector."""
         if write_codes is not None:
             self._stages.run("scale")
             write_codes()
@@ -369,7 +366,7 @@ class CastPlan:
 
     @property
     def held_for_graphs(self) -> bool:
-        """Whether a CUDA graph that was captured uses the plan."""
+        """Whether a captured CUDA graph uses the plan."""
         return bool(self._stages.captured)
 
     def _reduce(self) -> None:
@@ -405,8 +402,8 @@ class CastPlan:
         )
 
     def decline(self) -> bool:
-        """Join the reduction of a step of the other ranks, so that no rank writes, as this rank has others in
-        mind. Whether all ranks declined. Raises RuntimeError where a rank has an error.
+        """Join the other ranks' step, so that no rank writes, since this rank needs another plan. Returns
+        whether all ranks declined. Raises RuntimeError if a rank has an error.
         """
         self._stages.run("begin", True)
         self._vector.decline()
@@ -419,7 +416,7 @@ class CastPlan:
     # After a step
 
     def _build_gather(self) -> PackedGather:
-        """Raises ValueError, the same on every rank, where not all codes are gathered from the ranks."""
+        """Raises ValueError, the same on every rank, if some codes are not gathered from the ranks."""
         if not self._into_weights:
             raise ValueError("the codes of some ranks are in fsdp_shard_model_weights: gather those")
         numels = [record.shape.numel() for record in self.records]
@@ -431,8 +428,8 @@ class CastPlan:
         )
 
     def stage_scales(self, zeros: Callable[..., torch.Tensor]) -> torch.Tensor | None:
-        """For a caller that gathers the codes itself: uint8 [ranks, bytes], made by zeros(shape, dtype),
-        where a step leaves this rank's scales that travel, and derive_columns() finds all; or None.
+        """For a caller that gathers the codes itself: uint8 [ranks, bytes], made by zeros(shape, dtype). A
+        step puts this rank's scales that travel there, and derive_columns() reads all. None if none travel.
         """
         travel = any(record.scales_travel for record in self.records)
         if not travel or not self._sharded:
@@ -443,18 +440,18 @@ class CastPlan:
         return self._scale_gather.staging
 
     def complete(self) -> None:
-        """post() of a caller that has compared addresses before the step."""
+        """post() for a caller that has compared addresses before the step."""
         self.derive_columns()
         self.note_written()
 
     def derive_columns(self) -> None:
-        """The half of complete() that is queued."""
+        """The queued half of complete()."""
         if self._scale_gather is not None:
             self._scale_gather.unpack()
         self._post.run()
 
     def note_written(self) -> None:
-        """The other half: a backward pass through the old values fails from now on."""
+        """The other half: from now on a backward pass through the old values fails."""
         ops.increment_versions(self._request.versioned)
 
     # Addresses
@@ -478,11 +475,10 @@ class CastPlan:
         """An error for the first weight, master or buffer that has moved since the plan took its address."""
         return self.addresses.find_moved()
 
-    # For a function that finds its plan: the same weights and shards at every call, tensors of each
-    # call's own
+    # For the function that finds its plan: the same weights and shards at every call, but other tensors
 
     def fits(self, request: CastRequest) -> bool:
-        """Whether a request for this plan's weights differs in nothing but where tensors are."""
+        """Whether a request for the same weights differs only in the addresses of tensors."""
         mine = self._request
         return (
             request.shards == mine.shards
@@ -491,7 +487,7 @@ class CastPlan:
         )
 
     def adopt(self, request: CastRequest) -> None:
-        """Take the addresses of a request that fits. Not collective. Nothing has changed when it raises."""
+        """Take the addresses of a request that fits. Not collective. Changes nothing if it raises."""
         before, self._request = self._request, request
         try:
             self._take_addresses()
@@ -500,7 +496,7 @@ class CastPlan:
             raise
 
     def let_go(self) -> None:
-        """Between calls: keep no master and no shard buffer alive, except for CUDA graphs."""
+        """Keep no master and no shard buffer alive between calls, except for CUDA graphs."""
         request = self._request
         request.masters, request.shard_codes = [None] * len(request.records), None
         self.addresses = self._present_addresses(hold=False)
@@ -519,9 +515,7 @@ _MESSAGES = {
 }
 
 _retired: list[tuple[torch.cuda.Event, torch.Tensor]] = []
-"""Pinned words of plans that are gone, with the end of what was queued to write them: torch does not know
-that kernels write to them, and would give the memory to others.
-"""
+"""Pinned words of deleted plans, until the kernels that write to them, unknown to torch, are done."""
 
 
 def _release_finished() -> None:
@@ -529,8 +523,8 @@ def _release_finished() -> None:
 
 
 class StepStatus:
-    """The word, int32 [1] on the CPU, pinned for a GPU, that a step or a gather leaves when the ranks did not
-    agree, and that only take() clears; and the end of the last one.
+    """A word, int32 [1] on the CPU (pinned for a GPU), that a step or gather sets if the ranks did not agree,
+    and only take() clears; and the end of the last step or gather.
     """
 
     def __init__(self, device: torch.device):
@@ -550,8 +544,8 @@ class StepStatus:
             _retired.append((self._done, self.word))
 
     def queued(self) -> None:
-        """A whole step, or gather, is on the device's current stream, which is not being captured; on the CPU
-        it has been done, and what take() returns is raised.
+        """A whole step or gather is on the current stream, outside of a capture. On the CPU it is done, and
+        its error is raised.
         """
         if self._done is None:
             self.wait()
@@ -562,7 +556,7 @@ class StepStatus:
         self._done.record(self._stream)
 
     def take(self) -> RuntimeError | None:
-        """What kept the ranks from writing in a step or gather that is done, once. Waits for nothing."""
+        """The error of a finished step or gather, once. Waits for nothing."""
         status = self._value.value
         if status == 0:
             return None

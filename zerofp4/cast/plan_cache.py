@@ -1,5 +1,7 @@
-"""Plans that functions find by themselves, kept with the first weight. A call is not checked again if its
-fingerprint, all that the checks and a plan's addresses depend on, equals that of a checked one.
+"""Plans that functions find by themselves, kept with the first weight.
+
+A call's fingerprint is all that its checks and a plan's addresses depend on. A call with the fingerprint of a
+checked one is not checked again.
 """
 
 import dataclasses
@@ -21,20 +23,20 @@ _RECORD, _CODES = attrgetter("record"), attrgetter("rowwise.place")
 
 @dataclasses.dataclass(eq=False)
 class Kept:
-    """A plan that calls with the same weights in the same group use."""
+    """A plan for calls with the same weights in the same group."""
 
     plan: Any
     records: list[NVFP4Storage]
-    """Keeps them alive, so that their ids stay theirs."""
+    """Kept alive, so that their ids stay valid."""
     group: GroupReference
     shards: list[Shard] | None = None
-    """What this rank owns, of a gather."""
+    """This rank's, of a gather."""
     fingerprint: list | None = None
-    """Of the last call; None where the next one must be checked."""
+    """Of the last call; None if the next one must be checked."""
 
 
 class PlanCache:
-    """The plans of one kind that are kept with the first weight of a call; they live as long as it does."""
+    """The plans of one kind that are kept with the first weight of a call, and live as long as it does."""
 
     def __init__(self, kind: str, model_weights: Any, group: dist.ProcessGroup | None):
         self._weights = weights = model_weights if isinstance(model_weights, list | tuple) else ()
@@ -48,8 +50,8 @@ class PlanCache:
     def find(
         self, tensors: Sequence[Sequence[torch.Tensor | None]], *others: Any
     ) -> tuple[Kept | None, bool]:
-        """The plan of a call, and whether the call need not be checked: by its tensors and the repr of others
-        it equals the last one.
+        """The plan of a call, and whether the call equals the last one, by its tensors and the repr of
+        others, and need not be checked.
         """
         self._fingerprint = attempt(self._identify, tensors, others)[0]
         kept = self._plans.get(self._key)
@@ -63,7 +65,7 @@ class PlanCache:
         return [rebindings(), facts, repr([list(each) if type(each) is tuple else each for each in others])]
 
     def keep(self, kept: Kept) -> None:
-        """For calls like the one that find() was told of. Plans of groups that were destroyed go."""
+        """Keep a plan for calls like that of find(), and drop those of destroyed groups."""
         kept.fingerprint = self._fingerprint
         for key in [key for key, other in self._plans.items() if not other.group.is_alive()]:
             del self._plans[key]
@@ -76,7 +78,7 @@ class PlanCache:
             self._plans[(id(kept),)] = kept
 
     def advance_versions(self) -> None:
-        """As after any update in place, a backward pass through the old values of the weights fails."""
+        """A backward pass through the old values fails, as after any update in place."""
         weights = self._weights
         if not self._only_ours:
             weights = [weight for weight in weights if isinstance(weight, torch.Tensor)]  # records have none

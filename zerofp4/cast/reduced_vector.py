@@ -1,4 +1,4 @@
-"""The vector that a step reduces over the ranks: which words of it are the amaxes of which weight."""
+"""The vector that a step reduces over the ranks, and which of its words are whose amaxes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,15 +16,15 @@ _VECTOR_WORDS = 4
 """A weight's tile amaxes begin at a multiple of it in the reduced vector, so that kernels read vectors."""
 
 _DECLINED = 1.0
-"""In the error word: not an error, which is +inf, but a rank that asks for another plan. No rank writes."""
+"""In the error word: not an error (+inf), but a rank that asks for another plan. No rank writes."""
 
 _NO_HASH = -1.0
-"""In a hash word of such a rank: below what any rank has there that takes part or has an error."""
+"""In the hash word of such a rank: below that of any rank that takes part or has an error."""
 
 
 class _Words(NamedTuple):
-    """Of one matrix: [first, last) are its own amaxes, of its tiles or, where scales travel, of the whole and
-    then of `cut`, the 1x16 blocks that boundaries of shards cut. group: the word of its amax group.
+    """Of one matrix: [first, last) are its own amaxes, of its tiles or, if scales travel, of the whole matrix
+    and then of `cut`, the 1x16 blocks that shards cut. group: the word of its amax group.
     """
 
     first: int
@@ -34,8 +34,8 @@ class _Words(NamedTuple):
 
 
 class ReducedVector:
-    """Header words, one amax per amax group, then the amaxes of each weight; a stack of E matrices is E
-    weights here. records, amax_groups: by weight, as in CastRequest. rank_shards: [rank][weight].
+    """Header words, one amax per amax group, then the amaxes of each weight. A stack of E matrices is E
+    weights here. records, amax_groups: as in CastRequest. rank_shards: [rank][weight].
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class ReducedVector:
         self.words = torch.zeros(total, dtype=torch.float32, device=device)
 
     def cut(self, i: int) -> int:
-        """How many blocks of 1x16 of weight i a boundary of shards cuts."""
+        """How many 1x16 blocks of weight i shards cut."""
         return sum(len(words.cut) for words in self._words[i])
 
     def items(self, request: CastRequest) -> list[CastItem]:
-        """What this rank owns of each matrix, and the matrix's words, for the stages of a plan."""
+        """This rank's part of each matrix, with its words, for the stages of a plan."""
         items = []
         for i, (record, words) in enumerate(zip(request.records, self._words, strict=True)):
             shard, master, codes = request.shards[i], request.masters[i], request.codes(i)
@@ -99,9 +99,7 @@ class ReducedVector:
         return items
 
     def nonfinite_matrices(self) -> list[tuple[int, int]]:
-        """After a reduction, (weight, matrix of it) of those with a NaN or Inf on any rank. Waits for the
-        device.
-        """
+        """After a reduction, (weight, matrix) with a NaN or Inf on any rank. Waits for the device."""
         found = self.words.isinf().nonzero().flatten().tolist()
         return [
             (i, e)
@@ -111,16 +109,16 @@ class ReducedVector:
         ]
 
     def decline(self) -> None:
-        """Of a vector with an error in its header, make one that asks for another plan."""
+        """Turn an error in the header into a request for another plan."""
         self.words[ERROR_WORD] = _DECLINED
         self.words[HASH_WORD] = _NO_HASH
 
     def declined(self) -> bool | None:
-        """After a reduction in which this rank declined: whether all did; None where a rank has an error."""
+        """After a reduction in which this rank declined: whether all did; None if a rank has an error."""
         error_word, hash_word = self.words[[ERROR_WORD, HASH_WORD]].tolist()
         return hash_word == _NO_HASH if error_word == _DECLINED else None
 
 
 def _of_matrix(shard: Shard, e: int, numel: int) -> Shard:
-    """What a shard of a stack has of matrix e."""
+    """The part of a stack's shard that lies in matrix e."""
     return intersect(e * numel, numel, shard.start, shard.end)

@@ -1,4 +1,4 @@
-"""What a caller asks to be cast, checked: every rule about the arguments of a cast stands here, once."""
+"""The arguments of a cast, checked: every rule about them stands here, once."""
 
 import dataclasses
 import functools
@@ -28,9 +28,7 @@ MASTER_DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclasses.dataclass
 class CastRequest:
-    """Checked arguments of a cast. codes[i]: the uint8 bytes shard.byte_range of weight i that this rank
-    writes, None where it owns nothing. amax_groups[i]: weight i's amax group, numbered by first appearance.
-    """
+    """Checked arguments of a cast. amax_groups[i]: weight i's amax group, numbered by first appearance."""
 
     weights: list[Any]
     """As given: NVFP4Tensors, or records."""
@@ -47,7 +45,7 @@ class CastRequest:
         return self.records[0].device if self.records else torch.device("cpu")
 
     def shard_tensors(self) -> dict[str, torch.Tensor]:
-        """Masters, shard buffers and found_inf by what messages call them."""
+        """Masters, shard buffers and found_inf by their names in messages."""
         lists = {"master_weights": self.masters, "fsdp_shard_model_weights": self.shard_codes or []}
         given = {
             f"{name}[{i}]": tensor
@@ -63,7 +61,7 @@ class CastRequest:
         return [weight for weight in self.weights if isinstance(weight, torch.Tensor)]
 
     def codes(self, i: int) -> torch.Tensor | None:
-        """The bytes of weight i that this rank writes, as they are bound now."""
+        """The uint8 bytes shard.byte_range of weight i that this rank writes; None if it owns nothing."""
         if not self.shards[i].numel:
             return None
         if self.shard_codes is not None:
@@ -77,7 +75,7 @@ def weight_name(i: int, record: NVFP4Storage) -> str:
 
 
 def matrix_name(i: int, record: NVFP4Storage, e: int) -> str:
-    """The name of weight i, or of one of the experts that it is a stack of."""
+    """The name of weight i, or of one of its experts."""
     if record.experts is None:
         return weight_name(i, record)
     if record.name is None:
@@ -86,7 +84,7 @@ def matrix_name(i: int, record: NVFP4Storage, e: int) -> str:
 
 
 def check_lists(**lists: Sequence | None) -> None:
-    """Raises TypeError for what is not a list or tuple, ValueError where one's length is not the first's."""
+    """Raises TypeError for other types than list or tuple, ValueError for a length other than the first's."""
     count = None
     for name, values in lists.items():
         if values is None and count is not None:
@@ -99,9 +97,7 @@ def check_lists(**lists: Sequence | None) -> None:
 
 
 def check_castable(name: str, record: NVFP4Storage, *, has_codes: bool = True) -> None:
-    """Raises ValueError for a weight that masters cannot be cast into. has_codes: whether the codes go to the
-    weight itself, and not to buffers of shards.
-    """
+    """Raises ValueError for a weight that cannot be cast into. has_codes: whether it gets the codes."""
     if record.block != (BLOCK, BLOCK) and record.columnwise is not None:
         raise ValueError(
             f"{name} has block {record.block} and a columnwise copy, which does not follow from its rows: "
@@ -147,7 +143,7 @@ def _described(weight: Any) -> str:
 
 
 def check_shard(what: str, name: str, record: NVFP4Storage, start: int | None, numel: int) -> Shard:
-    """A shard that lies inside its weight, and has whole blocks if it must; of None an empty one."""
+    """A shard that lies inside its weight, and has whole blocks if it must; an empty one for None."""
     if start is None:
         if numel:
             raise ValueError(f"{what}: start_offset is None, but the shard has {numel} elements")
@@ -200,9 +196,9 @@ def number_groups(
     names: Sequence[str] | None = None,
     block: tuple[int, int] = (BLOCK, BLOCK),
 ) -> list[int]:
-    """The amax group of each weight, numbered by first appearance; a weight in no list is a group of its own.
+    """The amax group of each weight, numbered by first appearance; a weight in no list is its own group.
 
-    weights: records; or tensors that will be weights in blocks of this size. names: of those, for messages.
+    weights: records; or tensors that become weights in blocks of this size, with their names for messages.
     Raises TypeError or ValueError for wrong groups, and for members that cannot share an amax.
     """
     positions = {id(weight): i for i, weight in enumerate(weights)}
@@ -256,7 +252,7 @@ def check_request(
     found_inf: torch.Tensor | None,
     manual_post_all_gather_processing: bool = True,
 ) -> CastRequest:
-    """Checks everything one rank can check alone. Raises TypeError or ValueError; changes nothing."""
+    """All checks that one rank can make alone. Raises TypeError or ValueError; changes nothing."""
     if not manual_post_all_gather_processing:
         raise ValueError(
             "manual_post_all_gather_processing=False is not supported: gather the codes, then call "
@@ -287,8 +283,8 @@ def check_request(
 
 
 def check_refresh(request: CastRequest, names: Sequence[str]) -> None:
-    """Checks a request's tensors again, after any of them moved, and takes the present records. Raises
-    TypeError or ValueError where more than storage has changed.
+    """Check a request's tensors again, after any of them moved, and take the present records. Raises
+    TypeError or ValueError if more than storage has changed.
     """
     records = check_weights(request.weights, has_codes=request.shard_codes is None)
     for i, (old, new, shard) in enumerate(zip(request.records, records, request.shards, strict=True)):

@@ -11,22 +11,22 @@ from zerofp4.storage import NVFP4Storage
 
 
 def gathered_buffers(records: Sequence[NVFP4Storage]) -> list[torch.Tensor]:
-    """What a gather completes: the codes of all weights, then the scales that travel, as bytes."""
+    """The buffers that a gather completes: codes of all weights, then scales that travel, as bytes."""
     return [*(record.rowwise.data for record in records), *travelling_scales(records)]
 
 
 def gathered_shards(records: Sequence[NVFP4Storage], shards: Sequence[Shard]) -> list[Shard]:
-    """A rank's part of each of gathered_buffers(), from its shards of the weights, counted in codes."""
+    """A rank's part of each of gathered_buffers(), counted in codes."""
     return [*shards, *travelling_shards(records, shards)]
 
 
 def travelling_scales(records: Sequence[NVFP4Storage]) -> list[torch.Tensor]:
-    """The compact scales of those weights whose scales travel, as bytes."""
+    """The compact scales that travel, as bytes."""
     return [r.rowwise.scale_places["compact"].view(torch.uint8) for r in records if r.scales_travel]
 
 
 def travelling_shards(records: Sequence[NVFP4Storage], shards: Sequence[Shard]) -> list[Shard]:
-    """A rank's part of each of travelling_scales(), in codes, of which a byte holds two: so does a scale."""
+    """A rank's part of each of travelling_scales(), counted in codes: two per byte, so two per scale."""
     return [_scale_shard(r, s) for r, s in zip(records, shards, strict=True) if r.scales_travel]
 
 
@@ -44,7 +44,7 @@ def _scale_shard(record: NVFP4Storage, shard: Shard) -> Shard:
 
 
 def block_unit(record: NVFP4Storage) -> int:
-    """A cut of the weight, whose scales travel, between so many of its elements goes through no block."""
+    """Number of elements: cuts of the weight at multiples of it split no block. Its scales travel."""
     rows, cols = record.matrix
     if record.block[0] == 1:
         return cols if cols % BLOCK else BLOCK

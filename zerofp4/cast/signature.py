@@ -1,4 +1,4 @@
-"""What ranks tell each other before they cast or gather, and what must then be the same on all of them."""
+"""What ranks tell each other before they cast or gather, and what must be the same on all of them."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from zerofp4.storage import NVFP4Storage
 
 
 class Description(NamedTuple):
-    """A weight, as all ranks must have it in its place of the list."""
+    """A weight, which must be the same on all ranks."""
 
     name: str
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class Signature(NamedTuple):
     amax_groups: list[int]
     on_nonfinite: str
     number: int
-    """How many plans this rank has built in the group, which tells two plans of the same weights apart."""
+    """How many plans this rank has built in the group, to tell plans of the same weights apart."""
     shards: list[Shard]
     into_weights: bool
 
@@ -46,7 +46,7 @@ def plan_hash(signatures: Sequence[Signature]) -> int:
 
 
 def check_same_weights(descriptions: Sequence[Sequence[Description]]) -> None:
-    """Raises ValueError, the same on every rank, where a rank's weights are not those of rank 0."""
+    """Raises ValueError, the same on every rank, if a rank's weights differ from rank 0's."""
     difference = first_difference(descriptions)
     if difference is None:
         return
@@ -68,7 +68,7 @@ def check_same_weights(descriptions: Sequence[Sequence[Description]]) -> None:
 
 
 def check_agreement(signatures: Sequence[Signature]) -> None:
-    """Raises ValueError, the same on every rank, where ranks ask for different casts."""
+    """Raises ValueError, the same on every rank, if ranks ask for different casts."""
     check_same_weights([signature.weights for signature in signatures])
     names = ("amax_groups", "on_nonfinite")
     options = [[getattr(signature, name) for name in names] for signature in signatures]
@@ -82,7 +82,7 @@ def check_agreement(signatures: Sequence[Signature]) -> None:
 
 
 def shown(option: str | list[int]) -> str:
-    """An option for a message; amax groups as the lists of indices that share one."""
+    """An option for a message; amax groups as lists of indices."""
     if isinstance(option, str):
         return repr(option)
     groups = [[i for i, group in enumerate(option) if group == g] for g in sorted(set(option))]
