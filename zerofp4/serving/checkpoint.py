@@ -1,4 +1,4 @@
-"""A folder with a published NVFP4 checkpoint: which format it has, and its tensors, one at a time."""
+"""A folder with a published NVFP4 checkpoint: its format, and its tensors, one at a time."""
 
 import json
 import re
@@ -16,13 +16,13 @@ _FP8 = torch.float8_e4m3fn
 
 _MODELOPT = ("NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION")
 _COMPRESSED_TENSORS = ("nvfp4-pack-quantized", "float-quantized", "mixed-precision", "dense")
-"""Algorithms, or formats, of the layers that can be read."""
+"""Algorithms, or formats, of readable layers."""
 
 _REASONS = {
     "awq": "AWQ's pre_quant_scale multiplies the inputs of layers",
     "svd": "SVDQuant adds products of two more matrices",
 }
-"""Why a weight alone does not stand for a layer, by what names of tensors and algorithms have."""
+"""By a part of a tensor's or algorithm's name, why a layer is more than its weight."""
 
 _REFUSED = {
     r"\.(pre_quant_scale|_pre_quant_scale)$": _REASONS["awq"],
@@ -30,21 +30,22 @@ _REFUSED = {
     r"swizzle|interleaved": "scales must be in the order of rows, and these are swizzled",
     r"\.weight_scale_inv$": "FP8 weights with a scale for each block are not read",
 }
-"""By a pattern of tensors' names, why a checkpoint with one is not read."""
+"""By a pattern of tensor names, why a checkpoint with such a tensor is not read."""
 
 _KV_CACHE = re.compile(r"\.(k_scale|v_scale|q_scale|k_zero_point|v_zero_point|output_scale)$")
 
 
 class Checkpoint:
-    """A folder of safetensors with an index, or one file, and its configuration. One file is open at a time.
+    """A folder with safetensors (one file, or several and an index) and a configuration. One file is open at
+    a time.
 
     format_name: "compressed-tensors" or "modelopt".
-    has_inputs: whether activations are quantized. Otherwise their scales, if there are any, mean nothing.
-    unread: names of the tensors that nothing has asked for.
-    kv_scales: names of scales for a KV cache in 8 bits, which no layer needs.
+    has_inputs: whether activations are quantized. If not, scales of activations have no meaning.
+    unread: names of the tensors that were not read yet.
+    kv_scales: names of scales of an 8-bit KV cache, which no layer needs.
 
-    Raises FileNotFoundError for a folder without such files, ValueError for a checkpoint that is not of these
-    formats, or that no weight alone can stand for.
+    Raises FileNotFoundError without such files, ValueError for another format, or for tensors without which a
+    weight has not its values.
     """
 
     def __init__(self, folder: Path):
@@ -61,7 +62,7 @@ class Checkpoint:
         self.unread = dict.fromkeys(name for name in self._files if name not in self.kv_scales)
 
     def _find_files(self) -> dict[str, str]:
-        """By the name of a tensor, that of its file."""
+        """The file of each tensor, by name."""
         if (self._folder / INDEX).exists():
             return json.loads((self._folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         name = "model.safetensors"
@@ -84,17 +85,17 @@ class Checkpoint:
         return self._opened(self._files[name]).get_tensor(name)
 
     def shape_and_type(self, name: str) -> tuple[tuple[int, ...], str]:
-        """As the header of the file has them."""
+        """From the header of the file."""
         found = self._opened(self._files[name]).get_slice(name)
         return tuple(found.get_shape()), found.get_dtype()
 
     def is_packed(self, module: str) -> bool:
-        """Whether the weight of a linear module, by its name in the file, is in NVFP4."""
+        """Whether the file has a linear module's weight in NVFP4."""
         codes = f"{module}.{self.format.codes}"
         return codes in self and self.shape_and_type(codes)[1] == "U8"
 
     def check_packed(self, module: str, shape: tuple[int, int]) -> None:
-        """Raise ValueError unless the file has all of a matrix [N, K] in NVFP4."""
+        """Raise ValueError unless the file has a whole NVFP4 matrix [N, K]."""
         rows, columns = shape
         if columns % BLOCK:
             raise ValueError(f"{module} has {columns} columns, which blocks of {BLOCK} do not divide")
@@ -114,7 +115,7 @@ class Checkpoint:
                 )
 
     def read_plain(self, name: str) -> torch.Tensor:
-        """A tensor that is not in NVFP4; of FP8 its values, in float32."""
+        """A tensor that is not in NVFP4; the values of FP8 in float32."""
         tensor = self.read(name)
         if tensor.dtype != _FP8:
             return tensor
@@ -124,7 +125,7 @@ class Checkpoint:
         return tensor.float() * self.read(f"{module}.weight_scale").float()
 
     def check_plain(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether the tensor is in FP8. Raise ValueError for another shape, or for integers with scales."""
+        """Whether the tensor is in FP8. Raises ValueError for another shape, or FP8 without usable scales."""
         found, type_ = self.shape_and_type(name)
         if found != shape:
             raise ValueError(f"{name} has the shape {list(found)}, and the model's {list(shape)}")
@@ -173,7 +174,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _parts_of_modelopt(config: dict) -> list[dict]:
-    """Of the model, and of each layer that has an algorithm of its own."""
+    """The configurations of the model, and of layers with their own algorithm."""
     config = config.get("quantization", config)
     return [config, *(config.get("quantized_layers") or {}).values()]
 
@@ -209,17 +210,17 @@ def _faults_of_compressed_tensors(config: dict) -> Iterator[str]:
 
 
 def are_tiles(scales: torch.Tensor) -> bool:
-    """Whether scales E4M3 [N, K/16] are those of tiles of 16x16, each repeated on 16 rows."""
+    """Whether scales E4M3 [N, K/16] are those of 16x16 tiles, each repeated on 16 rows."""
     codes = scales.view(torch.uint8)
     return torch.equal(codes, codes[::BLOCK].repeat_interleave(BLOCK, dim=0)[: codes.shape[0]])
 
 
 def amax_of(format: Format, global_scale: torch.Tensor, e4m3_max: int) -> tuple[float, bool]:
-    """The amax of a global scale, and whether an export of it has this global scale to the bit.
+    """The amax of a global scale, and whether an export of it gives this global scale to the bit.
 
-    An amax is the magnitude of a weight, so it has few bits: of the float32 numbers with this global scale it
-    is the one with the shortest mantissa. If none has it, since another program rounds its divisions in
-    another way, it is the nearest. Raises ValueError for a global scale that is not positive and finite.
+    An amax is the magnitude of a weight, so it has few bits: of the float32 numbers with this global scale,
+    take the one with the shortest mantissa. If there is none, since other programs divide in other ways, take
+    the nearest. Raises ValueError for a global scale that is not positive and finite.
     """
     given, most = float(global_scale), E2M1_MAX * e4m3_max
     if not 0 < given < float("inf"):
@@ -231,6 +232,6 @@ def amax_of(format: Format, global_scale: torch.Tensor, e4m3_max: int) -> tuple[
 
 
 def _bits_of(amax: float) -> int:
-    """How many bits the mantissa of a float32 number needs."""
+    """The bits that the mantissa of a float32 number needs."""
     mantissa = int(torch.tensor(amax, dtype=torch.float32).view(torch.int32)) & 0x7FFFFF
     return 23 - ((mantissa | 0x800000) & -(mantissa | 0x800000)).bit_length()

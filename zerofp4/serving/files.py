@@ -1,4 +1,4 @@
-"""Folders of safetensors that are written beside an older export and then replace it; save_safetensors."""
+"""Folders of safetensors that replace an older export only once they are complete; save_safetensors."""
 
 import contextlib
 import json
@@ -17,17 +17,17 @@ from zerofp4.distributed import OwnError, exchange, rank_and_size, resolve_group
 from zerofp4.serving.plan import Served
 
 SHARD_BYTES = 5 * 10**9
-"""Of tensors in a file of safetensors, at most, unless one tensor has more."""
+"""The most that a file of safetensors holds, unless one tensor is larger."""
 
 INDEX = "model.safetensors.index.json"
 _OLDER = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|hf_quant_config\.json|" + re.escape(INDEX))
-"""Names of files of an older export, of any format, that would be read instead of the new ones."""
+"""Files of an older export, of any format, that would be read instead of the new ones."""
 
 
 class Export:
-    """The files of an export, in a folder that may have an older one: begin() makes `draft` in it, to which
-    all files are written, and publish() moves them out. Tensors come one at a time; those of a file are in
-    memory until all of them have come. Raises ImportError without the libraries that write the files.
+    """The files of an export. begin() makes `draft` in the folder, all files are written there, and publish()
+    moves them out. Tensors come one at a time; a file's tensors stay in memory until all have come. Raises
+    ImportError without the libraries that write the files.
     """
 
     def __init__(self, folder: Path, tensors: Sequence[Served]):
@@ -52,7 +52,7 @@ class Export:
         self._nbytes = sum(served.nbytes for served in tensors)
 
     def begin(self) -> None:
-        """Raises OSError if the disk lacks the space. Call end() after an error too."""
+        """Raises OSError if the disk lacks the space. Call end() even after an error."""
         shutil.rmtree(self.draft, ignore_errors=True)  # of an export that was killed
         self.draft.mkdir(parents=True)
         free = shutil.disk_usage(self.draft).free
@@ -62,7 +62,7 @@ class Export:
             )
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor, which must not change before its file is written: with the last tensor of it."""
+        """Take a tensor, which must not change until its file is written, with that file's last tensor."""
         file = self._split.tensor_to_filename[name]
         self._held[file][name] = tensor.detach().to("cpu").contiguous()
         self._missing[file].remove(name)
@@ -76,7 +76,7 @@ class Export:
         (self.draft / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def publish(self) -> None:
-        """Make this the export of the folder, and remove the older one."""
+        """Replace the folder's older export."""
         if self._split.is_sharded:
             index = {"metadata": self._split.metadata, "weight_map": self._split.tensor_to_filename}
             self.write_json(INDEX, index)
@@ -104,14 +104,14 @@ def save_safetensors(
 
     model, dtype: as for master_state_dict.
     folder: gets files of at most 5 GB, and an index if there are several.
-    optimizer: that of the weights, or AveragedMasters of it. Without one an NVFP4 weight has the value from
-        before the conversion, if it still keeps it, else that of its codes.
+    optimizer: of the weights, or AveragedMasters of it. Without one, an NVFP4 weight has its value from
+        before the conversion, if it is still kept, else that of its codes.
 
     Examples:
         >>> zerofp4.save_safetensors(model, folder, optimizer)
 
     Collective. Rank 0 of the optimizer's group writes, and holds one file's tensors. An older export in the
-    folder stays until the new one is written, and is gone afterwards.
+    folder stays until the new one is written, and is then deleted.
 
     If rank 0 raises (OSError if the disk lacks the space, ImportError without the extra `serving`), the
     others raise a RuntimeError. Raises ValueError if ranks train different parameters, RuntimeError without

@@ -1,4 +1,4 @@
-"""Which weights serving engines put into one matrix, and must therefore share one amax."""
+"""Which weights serving engines put into one matrix, so that they must share an amax."""
 
 import collections
 import re
@@ -23,7 +23,7 @@ FUSED: list[tuple[str, ...]] = [
 
 
 def fused_groups(names: Iterable[str]) -> Iterator[list[str]]:
-    """The names of modules that engines fuse, as lists of two or more."""
+    """The names of modules that engines fuse, in lists of two or more."""
     places = {name: (g, last) for g, members in enumerate(FUSED) for last, name in enumerate(members)}
     found: dict[tuple[str, int], dict[int, str]] = collections.defaultdict(dict)
     for name in names:
@@ -38,16 +38,15 @@ def fused_groups(names: Iterable[str]) -> Iterator[list[str]]:
 
 def amax_groups(model: nn.Module, filter_fn: FilterFn | None = None) -> list[list[torch.Tensor]]:
     """The weights of a model that serving engines fuse, for `amax_groups` of convert_model, ZeroFP4Optimizer,
-    CastPlan and integrations.fsdp2.prepare: q, k and v of each attention, gate and up of each MLP and of each
-    expert.
+    CastPlan and integrations.fsdp2.prepare: q, k and v of each attention, gate and up of each MLP and expert.
 
     A fused matrix has one global scale. Of unequal ones vLLM takes the largest, which scales the other
-    weights wrongly, and SGLang refuses them. Stacked experts [E, N, K] need no group: gate and up of an
-    expert are one matrix there.
+    weights wrongly, and SGLang refuses them. Stacked experts [E, N, K] need no group, since an expert's gate
+    and up are one matrix there.
 
-    model: converted by convert_model, or not yet converted. filter_fn: what convert_model or prepare will be
-    given, for a model that is not yet converted. Modules are known by their last names, which are in
-    zerofp4.serving.FUSED.
+    model: before convert_model, or after it. Modules are recognized by their last names, in
+        zerofp4.serving.FUSED.
+    filter_fn: that of convert_model or prepare, for a model that is not converted yet.
 
     Returns the groups in the order of the model, each with the weights that are, or will be, in NVFP4.
     """
@@ -60,6 +59,6 @@ def amax_groups(model: nn.Module, filter_fn: FilterFn | None = None) -> list[lis
 
 
 def experts_of(name: str) -> str | None:
-    """`mlp.experts` of `mlp.experts.3.down_proj`, a module of one routed expert. None for another module."""
+    """`mlp.experts` for `mlp.experts.3.down_proj`, a module of a routed expert; None for another module."""
     found = re.fullmatch(r"(.*\.experts)\.\d+\.[^.]+", name)
     return found and found[1]

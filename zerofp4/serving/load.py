@@ -1,4 +1,4 @@
-"""load_pretrained: the codes of a published NVFP4 checkpoint become the weights of a model."""
+"""load_pretrained: a model gets the codes of a published NVFP4 checkpoint."""
 
 import dataclasses
 import os
@@ -15,12 +15,13 @@ from zerofp4.layout import ceil_div
 from zerofp4.nn import Linear
 from zerofp4.serving.checkpoint import Checkpoint, amax_of, are_tiles
 from zerofp4.serving.fused import fused_groups
-from zerofp4.serving.plan import Rows, check_model, checkpoint_names, rows_as_saved
+from zerofp4.serving.plan import Rows, all_values, check_model, checkpoint_names, rows_as_saved
+from zerofp4.serving.sources import amaxes_of
 from zerofp4.storage import NVFP4Storage, Scheme, Side
 from zerofp4.tensors import BEGINS_WITH_CODES, NVFP4Tensor, QuantizedTensor, quantize
 
 _ROOM_FOR_FOUR = 256
-"""e4m3_max of four over six that leaves room for scales of 1.5 times that."""
+"""The e4m3_max of four over six that leaves room for 1.5 times as large scales."""
 
 _CHOICES: dict[int, tuple[FourOverSix | None, ...]] = {
     _ROOM_FOR_FOUR: (FourOverSix(_ROOM_FOR_FOUR, "mae"), FourOverSix(_ROOM_FOR_FOUR, "mse")),
@@ -29,7 +30,7 @@ _CHOICES: dict[int, tuple[FourOverSix | None, ...]] = {
 """By e4m3_max, how the scales of a checkpoint may have been chosen."""
 
 _TRIED = 4
-"""Groups of weights on which each of these is tried."""
+"""The number of groups on which each of these is tried."""
 
 
 @dataclasses.dataclass
@@ -37,19 +38,19 @@ class LoadReport:
     """What load_pretrained found and did. str() is a table.
 
     format: of the checkpoint, as save_pretrained takes it.
-    loaded: names of the NVFP4 weights, as the model has them.
+    loaded: names of the NVFP4 weights in the model.
     unquantized: names of the other parameters and buffers that were loaded.
-    dequantized: those of them that were FP8 in the checkpoint.
-    missing: names of the model that the checkpoint does not have; they stay as they were.
+    dequantized: those of them that the checkpoint has in FP8.
+    missing: names of the model that the checkpoint lacks; they stay as they were.
     unexpected: tensors of the checkpoint that the model has no name for.
-    kv_scales: scales for a KV cache in the checkpoint, which nothing here uses.
-    share: elements in NVFP4, in all elements of the model's parameters.
-    input_amaxes: the largest magnitude of each module's inputs, for save_pretrained; None without them.
+    kv_scales: scales of a KV cache in the checkpoint, which are not used.
+    share: the share of the model's parameter elements that is in NVFP4.
+    input_amaxes: the largest magnitude of each module's inputs, for save_pretrained, or None.
     amax_groups: the weights that engines fuse and that share an amax, for ZeroFP4Optimizer.
     block, four_over_six: how the weights seem to have been quantized.
     changed: with masters="codes", by name, the share of a weight's elements whose code or scale a step at
-        learning rate 0 would change; 0 is left out.
-    warnings: what an export or a training run should know. They are also given by warnings.warn.
+        learning rate 0 would change, unless it is 0.
+    warnings: also given by warnings.warn.
     """
 
     format: str
@@ -68,7 +69,6 @@ class LoadReport:
     warnings: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
-        """A table: how much is in NVFP4, and what is not as an engine would have it."""
         options = f"blocks of {self.block[0]}x{self.block[1]}"
         options += f", {self.four_over_six}" if self.four_over_six else ""
         lines = [
@@ -91,28 +91,29 @@ class LoadReport:
 @torch.no_grad()
 def load_pretrained(model: nn.Module, folder: str | os.PathLike, *, masters: str | None = None) -> LoadReport:
     """Load an NVFP4 checkpoint of ModelOpt or compressed-tensors, or an export of save_pretrained, into a
-    model of transformers, with the codes and scales that the files have.
+    model of transformers, with the codes and scales in the files.
 
     model: of the checkpoint's architecture, in the dtype to compute in, on any device. Parameters on the meta
         device get memory on torch's default device.
     folder: with config.json and safetensors, one file or several with an index.
-    masters: None freezes the NVFP4 weights, as a base for adapters. "codes": they are to be trained, and
-        ZeroFP4Optimizer begins with the values of the codes.
+    masters: None freezes the NVFP4 weights, as a base for adapters. "codes" trains them: ZeroFP4Optimizer
+        begins with the values of the codes.
 
-    What is in NVFP4 in the files becomes an NVFP4 parameter in blocks of 1x16; FP8 weights are dequantized;
-    everything else keeps its values, in the model's dtypes. Each rank reads all files, one tensor at a time.
+    NVFP4 in the files becomes NVFP4 parameters in blocks of 1x16. FP8 weights are dequantized. Everything
+    else keeps its values, in the model's dtypes. Each rank reads all files, one tensor at a time.
 
-    A checkpoint's global scale s multiplies codes and scales in dequantization (compressed-tensors has
-    1 / s). NVFP4Tensor has an amax in its place, with s = amax / (6 * e4m3_max), and e4m3_max is 448, or 256
-    for checkpoints of four over six whose scales leave room for it. The amax is chosen so that an export has
-    the same global scale, to the bit. If none has it, the nearest is taken, and the report warns.
+    A checkpoint's global scale s multiplies codes and scales in dequantization (compressed-tensors has 1 /
+    s). An NVFP4Tensor has an amax instead, with s = amax / (6 * e4m3_max). e4m3_max is 448, or 256 for
+    checkpoints of four over six whose scales leave room for it. The amax is chosen so that an export has the
+    same global scale, to the bit. If there is none, the nearest is taken, and the report warns.
 
     With masters="codes" weights in tiles of 16x16 are loaded as such. Give the optimizer report.amax_groups.
-    Then a step at learning rate 0 changes no code, but for signs of zeros, if block, four over six and the
-    weights that share an amax are those of the quantization. The report says which weights change otherwise.
+    Then a step at learning rate 0 changes no code, except for signs of zeros, if block, four over six and the
+    weights that share an amax are those of the quantization. The report names the weights that change
+    otherwise.
 
-    Raises, before the model is changed, ValueError for other formats, AWQ, SVDQuant and swizzled scales, for
-    shapes that are not the model's, and for a model with NVFP4 or sharded parameters; TypeError for a model
+    Before the model is changed, raises ValueError for other formats, AWQ, SVDQuant and swizzled scales, for
+    shapes other than the model's, and for a model with NVFP4 or sharded parameters; TypeError for a model
     that is not of transformers; FileNotFoundError without files.
     """
     if masters not in (None, "codes"):
@@ -130,19 +131,19 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike, *, masters: str
 
 
 class _Target(NamedTuple):
-    """A parameter or buffer of the model. rows: those of it by name in the checkpoint."""
+    """A parameter or buffer of the model, and its rows by their names in the checkpoint."""
 
     key: str
     rows: list[Rows]
 
 
 class _Loader:
-    """One call of load_pretrained. It checks everything when it is made, and writes afterwards."""
+    """One call of load_pretrained. The constructor checks everything; the methods write."""
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint, trains: bool):
         self.model, self.checkpoint, self.trains = model, checkpoint, trains
         self.report = LoadReport(checkpoint.format_name, kv_scales=checkpoint.kv_scales)
-        self.values: dict[str, torch.Tensor] = _values(model)
+        self.values = all_values(model)
         self.weights: list[_Target] = []
         """In NVFP4 in the checkpoint."""
         self.others: list[_Target] = []
@@ -157,7 +158,7 @@ class _Loader:
         self._find_amaxes()
 
     def _sort(self) -> None:
-        """Find where each value of the model is in the checkpoint, and check its shape."""
+        """Find each value of the model in the checkpoint, and check its shape."""
         names, tied = checkpoint_names(self.model, self.values), set()
         for key, value in self.values.items():
             is_tied, name = id(value) in tied, names[key]
@@ -167,7 +168,7 @@ class _Loader:
                     f"{key} is a {type(value).__name__}: load a model before it is converted or sharded"
                 )
             rows = [Rows(name, 0, value.shape[:-1].numel())] if name else self._rows(key, value)
-            packed = [self.checkpoint.is_packed(each.name.removesuffix(".weight")) for each in rows]
+            packed = [self.checkpoint.is_packed(each.module) for each in rows]
             target = _Target(key, rows)
             if all(packed):
                 self._check_weight(target, value)
@@ -204,7 +205,7 @@ class _Loader:
         if value.dtype not in WEIGHT_DTYPES:
             raise ValueError(f"{target.key} has the dtype {value.dtype}, not one of {WEIGHT_DTYPES}")
         for rows in target.rows:
-            self.checkpoint.check_packed(_module(rows), (rows.count, value.shape[-1]))
+            self.checkpoint.check_packed(rows.module, (rows.count, value.shape[-1]))
 
     def _check_other(self, target: _Target, value: torch.Tensor) -> None:
         for rows in target.rows:
@@ -213,12 +214,12 @@ class _Loader:
                 self.report.dequantized.append(target.key)
 
     def _find_options(self) -> None:
-        """Find the blocks of the quantization, and the largest scale that it makes, from all scales."""
+        """Find the blocks of the quantization, and the largest scale it can make, from all scales."""
         largest, tiles = 0.0, True
         for rows in self._matrices():
-            scales = self.checkpoint.read(f"{_module(rows)}.weight_scale")
+            scales = self.checkpoint.read(f"{rows.module}.weight_scale")
             top = scales.float().max().item()
-            self.zeros |= {_module(rows)} if top == 0 else set()
+            self.zeros |= {rows.module} if top == 0 else set()
             largest = max(largest, top)
             tiles = tiles and rows.first % BLOCK == 0 and are_tiles(scales)
         self.report.block = (BLOCK if tiles else 1, BLOCK)
@@ -230,12 +231,12 @@ class _Loader:
         return (rows for target in self.weights for rows in target.rows)
 
     def _find_amaxes(self) -> None:
-        """Find the amaxes of all weights, and of inputs, from global scales. Raises ValueError for one that
-        is not positive and finite, and for different ones in one matrix of the model.
+        """Find the amaxes of weights and inputs from global scales. Raises ValueError for one that is not
+        positive and finite, and for different ones in one matrix of the model.
         """
         inexact, inputs = [], {}
         for rows in self._matrices():
-            name = _module(rows)
+            name = rows.module
             global_scale = self.checkpoint.read(f"{name}.{self.checkpoint.format.global_scale}")
             self.amaxes[name], is_exact = self._amax(name, global_scale, self.e4m3_max)
             if name in self.zeros and float(global_scale) == 1:  # as exports have it
@@ -255,10 +256,10 @@ class _Loader:
         for target in self.weights:
             of_matrices: dict[int, str] = {}
             for rows in target.rows:
-                other = of_matrices.setdefault(self._matrix_of(target, rows), _module(rows))
-                if self.amaxes[_module(rows)] != self.amaxes[other]:
+                other = of_matrices.setdefault(self._matrix_of(target, rows), rows.module)
+                if self.amaxes[rows.module] != self.amaxes[other]:
                     raise ValueError(
-                        f"{other} and {_module(rows)} have different global scales, and are one matrix of "
+                        f"{other} and {rows.module} have different global scales, and are one matrix of "
                         f"{target.key}"
                     )
 
@@ -269,7 +270,7 @@ class _Loader:
             raise ValueError(f"{name}: {error}") from error
 
     def _matrix_of(self, target: _Target, rows: Rows) -> int:
-        """The number of the matrix, in a stack, that these rows are in."""
+        """The number of the stack's matrix with these rows."""
         value = self.values[target.key]
         return rows.first // value.shape[-2] if value.dim() == 3 else 0
 
@@ -299,7 +300,7 @@ class _Loader:
         codes = record.rowwise.data.flatten(0, -2)
         scales = record.rowwise.scales["compact"].view(torch.uint8).flatten(0, -2)
         for rows in target.rows:
-            name, amax = _module(rows), self.amaxes[_module(rows)]
+            name, amax = rows.module, self.amaxes[rows.module]
             packed = self.checkpoint.read(f"{name}.{self.checkpoint.format.codes}")
             codes[rows.first :][: rows.count].copy_(packed)
             found = self.checkpoint.read(f"{name}.weight_scale").view(torch.uint8)[:: block[0]]
@@ -310,7 +311,7 @@ class _Loader:
     def _find_groups(self) -> None:
         """Find the weights that engines fuse, and those of them with unequal global scales."""
         weights = [target for target in self.weights if self.values[target.key].dim() == 2]
-        keys = {_module(rows): target.key for target in weights for rows in target.rows}
+        keys = {rows.module: target.key for target in weights for rows in target.rows}
         unequal = []
         for group in fused_groups(keys):
             if len({self.amaxes[name] for name in group}) > 1:
@@ -348,7 +349,7 @@ class _Loader:
             )
 
     def _replace_tied(self, key: str, tensor: torch.Tensor) -> None:
-        """Put memory in the place of a value on the meta device, under all of its names."""
+        """Give a value on the meta device memory, under all of its names."""
         old = self.values[key]
         if isinstance(old, nn.Parameter):
             tensor = nn.Parameter(tensor, old.requires_grad)
@@ -357,7 +358,6 @@ class _Loader:
                 self._put(name, tensor)
 
     def _put(self, key: str, tensor: torch.Tensor) -> None:
-        """Make the tensor the parameter or buffer of that name."""
         prefix, _, name = key.rpartition(".")
         setattr(self.model.get_submodule(prefix), name, tensor)
 
@@ -366,7 +366,7 @@ class _Loader:
     def find_changes(self) -> None:
         """Find how the scales were chosen, and the weights that a step at learning rate 0 changes.
 
-        The choice is that with the fewest changes in the first weights: trying each on all takes minutes.
+        The choice with the fewest changes in the first weights wins: trying each on all takes minutes.
         """
         report, groups = self.report, self._groups()
         fewest = float("inf")
@@ -388,7 +388,7 @@ class _Loader:
             )
 
     def _groups(self) -> list[list[NVFP4Tensor]]:
-        """The weights that share an amax, each of the others alone."""
+        """The weights that share an amax; each other weight alone."""
         grouped = {id(weight) for group in self.report.amax_groups for weight in group}
         weights = [self.model.get_parameter(target.key) for target in self.weights]
         return [*self.report.amax_groups, *([weight] for weight in weights if id(weight) not in grouped)]
@@ -397,21 +397,16 @@ class _Loader:
     def _changes(groups: list[list[NVFP4Tensor]], choice: FourOverSix | None) -> Iterator[tuple[str, float]]:
         """By name, the share of a weight's elements that change when its values are quantized again."""
         for group in groups:
-            amax = torch.stack([_amax_of_values(weight) for weight in group]).amax(dim=0)
+            amaxes = [amaxes_of(weight.dequantize(), weight.record) for weight in group]
+            amax = torch.stack(amaxes).amax(dim=0)
             for weight in group:
                 options = {"block": weight.block, "four_over_six": choice, "stacked": weight.dim() == 3}
                 again = quantize(weight.dequantize(), amax=amax, **options)
                 yield weight.record.name, _share_of_changes(weight.record.rowwise, again.record.rowwise)
 
 
-def _amax_of_values(weight: NVFP4Tensor) -> torch.Tensor:
-    """The amaxes that a cast finds, float32 [1], or [E] of a stack."""
-    dimensions = (1, 2) if weight.dim() == 3 else (0, 1)
-    return weight.dequantize().abs().amax(dimensions).float().view(weight.record.amax_shape)
-
-
 def _share_of_changes(old: Side, new: Side) -> float:
-    """Of the elements of two rowwise copies, those with other codes or scales."""
+    """The share of elements with other codes or scales in two rowwise copies."""
     difference = old.data ^ new.data  # [N, K/2], of a stack [E, N, K/2]
     low, high = (difference & 15).bool(), (difference >> 4).bool()
     scales = old.scales["compact"].view(torch.uint8) != new.scales["compact"].view(torch.uint8)
@@ -421,28 +416,12 @@ def _share_of_changes(old: Side, new: Side) -> float:
     return ((low | scales).sum() + (high | scales).sum()).item() / (2 * difference.numel())
 
 
-def _module(rows: Rows) -> str:
-    """The name that the checkpoint has for the module of an NVFP4 matrix."""
-    return rows.name.removesuffix(".weight")
-
-
-def _values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by key of the state dict, tied ones under each name."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    values = model.state_dict(keep_vars=True)
-    return {
-        key: parameters.get(key, value) for key, value in values.items() if isinstance(value, torch.Tensor)
-    }
-
-
 def _device(value: torch.Tensor) -> torch.device:
     return torch.get_default_device() if value.is_meta else value.device
 
 
 def _fill_meta_buffers(model: nn.Module) -> None:
-    """Give memory to buffers that no checkpoint has, such as rotary frequencies, and the values that the
-    model's class gives them.
-    """
+    """Give buffers that no checkpoint has, such as rotary frequencies, memory and their class's values."""
     for module in model.modules():
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         if not names:

@@ -1,4 +1,4 @@
-"""What an export writes: every tensor, by the name that engines know, checked before one is written."""
+"""The plan of an export: every tensor under the name that engines know, checked before one is written."""
 
 import collections
 import dataclasses
@@ -77,10 +77,11 @@ def _modelopt(ignore: list[str], has_inputs: bool) -> tuple[dict[str, Any], File
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """codes, global_scale, input_scale: what fields of a linear module are called, beside `weight_scale`.
-    divides: whether dequantization divides by the global scales. scalar_shape: of a global scale.
-    configuration: (names of linear modules that are not quantized, whether inputs are) -> quantization_config
-    of config.json, and other files.
+    """codes, global_scale, input_scale: fields of a linear module, beside `weight_scale`.
+    divides: whether dequantization divides by the global scales.
+    scalar_shape: of a global scale.
+    configuration: (names of unquantized linear modules, whether inputs are quantized) -> quantization_config
+        of config.json, and other files.
     """
 
     codes: str
@@ -91,7 +92,7 @@ class Format:
     configuration: Callable[[list[str], bool], tuple[dict[str, Any], Files]]
 
     def global_of(self, amax: float, e4m3_max: int) -> torch.Tensor:
-        """The global scale of an amax, float32. 1 if the amax is 0: then all codes are 0."""
+        """The global scale of an amax, float32; 1 for an amax of 0, where all codes are 0."""
         if amax == 0:
             return torch.ones(self.scalar_shape, dtype=torch.float32, device="cpu")
         own = torch.full(self.scalar_shape, amax, dtype=torch.float32, device="cpu")
@@ -124,30 +125,34 @@ class Served(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Which part of a tensor a rank has: rows from `first` on, of a scalar 0. shape: of the whole."""
+    """A rank's part of a tensor: rows from `first` on (0 for a scalar). shape: of the whole."""
 
     shape: tuple[int, ...]
     first: int
 
 
 Piece = tuple[str, torch.Tensor, Part]
-"""A name, the rows of this tensor that a rank has, and which those are."""
+"""A tensor's name, a rank's rows of it, and which those are."""
 
 
 class Rows(NamedTuple):
-    """Rows of a parameter, flattened to two dimensions, that a checkpoint has as a matrix of that name."""
+    """Rows of a parameter, flattened to two dimensions, that are a matrix of that name in a checkpoint."""
 
     name: str
     first: int
     count: int
 
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight")
+
 
 class Matrix:
-    """A quantized matrix of an export. input_amax: of what it multiplies; None for weights only."""
+    """A quantized matrix of an export. input_amax: of its inputs; None for weights only."""
 
     def __init__(self, rows: Rows, record: NVFP4Storage, amax: float, format: Format):
         self.rows, self.record, self.amax, self.format, self.input_amax = rows, record, amax, format, None
-        self.module = rows.name.removesuffix(".weight")
+        self.module = rows.module
 
     def served(self) -> list[Served]:
         (count, columns), format = (self.rows.count, self.record.shape[-1]), self.format
@@ -162,14 +167,14 @@ class Matrix:
 
     def input_scale(self) -> torch.Tensor | None:
         """The global scale of inputs, None for weights only. Experts have 1 then: vLLM allocates a scale for
-        them all the same, and leaves it uninitialized if the file has none.
+        them anyway, and leaves it uninitialized if the file has none.
         """
         if self.input_amax is None and experts_of(self.module) is None:
             return None
         return self.format.global_of(self.input_amax or 0, int(E4M3_MAX))
 
     def compare(self, tensors: Mapping[str, torch.Tensor]) -> Comparison:
-        """What engines compute differently. tensors: the whole ones of the export, by name."""
+        """Count the values that engines compute differently. tensors: whole ones of the export, by name."""
         codes, scales, global_scale = (tensors[served.name] for served in self.served()[:3])
         if self.format.divides:
             global_scale = 1 / global_scale
@@ -186,7 +191,7 @@ class Matrix:
         return flat[rows // block_rows + matrix * compact.shape[-2]].view(SCALE_DTYPE)
 
     def pieces(self, codes: torch.Tensor, start: int, scales: torch.Tensor) -> Iterator[Piece]:
-        """The matrix's part of `codes`, rows of the weight from `start` on. scales: compact, of all rows."""
+        """The matrix's part of `codes`, the weight's rows from `start` on. scales: compact, of all rows."""
         first = max(start, self.rows.first)
         end = min(start + codes.shape[0], self.rows.first + self.rows.count)
         if first >= end:
@@ -201,7 +206,7 @@ class Matrix:
 
 
 class QuantizedWeight:
-    """An NVFP4 weight of the model, and the matrices that an export has of it."""
+    """An NVFP4 weight of the model, and its matrices in an export."""
 
     def __init__(self, key: str, source: Source, rows: list[Rows], format: Format):
         self.key, self.source, self.is_collective = key, source, source.is_collective
@@ -226,7 +231,7 @@ class QuantizedWeight:
 
 
 class PlainTensor:
-    """A parameter or buffer that is not quantized. name: as checkpoint_names()."""
+    """An unquantized parameter or buffer. name: as of checkpoint_names()."""
 
     def __init__(
         self, model: nn.Module, key: str, value: torch.Tensor, name: str | None, dtype: torch.dtype | None
@@ -248,7 +253,7 @@ class PlainTensor:
         yield from self._named(value.to(self._dtype)).items()
 
     def pieces(self) -> Iterator[Piece]:
-        """This rank's rows of a DTensor that is cut by rows and by nothing else; any other tensor whole."""
+        """This rank's rows of a DTensor that is sharded by rows only; any other tensor whole."""
         cut = [i for i, p in enumerate(getattr(self._value, "placements", ())) if not p.is_replicate()]
         if self._name is None or len(cut) != 1 or not self._value.placements[cut[0]].is_shard(0):
             for name, tensor in self.tensors():
@@ -264,8 +269,8 @@ class PlainTensor:
 class Plan:
     """All tensors of an export, in the order of the model's state dict: `parts` makes them, one for each key.
 
-    matrices: of quantized weights, by module. ignored: the modules with a matrix that is not quantized.
-    Raises ValueError for what serving engines would not load, or would load wrongly.
+    matrices: of quantized weights, by module. ignored: modules with an unquantized matrix.
+    Raises ValueError for a model that serving engines would not load, or would load wrongly.
     """
 
     def __init__(
@@ -338,23 +343,27 @@ class Plan:
                 raise ValueError(f"{name} would be written twice, for {' and '.join(makers)}")
 
     def signature(self) -> str:
-        """Equal if ranks have the same plan."""
+        """Equal on ranks with the same plan."""
         amaxes = [matrix.amax for matrix in self.matrices.values()]
         content = [[*served[:1], *map(str, served[1:])] for served in self.served], amaxes
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a model by key, tied ones once, under the first name."""
+def all_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by key of the state dict, tied ones under each name."""
     values = model.state_dict(keep_vars=True)  # first: FSDP2 shards its parameters for it
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    left_out, seen, found = set(getattr(model, "_keys_to_ignore_on_save", None) or ()), set(), {}
-    for key, value in values.items():
-        tensor = parameters.get(key, value)
-        if isinstance(tensor, torch.Tensor) and key not in left_out and id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[key] = tensor
-    return found
+    values |= {k: p for k, p in model.named_parameters(remove_duplicate=False) if k in values}
+    return {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers to save, by key, tied ones once, under the first name."""
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for key, tensor in all_values(model).items():
+        if key not in left_out:
+            found.setdefault(id(tensor), (key, tensor))
+    return dict(found.values())
 
 
 def _check_layer(model: nn.Module, key: str) -> None:
@@ -410,7 +419,7 @@ def _check_fused(matrices: dict[str, Matrix], ignored: list[str]) -> None:
 
 
 def _check_experts(matrices: dict[str, Matrix], ignored: list[str]) -> None:
-    """Raise ValueError for experts with some matrices quantized and others not."""
+    """Raise ValueError for experts with only some matrices quantized."""
     quantized = {experts_of(name): name for name in reversed(matrices)}
     for plain in ignored:
         experts = experts_of(plain)
@@ -422,7 +431,7 @@ def _check_experts(matrices: dict[str, Matrix], ignored: list[str]) -> None:
 
 
 def _give_inputs(matrices: dict[str, Matrix], input_amaxes: Mapping[str, float]) -> None:
-    """Fused modules have one input, and the largest amax that was seen of it."""
+    """Fused modules have one input, with the largest amax seen of it."""
     missing = [name for name in matrices if name not in input_amaxes]
     if missing:
         raise ValueError(f"input_amaxes lacks {missing[0]} and {len(missing) - 1} other quantized modules")
@@ -440,7 +449,7 @@ def _give_inputs(matrices: dict[str, Matrix], input_amaxes: Mapping[str, float])
 
 
 def check_model(model: nn.Module) -> Any:
-    """Raise TypeError for what is no model of transformers, ImportError without transformers 5."""
+    """Raise TypeError unless the model is of transformers, ImportError without transformers 5."""
     try:
         from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
@@ -464,7 +473,7 @@ def checkpoint_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> d
 
 
 def as_saved(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What save_pretrained of transformers would write of these entries of the model's state dict."""
+    """What transformers' save_pretrained would write for these entries of the model's state dict."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
@@ -472,7 +481,7 @@ def as_saved(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, to
 
 def rows_as_saved(model: nn.Module, key: str, shape: torch.Size) -> list[Rows]:
     """The matrices that transformers cuts a parameter into when it saves. Raises ValueError unless they are
-    pieces of its rows, in their order.
+    pieces of its rows, in order.
     """
     numbers = torch.arange(shape[:-1].numel(), dtype=torch.int64, device="cpu")
     numbers = numbers.view(*shape[:-1], 1).repeat_interleave(2, dim=-1)

@@ -1,4 +1,4 @@
-"""weights: what a rank has of the tensors of an export, for an engine that takes new weights live."""
+"""weights: a rank's parts of the tensors of an export, for an engine that takes new weights live."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from zerofp4.serving.sources import find_sources
 
 
 class ServedWeights:
-    """The tensors of an export. Iterating gives (name, tensor, part) for the pieces that this rank has.
+    """The tensors of an export. Iterating gives (name, tensor, part) for this rank's pieces.
 
     served: name, dtype and shape of each whole tensor, in order; the same on every rank.
     """
@@ -37,13 +37,13 @@ class ServedWeights:
 def weights(
     model: nn.Module, format: str = "compressed-tensors", *, dtype: torch.dtype | None = None
 ) -> ServedWeights:
-    """What an export of the model would hold, by the same names, from where each rank has it: codes and
-    scales as they are, nothing gathered and nothing quantized again.
+    """The tensors of an export of the model, under the same names, where each rank has them: codes and scales
+    as they are, nothing gathered and nothing quantized again.
 
-    After an optimizer step of ZeroFP4Optimizer every rank has all codes; with fully_shard its rows of them.
-    An unquantized parameter that checkpoints cut into several tensors is gathered. Get new ones after each
-    step: amaxes are read here.
+    After a step of ZeroFP4Optimizer every rank has all codes; with fully_shard its rows of them. An
+    unquantized parameter that checkpoints cut into several tensors is gathered. Call it again after each
+    step, since it reads amaxes.
 
-    model, format, dtype: as for save_pretrained, which raises the same errors.
+    model, format, dtype, and errors: as for save_pretrained.
     """
     return ServedWeights(Plan(model, find_sources(model), format, dtype))

@@ -1,4 +1,4 @@
-"""ExportReport: what an export holds, and which values of it engines compute differently."""
+"""ExportReport: what an export holds, and which of its values engines compute differently."""
 
 import dataclasses
 
@@ -8,24 +8,24 @@ from zerofp4.format import E2M1_VALUES, SCALE_DTYPE
 from zerofp4.serving.fused import fused_groups
 
 MARLIN_LARGEST = 224.0
-"""Marlin shifts the scales of a weight upward if none is larger, and then keeps the small ones."""
+"""If no scale of a weight is larger, Marlin shifts them all upward, and keeps the small ones."""
 
 SMALLEST_NORMAL = 2.0**-6
-"""Of E4M3. Marlin makes smaller scales 0."""
+"""Of E4M3. Marlin flushes smaller scales to 0."""
 
 _ROWS = 1024
-"""Rows of a matrix that are counted at once, since indices take 8 bytes each."""
+"""Rows counted at once, since indices take 8 bytes each."""
 
 
 @dataclasses.dataclass(repr=False)
 class ExportReport:
     """What save_pretrained has written, and where engines compute other values. repr() is a table.
 
-    matrices: how many quantized matrices the export has.
+    matrices: the number of quantized matrices.
     elements: of these matrices.
-    nbytes: of all tensors, in bytes.
+    nbytes: of all tensors.
     ties: by module, how many elements engines may round to the other neighbor, one unit of the last place
-        away. Modules without such elements are left out.
+        away. Modules without any are left out.
     flushed: by module, how many blocks become zeros in Marlin, which engines use on GPUs of SM75 to SM90.
     """
 
@@ -47,7 +47,6 @@ class ExportReport:
         return "\n".join(lines)
 
     def flushed_blocks(self) -> str:
-        """What happens to the flushed blocks, in a sentence."""
         modules = ", ".join([*self.flushed][:3]) + ", ..." * (len(self.flushed) > 3)
         return (
             f"{sum(self.flushed.values())} blocks of {modules} have scales below 2^-6, and become zeros in "
@@ -57,7 +56,7 @@ class ExportReport:
 
 @dataclasses.dataclass
 class Comparison:
-    """What is counted in one matrix. subnormal: blocks with a scale above 0 and below SMALLEST_NORMAL."""
+    """Counts of one matrix. subnormal: blocks with a scale above 0 and below SMALLEST_NORMAL."""
 
     elements: int
     ties: int
@@ -73,11 +72,11 @@ def compare(
     global_scale: torch.Tensor,
     dtype: torch.dtype,
 ) -> Comparison:
-    """Count what ExportReport says of a matrix, of these bytes.
+    """Count the values of a matrix that engines compute differently.
 
     codes, scales: uint8 [N, K/2], E4M3 [N, K/16].
-    amax, most: dequantize() multiplies with amax * (1 / most).
-    global_scale: float32, what engines multiply block scales with.
+    amax, most: dequantize() multiplies by amax * (1 / most).
+    global_scale: float32, by which engines multiply block scales.
     dtype: that values are rounded to.
     """
     device, scales = codes.device, scales.view(torch.uint8)

@@ -30,7 +30,7 @@ _TOKENIZER_FILES = (
     "chat_template.*",
     "*processor_config.json",
 )
-"""What tokenizers and processors of transformers are saved as."""
+"""Files of transformers' tokenizers and processors."""
 
 
 def save_pretrained(
@@ -48,23 +48,23 @@ def save_pretrained(
     scales that were trained.
 
     Collective over the optimizer's process group, or else the default one. Rank 0 writes, and holds one
-    file's tensors, 5 GB at most; the others hold one whole tensor. An older export in the folder stays until
-    the new one is written, and is gone afterwards; other files stay.
+    file's tensors, at most 5 GB; the others hold one whole tensor. An older export in the folder stays until
+    the new one is written, and is then deleted; other files stay.
 
     model: with NVFP4 weights of convert_model, or prepared and attached by integrations.fsdp2.
-    optimizer: that of the weights; with AveragedMasters in its place codes are made of the averages.
+    optimizer: of the weights. With AveragedMasters instead, codes are made of the averages.
     format: "compressed-tensors" (nvfp4-pack-quantized) or "modelopt" (W4A16_NVFP4, or NVFP4 with
         input_amaxes).
-    dtype: of floating-point parameters that are not quantized; None keeps each one's.
-    input_amaxes: the largest magnitude of a module's inputs, by the module's name in the export, for each
-        quantized one: then engines quantize activations too. None quantizes weights only.
-    tokenizer: a tokenizer or processor, with save_pretrained(folder); None copies the files of the folder
+    dtype: of unquantized floating-point parameters; None keeps each one's.
+    input_amaxes: by quantized module, under its name in the export, the largest magnitude of its inputs:
+        engines quantize activations then. None quantizes weights only.
+    tokenizer: a tokenizer or processor, with save_pretrained(folder). None copies the files of the folder
         that the model was loaded from, if there is one.
     progress: called on the rank that writes as progress(bytes written, bytes in all).
 
     Returns the same report on every rank. Rank 0 warns of blocks that Marlin makes zeros (docs/serving.md).
 
-    Raises, before anything is written, ValueError for fused weights with unequal amaxes (amax_groups), a
+    Before anything is written, raises ValueError for fused weights with unequal amaxes (amax_groups), a
     number of columns that is not a multiple of 16, a name that exists twice, ranks with other models;
     TypeError for a model that is not of transformers, ImportError without the extra `serving`, OSError if the
     disk lacks the space. If rank 0 raises while it writes, the others raise a RuntimeError.
@@ -119,7 +119,7 @@ def _make_plan(model: nn.Module, optimizer: ZeroFP4Optimizer | AveragedMasters |
 
 
 def _take_averages(model: nn.Module, sources: dict[str, Source], averages: AveragedMasters) -> None:
-    """Have trained weights made of their averages. Collective."""
+    """Let trained weights be made of their averages. Collective."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, NVFP4Tensor):
             (average,) = gather_masters(averages, [parameter])
@@ -155,8 +155,8 @@ def _write_configurations(plan: Plan, model: Any, export: Export, tokenizer: Any
 def _write(
     plan: Plan, export: Export | None, error: OwnError, progress: Callable | None
 ) -> dict[str, Comparison]:
-    """Write all tensors on the rank that has an export. After an error it still joins the others' gathers.
-    Returns what it has compared of them, by module.
+    """Write all tensors on the rank that has an export; after an error it still joins the others' gathers.
+    Returns comparisons by module.
     """
     sizes, done = {served.name: served.nbytes for served in plan.served}, 0
     compared: dict[str, Comparison] = {}

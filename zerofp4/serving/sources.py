@@ -11,8 +11,10 @@ from zerofp4.tensors import NVFP4Tensor, quantize
 
 
 class Source(Protocol):
-    """The codes of one weight. record: its shape, block and options. amax: float32 [1], or [E] of experts,
-    the same on every rank. is_collective: whether whole() is.
+    """The codes of one weight.
+
+    record: its shape, block and options. amax: float32 [1], or [E] of experts, the same on every rank.
+    is_collective: whether whole() is.
     """
 
     record: NVFP4Storage
@@ -30,7 +32,7 @@ class Source(Protocol):
 
 
 class Held:
-    """A weight whose codes are all in this process."""
+    """A weight with all codes in this process."""
 
     is_collective = False
 
@@ -55,8 +57,7 @@ class Averaged:
 
     def __init__(self, parameter: NVFP4Tensor, averages: AveragedMasters):
         self.record, self._parameter, self._averages = parameter.record, parameter, averages
-        dimensions = (1, 2) if self.record.experts is not None else tuple(range(parameter.dim()))
-        self.amax = self._values().abs().amax(dimensions).float().view(self.record.amax_shape)
+        self.amax = amaxes_of(self._values(), self.record)
 
     def _values(self) -> torch.Tensor:
         (average,) = gather_masters(self._averages, [self._parameter])
@@ -70,9 +71,14 @@ class Averaged:
         return quantize(self._values(), amax=self.amax, **options).record
 
 
+def amaxes_of(values: torch.Tensor, record: NVFP4Storage) -> torch.Tensor:
+    """The amaxes that a cast of the values finds, float32 [1], or [E] of a stack."""
+    return values.reshape(*record.amax_shape, -1).abs().amax(1).float()
+
+
 def find_sources(model: nn.Module) -> dict[str, Source]:
-    """By key of the model's state dict, the sources of its quantized weights. A module whose weights are
-    sharded has them by name in `zerofp4_weights`, with their source().
+    """By key of the state dict, the sources of a model's quantized weights. A module with sharded weights has
+    them by name in `zerofp4_weights`, with their source().
     """
     sources: dict[str, Source] = {}
     for prefix, module in model.named_modules():
