@@ -31,17 +31,16 @@ torch.save. It is read on the CPU, a tensor at a time.
 """
 
 Keys = tuple[Any, ...]
-"""Those of nested dicts that lead to a value, from the outermost on."""
+"""Keys of nested dicts that lead to a value, the outermost first."""
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-"""What the table calls the dtypes that have a short name."""
-
+"""Short names in the table."""
 
 EXPORTED = {
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
     "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
 }
-"""By serving format, the tensors of an NVFP4 weight: codes, scales, global scale, that of its inputs."""
+"""By serving format, an NVFP4 weight's codes, scales, global scale, and global scale of inputs."""
 
 
 class CheckpointError(Exception):
@@ -50,9 +49,7 @@ class CheckpointError(Exception):
 
 @dataclasses.dataclass
 class Row:
-    """A tensor of a checkpoint. elements: how many of them it has. amax: None for dtypes without one.
-    is_weight: neither optimizer state nor integers.
-    """
+    """A tensor of a checkpoint. amax: None for some dtypes. is_weight: neither state nor integers."""
 
     name: str
     kind: str
@@ -66,8 +63,10 @@ class Row:
 
 @dataclasses.dataclass
 class Contents:
-    """The contents of a checkpoint. ranks: how many wrote it, None if the files do not say. optimizers: by
-    the keys that lead to each, the steps of a ZeroFP4Optimizer, and of its parameters.
+    """The contents of a checkpoint.
+
+    ranks: how many ranks wrote it, None if the files do not say.
+    optimizers: by the keys that lead to each, the steps of a ZeroFP4Optimizer, and of its parameters.
     """
 
     format: str
@@ -77,7 +76,7 @@ class Contents:
 
     @property
     def parameters(self) -> int:
-        """Elements of the weights; where the checkpoint has none, of the parameters that have a state."""
+        """Elements of the weights; without weights, of the parameters with state."""
         if any(row.is_weight for row in self.rows.values()):
             return sum(row.elements for row in self.rows.values() if row.is_weight)
         found: dict[str, int] = {}
@@ -87,7 +86,6 @@ class Contents:
         return sum(found.values())
 
     def totals(self) -> dict[str, dict[str, int]]:
-        """By kind: tensors, elements, bytes."""
         found: dict[str, dict[str, int]] = {}
         for row in self.rows.values():
             total = found.setdefault(row.kind, {"tensors": 0, "elements": 0, "bytes": 0})
@@ -96,8 +94,8 @@ class Contents:
         return found
 
     def add(self, keys: Keys, tensor: torch.Tensor, shape: Sequence[int], is_state: bool) -> None:
-        """Add a tensor or a chunk of one. shape: of the whole. is_state: whether it is optimizer state, whose
-        keys end in the parameter's name and the entry's.
+        """Add a tensor, or a chunk of one. shape: of the whole. is_state: whether it is optimizer state,
+        whose keys end in the names of the parameter and the entry.
         """
         kind, size, amax = _measure(tensor)
         is_weight = not is_state and tensor.dtype in DTYPES
@@ -112,8 +110,8 @@ class Contents:
         row.amax = _larger(row.amax, amax)
 
     def add_exported(self, module: str, format: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Add an NVFP4 weight of a serving format. tensors: codes, scales, global scale, and perhaps that of
-        its inputs. Its amax is that of its values.
+        """Add an NVFP4 weight of a serving format, with the amax of its values. tensors: codes, scales,
+        global scale, and perhaps that of its inputs.
         """
         codes, scales, global_scale = tensors[:3]
         largest = torch.maximum(codes & 7, codes >> 4 & 7).unflatten(-1, (-1, BLOCK // 2)).amax(-1)
@@ -171,7 +169,7 @@ def _amax(tensor: torch.Tensor) -> float | None:
 
 
 def read(path: Path) -> Contents:
-    """Raises CheckpointError for what is no checkpoint, or cannot be read."""
+    """Raises CheckpointError for a file that is no checkpoint, or cannot be read."""
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such file or folder")
     try:
@@ -225,7 +223,7 @@ def _read_distributed(folder: Path) -> Contents:
 
 
 def _is_state(keys: Keys, optimizers: set[Keys]) -> bool:
-    """Whether they lead to state of one of the optimizers, or to averages, which have no parameter groups."""
+    """Whether the keys lead to state of an optimizer, or to averages, which have no parameter groups."""
     return keys[-3:-2] == ("state",) and (keys[:-3] in optimizers or keys[-1] == "average")
 
 
@@ -267,7 +265,7 @@ def _read_safetensors(files: Sequence[Path]) -> Contents:
 
 
 def _exported(names: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, list[str]]]]:
-    """Modules with an NVFP4 weight, the serving format, and the names of its tensors in their order."""
+    """Modules with an NVFP4 weight, the serving format, and the names of its tensors in order."""
     for format, fields in EXPORTED.items():
         codes = f".{fields[0]}"
         for module in [name.removesuffix(codes) for name in names if name.endswith(codes)]:
@@ -290,8 +288,8 @@ def _read_torch_file(path: Path) -> Contents:
 
 
 def _leaves(value: Any, keys: Keys = (), is_state: bool = False) -> Iterator[tuple[Keys, Any, bool]]:
-    """The tensors in nested containers, and the steps that optimizers have counted: the keys, the value, and
-    whether it is state of an optimizer, which goes by the names of parameters where there are any.
+    """The keys and values of tensors in nested containers, and of step counts of optimizers; and whether it
+    is state of an optimizer, with keys of parameter names if it has them.
     """
     if isinstance(value, torch.Tensor):
         yield keys, value, is_state
@@ -313,7 +311,7 @@ def _leaves(value: Any, keys: Keys = (), is_state: bool = False) -> Iterator[tup
 
 
 def _names(groups: Sequence[Mapping]) -> dict[Any, str]:
-    """By the numbers of parameters, their names, or the numbers where they have none."""
+    """By the numbers of parameters, their names, or else the numbers."""
     names = {}
     for group in groups:
         numbers = group["params"]
@@ -343,7 +341,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_json(contents: Contents) -> dict[str, Any]:
-    """All that is shown. An amax that JSON has no number for is "nan" or "inf"."""
+    """All that is shown. A non-finite amax is the string "nan" or "inf"."""
     tensors = [dataclasses.asdict(row) for row in _in_order(contents)]
     for row in tensors:
         if row["amax"] is not None and not math.isfinite(row["amax"]):

@@ -31,13 +31,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _about(description: str) -> dict[str, Any]:
-    """What every parser says and does."""
     layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": EPILOG}
     return {"description": description, "allow_abbrev": False, **layout}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line, sys.argv's by default. Returns the exit code; a wrong one raises SystemExit(2)."""
+    """Run a command line, by default sys.argv's. Returns the exit code; a wrong one raises SystemExit(2)."""
     options = parse_options(arguments)
     try:
         code = COMMANDS[options.command].run(options)

@@ -1,6 +1,4 @@
-"""quantization_error: how far a model's NVFP4 weights are from the values that they stand for."""
-
-from __future__ import annotations
+"""quantization_error: how far a model's NVFP4 weights are from their high-precision values."""
 
 import dataclasses
 import math
@@ -19,27 +17,27 @@ from zerofp4.storage import Side
 from zerofp4.tensors import NVFP4Tensor
 
 SHOWN = 100
-"""Matrices that repr() of a report shows: those with the lowest SQNR if there are more."""
+"""How many matrices repr() of a report shows, those with the lowest SQNR."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class QuantizationReport:
     """What quantization_error returns. repr() is a table.
 
-    records: a dict of plain values for each matrix, in the model's order; None is what could not be computed.
-    An expert of a weight [E, N, K] is a matrix of its own, called name[e].
+    records: a dict for each matrix, in the model's order, with None for what could not be computed. An expert
+        of a weight [E, N, K] is a matrix of its own, called name[e].
 
     - name, shape: of the matrix
     - compared_with: "master", "initial value", or None
     - sqnr_db: 20 log10(|x| / |x - w|), with w the matrix, x what it is compared with and | | the 2-norm
     - relative_error: |x - w| / |x|, the same ratio
     - zeros, saturated: the shares of codes with the smallest magnitude, 0, and with the largest, 6
-    - underflows: how many blocks are not zero and have a scale of 0 or the smallest subnormal, 2**-9
-    - amax: as the weight has it, so that of its amax group
+    - underflows: the number of nonzero blocks with a scale of 0 or the smallest subnormal, 2**-9
+    - amax: the weight's, so that of its amax group
     - flipped: the share of the 4-bit codes that differ from those of `previous`
 
-    other_parameters: how many parameters of the model are not NVFP4.
-    codes: the packed codes of each weight by its name, on the CPU; empty without keep_codes.
+    other_parameters: the number of parameters that are not NVFP4.
+    codes: the packed codes of each weight by name, on the CPU; empty without keep_codes.
     """
 
     records: list[dict[str, Any]]
@@ -63,7 +61,7 @@ class QuantizationReport:
     def plot(self, path: str | os.PathLike) -> None:
         """Write a picture: the SQNR of each matrix, and its shares of zero, saturated and flipped codes.
 
-        path: the file, whose suffix says in which format.
+        path: the file, whose suffix chooses the format.
 
         Raises ImportError without matplotlib, ValueError for a report without matrices.
         """
@@ -102,7 +100,7 @@ COLUMNS = {
     "flipped": ("flipped", ".3%", ">"),
     "compared_with": ("compared with", "s", "<"),
 }
-"""By key of a record, what the table calls it, how it shows it, and on which side."""
+"""By key of a record, its head in the table, format and alignment."""
 
 
 def _shown(value: Any, form: str) -> str:
@@ -120,26 +118,26 @@ def quantization_error(
 ) -> QuantizationReport:
     """Measure each NVFP4 weight of a model: error, zeros, saturation, underflow and flipped codes.
 
-    A weight is compared with its FP32 master, else with the value that convert_model quantized, if the weight
-    still keeps that (get_high_precision_init_val()). Without either only the error is left out. Weights of
-    FSDP2 are measured while they are gathered as codes. Changes nothing.
+    A weight is compared with its FP32 master, else with its initial value (get_high_precision_init_val()), if
+    it still keeps that. Without either only the error is left out. Weights of FSDP2 are measured while they
+    are gathered as codes. Changes nothing.
 
-    Collective with an optimizer: every rank of its process group must call it, and needs memory for two FP32
-    copies of its largest weight, since one master is gathered at a time. Without an optimizer it is local.
+    Collective with an optimizer: every rank of its process group must call it, with memory for two FP32
+    copies of its largest weight, since one master is gathered at a time. Local without one.
 
     model: the module; an unquantized one gives an empty report.
     optimizer: the ZeroFP4Optimizer of the weights.
     previous: an earlier report of the same weights, made with keep_codes=True, to count flipped codes.
-    keep_codes: keep a copy of all codes in the report, half a byte of CPU memory for each element. In a loop,
-        pass it in each call, and each report as the next one's `previous`.
+    keep_codes: keep a copy of all codes in the report, half a byte of CPU memory per element. In a loop, pass
+        it in each call, and each report as the next one's `previous`.
 
     Examples:
         >>> report = zerofp4.quantization_error(model, optimizer)
         >>> print(report)
 
-    Raises, before any collective, TypeError for a wrong type, ValueError for a `previous` without the codes
-    of a weight, or with those of another shape; RuntimeError for an optimizer that is `broken`, or whose
-    parameters a later one has taken over.
+    Before any collective, raises TypeError for a wrong type; ValueError for a `previous` without the codes of
+    a weight, or with another shape; RuntimeError for an optimizer that is `broken`, or whose parameters a
+    later one has taken over.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -180,7 +178,7 @@ def _side(weight: NVFP4Tensor) -> Side:
 def _measure(
     name: str, weight: NVFP4Tensor, master: torch.Tensor | None, earlier: torch.Tensor | None
 ) -> list[dict[str, Any]]:
-    """The records of a weight's matrices, from one sequence of operations for all of them."""
+    """The records of a weight's matrices, computed together."""
     record, side = weight.record, _side(weight)
     count, (rows, columns) = record.experts or 1, record.matrix
     data = side.data if record.experts is not None else side.data[None]
@@ -213,7 +211,7 @@ def _measure(
 
 
 def _plain(found: dict[str, float], elements: int) -> dict[str, Any]:
-    """The numbers of one matrix, as records have them."""
+    """A record's numbers."""
     sqnr, relative = None, None
     if "error" in found:
         error, magnitude = found["error"], found["magnitude"]
@@ -231,13 +229,13 @@ def _plain(found: dict[str, float], elements: int) -> dict[str, Any]:
 
 
 def _count(data: torch.Tensor, mask: int, bits: int) -> torch.Tensor:
-    """By matrix, how many codes have these bits where the mask is set."""
+    """By matrix, the codes with these bits under the mask."""
     low, high = (data & mask) == bits, (data & mask << 4) == bits << 4
     return low.sum((1, 2)) + high.sum((1, 2))
 
 
 def _underflows(data: torch.Tensor, scale: torch.Tensor, block_rows: int) -> torch.Tensor:
-    """By matrix, the blocks of other codes than 0 with a scale of 0, or with the smallest subnormal."""
+    """By matrix, the blocks with nonzero codes and a scale of 0, or with the smallest subnormal."""
     count, rows, columns = scale.shape
     missing = (0, columns * BLOCK // 2 - data.shape[2], 0, rows * block_rows - data.shape[1])
     is_used = nn.functional.pad((data & 0b0111_0111) != 0, missing)

@@ -42,7 +42,7 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "the network interface of gloo",
     "NCCL_SOCKET_IFNAME": "the network interface of NCCL",
 }
-"""What they do, by name."""
+"""Environment variables and their meanings."""
 
 # In a process of its own, because importing mpi4py.MPI loads the MPI library for good.
 _ASK_MPI = """
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """All that `info` shows, for json. "problems" are sentences about what does not work but should."""
+    """All that `info` shows, for JSON. "problems" are sentences about what does not work but should."""
     problems: list[str] = []
     try:
         build = build_info()
@@ -121,7 +121,7 @@ def _distributed() -> dict[str, Any]:
 
 
 def mpi_library() -> str | None:
-    """The first words of the library that mpi4py loads; None when it finds none."""
+    """The name of the library that mpi4py loads, or None."""
     command = [sys.executable, "-c", _ASK_MPI]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_MPI_SECONDS)
@@ -132,7 +132,7 @@ def mpi_library() -> str | None:
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
-    """The facts for a person, a line each."""
+    """The facts for a person, one per line."""
     cpu, cuda, torch_build, groups = (facts[name] for name in ("cpu", "cuda", "torch", "distributed"))
     slow = " and ".join(cpu["multiplied_in_float32"])
     shown = [

@@ -55,12 +55,15 @@ def memory_kept(
     offload: bool = False,
     offload_gradients: bool = False,
 ) -> dict[str, int]:
-    """Bytes of weights, gradients, masters and moments of a model that has not been converted, on one rank.
+    """Bytes of weights, gradients, masters and moments on one rank, for a model that was not converted yet.
 
-    model: may be on the meta device. nvfp4: whether convert_model() is called, with its defaults.
-    state, overlap: of ZeroFP4Optimizer with FusedAdamW, and of its Communication. With "update" gradients
-        are those of one bucket. offload: whether masters and moments are in host memory, as "host".
-    offload_gradients: of ZeroFP4Optimizer, too: sums of gradients are there, and gradients those of a bucket.
+    model: may be on the meta device.
+    nvfp4: whether convert_model() is called, with its defaults.
+    state, overlap: of ZeroFP4Optimizer with FusedAdamW, and of its Communication. With "update" there are
+        gradients of one bucket only.
+    offload: whether masters and moments are in host memory, as "host".
+    offload_gradients: of ZeroFP4Optimizer; sums of gradients are there, too, and gradients are those of a
+        bucket.
     """
     chosen = {id(choice.parameter) for choice in choose_weights(model, None)[1]} if nvfp4 else set()
     kept = {"weights": 0, "gradients": 0, "masters": 0, "moments": 0}
@@ -96,11 +99,11 @@ def elements(model: nn.Module) -> int:
 
 
 def model_of(config: Path, layers: int | None = None) -> nn.Module:
-    """The causal language model of a configuration of transformers, in bfloat16, on the meta device. layers:
-    how many, if not as many as it says.
+    """The causal language model of a transformers configuration, in bfloat16, on the meta device. layers: how
+    many, or None for those of the configuration.
 
-    Raises FileNotFoundError if there is no such file or folder, ValueError for fewer than one layer,
-    ImportError without transformers.
+    Raises FileNotFoundError for a missing file or folder, ValueError for fewer than one layer, ImportError
+    without transformers.
     """
     try:
         import transformers

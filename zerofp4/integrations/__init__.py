@@ -1,4 +1,4 @@
-"""What plugs ZeroFP4 into other frameworks, a folder for each, which nothing else here imports."""
+"""Adapters for other frameworks, one folder each. Nothing else in zerofp4 imports them."""
 
 import importlib
 

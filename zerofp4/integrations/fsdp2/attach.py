@@ -1,4 +1,4 @@
-"""attach: after every optimizer step the masters of a sharded model are cast, all of them at once."""
+"""attach: casts all masters of a sharded model at once, after every optimizer step."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ def attach(
 ) -> Attachment:
     """Cast the masters of a model, now and after each step of its optimizer, and gather the codes.
 
-    model: what prepare was called with, or a module around it, once fully_shard and the optimizer have it;
-    its forward is what a training loop calls. optimizer: that of its parameters, also as accelerate has
-    prepared it, or the list of those that share them. Collective: every rank of the mesh must call it.
-    Forward and backward passes gather the codes; prepare says what modules compute with.
+    model: the model given to prepare, or a module around it, once fully_shard and the optimizer have it; a
+        training loop calls its forward.
+    optimizer: of its parameters, also as accelerate prepares it, or the list of those that share them.
 
-    A step makes one all-reduce over the ranks that the weights are sharded over. Frozen weights are cast
-    once. After load_state_dict of the model, or of modules in it, which every rank calls alike, the next
-    forward of the model casts what was loaded. Whoever writes to masters in another way calls refresh().
-    A FusedAdamW leaves the amaxes for the cast.
+    Collective: every rank of the mesh must call it. A step makes one all-reduce over the ranks that the
+    weights are sharded over. Frozen weights are cast once. After load_state_dict of the model, or of modules
+    in it, which every rank calls alike, the next forward of the model casts what was loaded. Call refresh()
+    after any other write to masters. A FusedAdamW leaves the amaxes for the cast.
 
     Raises RuntimeError if prepare, fully_shard, values or the optimizer are missing or the model is attached
-    already, ValueError for a way of sharding that is not supported. What one rank finds wrong, all raise.
+    already, ValueError for an unsupported way of sharding. An error of one rank is raised on all.
     """
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     # accelerate's wrapper is an Optimizer that has no hooks of its own.
@@ -71,10 +70,10 @@ def _place(model: nn.Module, sharded: Sharded) -> list[Weight]:
 
 
 class Attachment:
-    """What attach returns: the casts of a model's weights, until detach().
+    """The casts of a model's weights, from attach until detach().
 
     found_inf: float32 [1] by device, 1 if a cast has met a master with a NaN or Inf. Such a weight, and those
-    that share its amax, keep their codes.
+        that share its amax, keep their codes.
     """
 
     def __init__(self, model: nn.Module, weights: list[Weight], shares: list[Share]):
@@ -100,8 +99,8 @@ class Attachment:
         return found
 
     def refresh(self) -> None:
-        """Cast the masters as they are now. Collective: every rank calls it after anything but the optimizer
-        and load_state_dict wrote to masters, such as a dcp.load into model.state_dict().
+        """Cast the masters as they are now. Collective: every rank calls it after any write to masters other
+        than the optimizer's and load_state_dict's, such as a dcp.load into model.state_dict().
         """
         _cast(self._casters)
 
@@ -111,7 +110,7 @@ class Attachment:
             caster.plan.check()
 
     def detach(self) -> None:
-        """No step casts any more, and the model cannot be gathered until it is attached again."""
+        """Stop casting. The model cannot be gathered until it is attached again."""
         for handle in self._handles:
             handle.remove()
         for weight in self._weights:
@@ -127,8 +126,8 @@ class Attachment:
 
 
 class Caster:
-    """The cast of the weights that one optimizer holds, or none does, and that one group of ranks shares.
-    leaves_amaxes: whether that optimizer, if it can, leaves the amaxes of its updates for it.
+    """The cast of the weights of one optimizer, or of frozen ones, over one group of ranks. leaves_amaxes:
+    whether the optimizer, if it can, leaves the amaxes of its updates for the cast.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class Caster:
         if self.optimizer is None:
             return []
         handles = [self.optimizer.register_step_post_hook(lambda *_: self.cast())]
-        if self._leaves_amaxes:  # it knows masters by their places
+        if self._leaves_amaxes:  # it knows masters by address
             handles.append(self.optimizer.register_step_pre_hook(self._before_update))
         return handles
 
@@ -189,7 +188,7 @@ class Caster:
         late.raise_if_any()
 
     def _follow_masters(self) -> list[torch.Tensor]:
-        """The masters, which FSDP2 moves when it pads a shard, and a load with assign=True replaces."""
+        """The masters. FSDP2 moves them when it pads a shard, and a load with assign=True replaces them."""
         masters = [weight.master() for weight in self.weights]
         places = [master.data_ptr() for master in masters]
         if places != self._places:
@@ -200,7 +199,7 @@ class Caster:
 
 
 def _cast(casters: list[Caster]) -> None:
-    """Every rank casts all of them, whatever goes wrong with one, and raises the first error at the end."""
+    """Every rank runs all casts, whatever goes wrong with one, and raises the first error at the end."""
     first = OwnError()
     for caster in casters:
         with first:
@@ -209,7 +208,7 @@ def _cast(casters: list[Caster]) -> None:
 
 
 Share = tuple[torch.optim.Optimizer | None, list[Weight], list[list[NVFP4Storage]]]
-"""What is cast together: weights of one optimizer, or of none, and one group of ranks; their amax groups."""
+"""Of one cast: the optimizer, or None; its weights, sharded over one group of ranks; their amax groups."""
 
 
 def _shares(optimizers: list[torch.optim.Optimizer], weights: list[Weight]) -> list[Share]:
@@ -234,7 +233,7 @@ def _shares(optimizers: list[torch.optim.Optimizer], weights: list[Weight]) -> l
 
 
 def _amax_groups(weights: list[Weight]) -> list[list[NVFP4Storage]]:
-    """Of the records of weights that are cast together. Raises ValueError if a group has others too."""
+    """As records of weights that are cast together. Raises ValueError if a group has others, too."""
     named = {weight.name: weight for weight in weights}
     groups = {id(weight.amax_group): weight.amax_group for weight in weights if weight.amax_group is not None}
     for group in groups.values():

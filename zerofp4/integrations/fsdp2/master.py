@@ -1,4 +1,4 @@
-"""MasterShard: the FP32 master of a weight, whole or sharded, that FSDP2 gathers in 4 bits."""
+"""MasterShard: the FP32 master, whole or sharded, of a weight that FSDP2 gathers in 4 bits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ _aten = torch.ops.aten
 
 
 class MasterShard(torch.Tensor):
-    """FP32 values of a weight that `prepare` has taken over: an optimizer's parameter, inside of a DTensor
-    once fully_shard has cut it. FSDP2 asks it what to gather, and what to make of that.
+    """FP32 values of a prepared weight: an optimizer's parameter, inside a DTensor after fully_shard. FSDP2
+    asks it what to gather, and what to make of that.
 
-    local: the plain float32 tensor, with which operations compute. weight: what all pieces and copies of one
-    parameter have in common. What FSDP2 cuts, pads, moves or copies is a master again; a product raises.
+    local: the plain float32 tensor, which operations compute with.
+    weight: common to all pieces and copies of the parameter.
+
+    What FSDP2 cuts, pads, moves or copies is a master again; a product raises.
     """
 
     local: torch.Tensor
@@ -45,7 +47,7 @@ class MasterShard(torch.Tensor):
 
     @property
     def gathered_block(self) -> tuple[int, int]:
-        """Of the NVFP4 codes that FSDP2 gathers, which print(model) shows."""
+        """Of the NVFP4 codes that FSDP2 gathers, for print(model)."""
         return self.weight.block
 
     @classmethod
@@ -106,7 +108,7 @@ class MasterShard(torch.Tensor):
 
     @property
     def zerofp4_master(self) -> torch.Tensor:
-        """What an optimizer of ours updates."""
+        """The tensor that our optimizers update."""
         return self.local
 
     def data_ptr(self) -> int:
@@ -120,9 +122,9 @@ class MasterShard(torch.Tensor):
 
 
 class _PreAllGather:
-    """fsdp_pre_all_gather of a master, with one argument: given the five that FSDP2 offers, it would take the
-    padded size of the FP32 shard for that of what is gathered. FSDP2 counts arguments before each gather of
-    each weight, and to derive a method's signature costs the host eight times as much.
+    """A master's fsdp_pre_all_gather, with one argument: with five, FSDP2 would take the padded size of the
+    FP32 shard for that of the gathered tensors. FSDP2 counts arguments before each gather of each weight, and
+    deriving a method's signature takes the host eight times as long.
     """
 
     __slots__ = ("_local", "_weight")
@@ -136,15 +138,15 @@ class _PreAllGather:
 
 
 def _masters_in(argument: Any) -> list[MasterShard]:
-    """The masters in an operator's argument, which is one, or a list, or neither. torch's walk of trees, and
-    isinstance() of plain tensors, cost an optimizer's step over a whole model several times its kernel.
+    """The masters in an operator's argument, which may be one, or a list. torch's walk of trees, and
+    isinstance() of plain tensors, would take an optimizer's step several times as long as its kernel.
     """
     values = argument if isinstance(argument, list | tuple) else [argument]
     return [value for value in values if type(value) is MasterShard]
 
 
 def plain_of(argument: Any) -> Any:
-    """An operator's argument with the plain tensors of its masters."""
+    """An operator's argument with masters replaced by their plain tensors."""
     if type(argument) is MasterShard:
         return argument.local
     if isinstance(argument, list | tuple):
@@ -153,7 +155,7 @@ def plain_of(argument: Any) -> Any:
 
 
 def _set_data(master: torch.Tensor, value: torch.Tensor) -> None:
-    """What Module.to does with a parameter that it can keep."""
+    """Module.to assigns the data of a parameter that it keeps."""
     if not (isinstance(master, MasterShard) and isinstance(value, MasterShard)):
         raise TypeError(
             f"the data of a master, and nothing else, must be a MasterShard, got {value.dtype} of "
@@ -165,7 +167,7 @@ def _set_data(master: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _copy_(target, source, non_blocking=False):
-    """FSDP2 copies a shard when it pads it: the copy of what was cast needs no other cast."""
+    """FSDP2 copies a shard when it pads it: a copy of a master that was cast needs no other cast."""
     moves = isinstance(source, MasterShard) and source.weight.is_current(source.local)
     plain = source.local if isinstance(source, MasterShard) else source
     if not isinstance(target, MasterShard):
@@ -181,7 +183,7 @@ _pin = _aten._pin_memory.default
 
 
 def _pin_memory(master: MasterShard, device=None) -> MasterShard:
-    """With CPUOffloadPolicy FSDP2 pins a shard that it has padded: what was cast needs no other cast."""
+    """With CPUOffloadPolicy FSDP2 pins a shard that it has padded: that needs no other cast either."""
     moves = master.weight.is_current(master.local)
     pinned = MasterShard(_pin(master.local, device), master.weight)
     if moves:
@@ -190,7 +192,7 @@ def _pin_memory(master: MasterShard, device=None) -> MasterShard:
 
 
 def _note_written(masters: list[MasterShard]) -> None:
-    """Below autograd torch counts no writes, and views there have counters of their own."""
+    """Below autograd torch counts no writes, and views there have their own counters."""
     for master in masters:
         master.weight.writes += 1
     increment_version([master.local for master in masters])
@@ -198,7 +200,7 @@ def _note_written(masters: list[MasterShard]) -> None:
 
 @functools.cache
 def _written(func) -> list[tuple[int, str]]:
-    """The arguments that an operator writes to: by its schema, which is slow to read."""
+    """The arguments that an operator writes to. Its schema is slow to read."""
     arguments = enumerate(func._schema.arguments)
     return [(index, one.name) for index, one in arguments if one.alias_info and one.alias_info.is_write]
 
@@ -214,7 +216,7 @@ _KEPT = {
     _aten._to_copy.default,
     _aten.view.default,
 }
-"""Operators with which FSDP2 and Module.to make other masters of a master."""
+"""Operators whose results are masters: FSDP2 and Module.to use them."""
 
 _PRODUCTS = {
     _aten.addmm.default,
@@ -226,4 +228,4 @@ _PRODUCTS = {
     _aten.t.default,
     _aten.transpose.int,
 }
-"""What a layer does with its weight, and DDP and the older FSDP with all weights."""
+"""What a layer does with its weight, and DDP and FSDP1 with all weights."""

@@ -1,4 +1,4 @@
-"""prepare: the weights of a model's linear layers become FP32 masters that FSDP2 will gather in 4 bits."""
+"""prepare: turns the weights of linear layers into FP32 masters that FSDP2 gathers in 4 bits."""
 
 from collections.abc import Callable, Sequence
 
@@ -27,31 +27,30 @@ def prepare(
     block: tuple[int, int] = (BLOCK, BLOCK),
     four_over_six: FourOverSix | None = None,
 ) -> ConversionReport:
-    """Have fully_shard gather the weights of linear layers in NVFP4. Call it before fully_shard, and before
+    """Have fully_shard gather the weights of linear layers in NVFP4. Call it before fully_shard and before
     the optimizer is built; then call attach(model, optimizer).
 
-    Taken are the weights that zerofp4.convert_model would convert, filter_fn likewise; all others, tied ones
-    among them, stay what they are, and the report says why. A weight may be on the meta device, frozen, or,
-    after parallelize_module, a DTensor: then this rank's slice is a weight of its own. Each becomes an FP32
-    master: what FSDP2 shards, the optimizer trains and state_dict() holds. It is gathered in 4 bits, and in
-    forward and backward passes it has the dtype of MixedPrecisionPolicy, or else its present one:
+    It takes the weights that zerofp4.convert_model would convert, by the same filter_fn. Others, such as tied
+    ones, stay, and the report says why. A weight may be on the meta device, frozen, or, after
+    parallelize_module, a DTensor: this rank's slice is a weight of its own then. Each becomes an FP32 master,
+    which FSDP2 shards, the optimizer trains and state_dict() holds. It is gathered in 4 bits. Forward and
+    backward passes see it in the dtype of MixedPrecisionPolicy, or else its present one:
 
-    - a plain tensor of the values, dequantize() of the whole weight, for a module that FSDP2 reshards after
-      its forward pass, and under tensor parallelism;
-    - an NVFP4Tensor for a module that says takes_nvfp4_weight = True, as the layers of zerofp4.nn do, and
-      where the weight stays gathered, as with reshard_after_forward=False. So do the weights of the outermost
-      module of fully_shard that is not told otherwise. The first gather decides for good.
+    - as plain values, dequantize() of the whole weight, in a module that FSDP2 reshards after its forward
+      pass, and under tensor parallelism;
+    - as an NVFP4Tensor in a module with takes_nvfp4_weight = True, such as the layers of zerofp4.nn, and in
+      one that stays gathered, as with reshard_after_forward=False, or in the outermost module of fully_shard
+      by default. The first gather decides for good.
 
     amax_groups: lists of weights of the model, as they are now, that share one amax.
-    columnwise: layers of zerofp4.nn get the transposed codes too, made on each rank from what was gathered;
-    no other layer does. None: on FP4 tensor cores, where their backward pass reads them, of 16x16 blocks.
-    block: (16, 16), or (1, 16), in which serving engines read weights: their scales are gathered after the
-    codes, 1/16 byte per element.
-    four_over_six: of two scales for each block the one with the smaller error; in blocks of 1x16.
+    columnwise: give layers of zerofp4.nn (no others) the transposed codes, made on each rank from the
+        gathered ones. None: for 16x16 blocks on FP4 tensor cores, where their backward pass reads them.
+    block: (16, 16), or (1, 16), which serving engines read: scales are gathered after the codes then, 1/16
+        byte per element.
+    four_over_six: use the better of two scales for each block. Only with blocks of 1x16.
 
     Raises RuntimeError for a model that is sharded or wrapped already, ValueError for one that was converted,
-    for amax groups of other weights, and for blocks and choices that are not supported. Nothing has changed
-    then.
+    for amax groups of other weights, and for unsupported blocks and choices. Nothing has changed then.
     """
     columns = columnwise if weight_columns(block, columnwise) else False
     if four_over_six is not None and tuple(block) != (1, BLOCK):
@@ -100,7 +99,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _as_master(parameter: nn.Parameter, weight: Weight) -> nn.Parameter:
-    """A parameter of the same values in float32, with the attributes of the old one."""
+    """A parameter with the same values in float32, and the attributes of the old one."""
     old = parameter.detach()
     local = old.to_local() if isinstance(old, DTensor) else old
     values = MasterShard(local.to(torch.float32, memory_format=torch.contiguous_format), weight)

@@ -1,4 +1,4 @@
-"""State dicts of a prepared model: plain FP32 tensors go out, and masters are made of those that come in."""
+"""State dicts of a prepared model: plain FP32 tensors go out, masters are made of those that come in."""
 
 from collections.abc import Callable, Iterator
 
@@ -11,11 +11,11 @@ from zerofp4.integrations.fsdp2.master import MasterShard, plain_of
 from zerofp4.integrations.fsdp2.weight import Weight
 
 _WEIGHTS = "zerofp4_weights"
-"""The attribute of a module that has its prepared weights by parameter name. Serving reads it."""
+"""Attribute of a module: its prepared weights by parameter name. Serving reads it."""
 
 
 def register(module: nn.Module, parameter_name: str, weight: Weight) -> None:
-    """Note a prepared weight. Its module's state dict has, and loads, the master as a plain tensor."""
+    """Note a prepared weight. Its module's state dict holds, and loads, the master as a plain tensor."""
     weights = vars(module).setdefault(_WEIGHTS, {})
     if not weights:
         module.register_state_dict_post_hook(_unwrap)
@@ -24,7 +24,7 @@ def register(module: nn.Module, parameter_name: str, weight: Weight) -> None:
 
 
 def prepared_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Weight]]:
-    """(module, the parameter's name in it, weight) for all weights that prepare took over."""
+    """(module, parameter name, weight) of all prepared weights."""
     for module in model.modules():
         for name, weight in vars(module).get(_WEIGHTS, {}).items():
             yield module, name, weight
@@ -55,7 +55,7 @@ def _take_over(module: nn.Module, state_dict: dict, prefix: str, local_metadata:
 
 
 def _with_local(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """function(tensor), or of a DTensor the same over function(local tensor)."""
+    """function(tensor), or for a DTensor the same over function(local tensor)."""
     if not isinstance(tensor, DTensor):
         return function(tensor)
     made = function(tensor._local_tensor)
@@ -63,13 +63,13 @@ def _with_local(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.T
 
 
 def zero_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
-    """What ZeroFP4Optimizer's state_dict() holds of the same parameters, for torch.distributed.checkpoint:
-    {"state": {name: {"master": ..., "exp_avg": ..., ...}}}, DTensors that share the memory of the masters and
-    of the optimizer's state, so that dcp.load fills those. Collective.
+    """The state_dict() that ZeroFP4Optimizer would have for these parameters, for
+    torch.distributed.checkpoint: {"state": {name: {"master": ..., "exp_avg": ..., ...}}}. Its DTensors share
+    the memory of the masters and of the optimizer's state, so dcp.load fills those. Collective.
 
     So a run can change between the two: save {"optimizer": zero_state_dict(model, optimizer)} and load it
     into a ZeroFP4Optimizer, or load what one has saved, both with
-    DefaultLoadPlanner(allow_partial_load=True): options of groups are not in it. Raises ValueError for
+    DefaultLoadPlanner(allow_partial_load=True), since options of groups are missing. Raises ValueError for
     compact state.
     """
     masters = get_model_state_dict(model)

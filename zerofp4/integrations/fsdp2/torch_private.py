@@ -1,4 +1,4 @@
-"""All that is read from FSDP2's private API, tried with 2.10 to 2.13: where it put prepared weights."""
+"""All uses of FSDP2's private API, tried with torch 2.10 to 2.13: where it put prepared weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from zerofp4.launch import backend_for
 
 
 class Placement:
-    """Where FSDP2 has put the master of a weight; weakly, as a cycle through tensor views is never collected.
+    """Where FSDP2 has put a weight's master. References are weak: a cycle through tensor views is never
+    collected.
 
-    group: the ranks that the weight is sharded over. shape: of the gathered weight; under tensor parallelism
-    of this rank's slice. first_row, rows: this rank's shard. padded_rows: every rank's input to the
-    all-gather. device: where the weight is gathered. dtype: that layers compute in.
+    group: the ranks that the weight is sharded over. device: where it is gathered. dtype: that layers compute
+        in.
+    shape: of the gathered weight; under tensor parallelism of this rank's slice.
+    first_row, rows: this rank's shard. padded_rows: every rank's input to the all-gather.
     """
 
     def __init__(self, found: FoundParam, dtype: torch.dtype):
@@ -44,16 +46,15 @@ class Placement:
         return self.first_row * self.shape[1:].numel() if self.rows else None
 
     def master(self) -> torch.Tensor:
-        """This rank's rows, where FSDP2 has them now. Raises AttributeError if they are no MasterShard."""
+        """This rank's rows, at their present place. Raises AttributeError if they are no MasterShard."""
         return self.param.sharded_param._local_tensor.local
 
     def is_gathered(self) -> bool:
         return self.param.sharded_state is ShardedState.UNSHARDED
 
     def reshards(self) -> bool:
-        """Whether FSDP2, as it is set up now, frees the gathered weight after the forward pass and gathers it
-        again for the backward pass. If fully_shard was not told, the outermost module keeps its own: FSDP2
-        decides that in the first forward pass, and earlier gathers are to be the same.
+        """Whether FSDP2 frees the gathered weight after the forward pass. By default the outermost module
+        keeps its own; FSDP2 decides that in the first forward pass, and earlier gathers must agree.
         """
         keeps = self._is_outermost and self._state_of()._auto_reshard_after_forward
         return self._group_of()._reshard_after_forward and not keeps
@@ -69,7 +70,7 @@ class FoundParam(NamedTuple):
 
 
 class Sharded:
-    """What fully_shard made of a model. params: by (id of the module, name of the parameter)."""
+    """A model after fully_shard. params: by (id of the module, parameter name)."""
 
     def __init__(self, model: nn.Module):
         self.params: dict[tuple[int, str], FoundParam] = {}
@@ -83,7 +84,7 @@ class Sharded:
                     self.params[key] = FoundParam(state, group, param, module not in inner)
 
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """All that parameters are sharded or replicated over, in the order of the model."""
+        """All groups that parameters are sharded or replicated over, in the order of the model."""
         found = {}
         for one in self.params.values():
             for kind in ("shard", "replicate"):
@@ -100,8 +101,8 @@ def _param_groups(state) -> list:
 
 
 def placement_of(found: FoundParam | None, called: str, dtype: torch.dtype) -> Placement:
-    """Where a prepared weight, called so before prepare, is. Raises RuntimeError if it is not sharded or has
-    no values yet, ValueError if it cannot be gathered in 4 bits.
+    """Where a prepared weight is. called: its name before prepare. Raises RuntimeError if it is not sharded
+    or has no values yet, ValueError if it cannot be gathered in 4 bits.
     """
     if found is None:
         raise RuntimeError(f"{called!r} was prepared, but is not sharded: call fully_shard before attach")
@@ -144,7 +145,7 @@ def _check_supported(called: str, group: Any, param: Any) -> None:
 
 
 def check_dtypes(sharded: Sharded) -> None:
-    """Raises ValueError if the trained parameters of a group differ in dtype: FSDP2 has one for all."""
+    """Raises ValueError if trained parameters of a group differ in dtype: FSDP2 has one for all."""
     for group in {id(found.group): found.group for found in sharded.params.values()}.values():
         trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
         others = [param for param in trained if param.sharded_param.dtype != torch.float32]

@@ -1,4 +1,4 @@
-"""Weight: what a rank has of a prepared parameter, from its master to the tensor that a layer multiplies."""
+"""Weight: a rank's part of a prepared parameter, from its master to the tensor that a layer multiplies."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from zerofp4.tensors import NVFP4Tensor, reads_columns
 
 
 class Weight:
-    """One parameter that prepare has taken over, shared by all tensors that are its master or a piece of it.
+    """A prepared parameter, shared by all tensors that are its master or a piece of it.
 
-    name: the parameter's in the model. dtype: before prepare. takes_codes: whether its module multiplies
-    codes. columnwise: whether it gets their transposed copy too; None: on FP4 tensor cores.
+    name: of the parameter in the model. dtype: before prepare. takes_codes: whether its module multiplies
+        codes. columnwise: whether it gets their transposed copy; None: on FP4 tensor cores.
     """
 
     def __init__(
@@ -42,16 +42,14 @@ class Weight:
         self._gathered: Gathered | None = None
         self._casts = self._gathered_casts = 0
         self.writes = 0
-        """Counts writes to its master, through whichever tensor."""
+        """Counts writes to its master, through any tensor."""
         self.was_loaded = False
-        """Whether load_state_dict has written to the master since the last cast, as it has on every rank."""
+        """Whether load_state_dict has written to the master since the last cast, on every rank."""
         self.amax_group: list[str] | None = None
-        """Names of the weights that share one amax, its own among them. The weights themselves would be in a
-        reference cycle, which keeps the process group alive.
-        """
+        """Names of the weights that share one amax. References would be a cycle, and keep the group alive."""
 
     def __deepcopy__(self, memo: dict) -> Weight:
-        """A copy of a model is not attached to an optimizer."""
+        """The copy is not attached to an optimizer."""
         kind = self.takes_codes, self.columnwise, self.block, self.four_over_six
         copied = memo[id(self)] = Weight(self.name, self.dtype, *kind)
         copied.amax_group = copy.deepcopy(self.amax_group, memo)
@@ -60,10 +58,10 @@ class Weight:
     # Casts
 
     def place(self, placement: Placement) -> None:
-        """Make room for the scales of the whole weight and the codes of this rank's rows."""
+        """Allocate the scales of the whole weight and the codes of this rank's rows."""
         self.placement = self._placed = placement
         self._place = None
-        if self._gathered is not None:  # attached before: FSDP2 has tensors over the scales of that record
+        if self._gathered is not None:  # attached before: FSDP2 has tensors over that record's scales
             return
         shape, local = placement.shape, self.master()
         options = {"four_over_six": self.four_over_six, "stacked": self.block[0] == 1 and len(shape) == 3}
@@ -95,11 +93,11 @@ class Weight:
         self._input = (self._sent, None) if local.device == placement.device else None
 
     def leave(self) -> None:
-        """Be as before attach."""
+        """Undo place()."""
         self.placement = self._place = None
 
     def master(self) -> torch.Tensor:
-        """This rank's rows, where FSDP2 has them now."""
+        """This rank's rows, at their present place."""
         try:
             return self._placed.master()
         except AttributeError:
@@ -109,7 +107,7 @@ class Weight:
             ) from None
 
     def own_codes(self) -> torch.Tensor:
-        """uint8 [bytes] that this rank's rows are cast to."""
+        """uint8 [bytes] of this rank's rows."""
         return self.codes[: self.placement.rows].view(-1)
 
     def wait_for_copy(self) -> None:
@@ -119,7 +117,7 @@ class Weight:
             self._copied = None
 
     def note_cast(self, local: torch.Tensor) -> None:
-        """The codes, with the scales of the record, are those of the master as it is now and lies here."""
+        """The codes and scales are those of the master as it is now, at this place."""
         self._casts, self.was_loaded = self._casts + 1, False
         self._place, self._version = (local.data_ptr(), self.writes), _version(local)
 
@@ -128,7 +126,7 @@ class Weight:
         self._place, self._version = (local.data_ptr(), self.writes), None
 
     def is_current(self, local: torch.Tensor) -> bool:
-        """Whether the codes are those of a master that lies here. torch counts writes to its plain tensor."""
+        """Whether the codes are those of a master at this place. torch counts writes to its plain tensor."""
         if self._place == (local.data_ptr(), self.writes):
             version = _version(local)
             if self._version is None:  # the first look at the view that FSDP2 made of the new place
@@ -138,13 +136,13 @@ class Weight:
         return self._place is not None and not local.numel()
 
     def is_gathered_before_cast(self) -> bool:
-        """Whether the module computes with what was gathered before the last cast."""
+        """Whether the module computes with a gather from before the last cast."""
         return self._gathered_casts != self._casts and self._placed.is_gathered()
 
     # Gathers
 
     def all_gather_input(self, local: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], None]:
-        """The packed rows, and the scales of blocks of 1x16; every rank has those of 16x16 blocks. Raises
+        """The packed rows, and scales of 1x16 blocks (every rank has those of 16x16 blocks). Raises
         RuntimeError unless they are those of `local`, the master that FSDP2 asks.
         """
         if not self.is_current(local):
@@ -178,7 +176,7 @@ class Weight:
             )
 
     def gathered(self, outputs: tuple[torch.Tensor, ...], out: torch.Tensor | None):
-        """What fsdp_post_all_gather returns: the tensor and what is to be freed with it; with out, None."""
+        """The result of fsdp_post_all_gather: the tensor, and what is freed with it; None with `out`."""
         changed, self._gathered_casts = self._gathered_casts != self._casts, self._casts
         if out is None:
             rows = [output[: self.placement.shape[0]] for output in outputs]
@@ -191,8 +189,8 @@ class Weight:
         return None
 
     def _is_given_as_values(self) -> bool:
-        """Whether its module gets plain values: if it multiplies no codes and has them for one pass alone, or
-        if it needs a DTensor. Asked at the first gather: FSDP2 fills one tensor from then on.
+        """Whether the module gets plain values: it multiplies no codes and reshards, or it needs a DTensor.
+        Asked at the first gather, since FSDP2 fills one tensor from then on.
         """
         return self.placement.param.is_dtensor or (not self.takes_codes and self.placement.reshards())
 
@@ -202,13 +200,12 @@ def _version(local: torch.Tensor) -> int:
 
 
 class Gathered:
-    """The whole weight while a module computes with it, over memory that FSDP2 frees and gives back.
+    """The whole weight while a module computes with it, in memory that FSDP2 frees and gives back.
 
-    source: the record with the weight's scales, and no codes. rows: uint8, the all-gather buffers: the codes,
-    and the compact scales if these travel. as_values: whether `tensor`, which the module gets, is plain,
-    dequantize() of the whole weight; else it is an NVFP4Tensor over rows, scales and what is derived from
-    both.
-
+    source: the record with the weight's scales, and no codes.
+    rows: uint8, the all-gather buffers: the codes, and compact scales if these travel.
+    as_values: whether `tensor`, for the module, is plain: dequantize() of the whole weight. Otherwise it is
+        an NVFP4Tensor over rows, scales and buffers derived from both.
     inner: the other tensors whose storage FSDP2 frees.
     """
 
@@ -271,13 +268,13 @@ class ShardedCodes:
         self.record, self.amax, self._weight = weight.record, weight.record.amax, weight
 
     def check(self) -> None:
-        """Raises RuntimeError for codes of masters that were written to since."""
+        """Raises RuntimeError if the master was written to since the cast."""
         if self._weight.placement.param.is_dtensor:
             raise ValueError("under tensor parallelism each slice of it has an amax of its own")
         self._padded()
 
     def _padded(self) -> tuple[torch.Tensor, ...]:
-        """This rank's rows of what is gathered, and as many more as FSDP2 pads them with."""
+        """This rank's input to the all-gather, with FSDP2's padding."""
         return self._weight.all_gather_input(self._weight.master())[0]
 
     def whole(self) -> NVFP4Storage:

@@ -1,5 +1,5 @@
-"""What Megatron asks of TransformerEngine, for our weights: codes that live in its buffer, the cast of its
-shards, the columnwise copies. Other weights go to what was there before, which is `original`.
+"""Replacements of TransformerEngine's functions, for our weights: codes in Megatron's buffer, the cast of its
+shards, columnwise copies. Other weights go to the replaced function, `original`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,13 +14,13 @@ from zerofp4.storage import NVFP4Storage, called
 from zerofp4.tensors import NVFP4Tensor
 
 _WATCH = "megatron_watch"
-"""The attachment of the first weight of a cast that watches all weights of the cast."""
+"""Attachment of the first weight of a cast: its _Watch."""
 
 
 def modify_nvfp4_rowwise_storage(
     original: Callable, fp4_tensor: torch.Tensor, new_rowwise_data: torch.Tensor
 ) -> None:
-    """The codes move into a view of Megatron's buffer."""
+    """Moves the codes into a view of Megatron's buffer."""
     if not isinstance(fp4_tensor, NVFP4Tensor):
         return original(fp4_tensor, new_rowwise_data)
     new_rowwise_data.copy_(fp4_tensor.rowwise_data)
@@ -28,7 +28,7 @@ def modify_nvfp4_rowwise_storage(
 
 
 def unwrap_parameter_data(original: Callable, tensor: torch.Tensor) -> torch.Tensor:
-    """Called twice per step for each weight. Ours is returned as it is: .data would make a new tensor."""
+    """Returns our weight itself: .data would make a new tensor, twice per step for each weight."""
     return tensor if isinstance(tensor, NVFP4Tensor) else original(tensor)
 
 
@@ -54,7 +54,7 @@ def quantize_nvfp4_param_shard(
 
 
 def te_post_all_gather_processing(original: Callable | None, model_params: Sequence[torch.Tensor]) -> None:
-    """original: None where there is no TransformerEngine."""
+    """original: None without TransformerEngine."""
     ours = [isinstance(weight, NVFP4Tensor) for weight in model_params]
     if not all(ours) and original is not None:
         original(_where(model_params, ours, False))
@@ -86,7 +86,7 @@ def _cast(
 
 
 def _check_gathered(name: str, record: NVFP4Storage) -> None:
-    """Raises ValueError for a weight that Megatron-Core's own gather would not complete."""
+    """Raises ValueError for a weight that Megatron-Core's gather would not complete."""
     if record.scales_travel:
         raise ValueError(
             f"{name} has block {record.block} and four_over_six {record.four_over_six}: Megatron-Core "
@@ -112,7 +112,7 @@ class _Watch:
             self._done.record()
 
     def check(self, weights: list[NVFP4Tensor], masters: list[torch.Tensor | None]) -> None:
-        """Raises FloatingPointError if the last cast that was noted met one."""
+        """Raises FloatingPointError if the last cast met one."""
         if self._done is not None:
             self._done.synchronize()
         if not self._seen.item():
@@ -133,8 +133,8 @@ class _Watch:
 def preprocess(
     original: Callable, nested_values: Callable[[Any], Iterable], sharded_state_dict: Any, *args, **kwargs
 ) -> Any:
-    """What Megatron begins to save, or to load, a sharded state dict with: its entries get the weights'
-    values in place of the weights, as for an ordinary parameter.
+    """Megatron calls it before it saves or loads a sharded state dict: entries get the weights' values
+    instead of the weights, as for an ordinary parameter.
     """
     for entry in nested_values(sharded_state_dict):
         if isinstance(getattr(entry, "data", None), NVFP4Tensor):
@@ -145,9 +145,8 @@ def preprocess(
 def load(
     self, original: Callable, has_masters: Callable[[Any], bool], state_dict: Any, *args, **kwargs
 ) -> None:
-    """What loads the state of an optimizer, or a file with masters. Weights follow the masters that were
-    loaded, if any were: quantizing the weights of a checkpoint, which were quantized before, would give other
-    bytes.
+    """Loads the state of an optimizer, or a file with masters. Weights follow the loaded masters, if any:
+    quantizing a checkpoint's weights, which were quantized before, would give other bytes.
     """
     original(self, state_dict, *args, **kwargs)
     if has_masters(state_dict):

@@ -1,4 +1,4 @@
-"""convert_model for Megatron's models: their parallel linear layers are no nn.Linear."""
+"""convert_model for Megatron's models, whose parallel linear layers are no nn.Linear."""
 
 from collections import Counter
 
@@ -13,13 +13,13 @@ def convert_model(
 ) -> ConversionReport:
     """Replace the weights of a Megatron model's linear layers, in place, by NVFP4 parameters.
 
-    Converted are the weights of ColumnParallelLinear, RowParallelLinear and nn.Linear, with two even sizes,
-    not shared, for which filter_fn(module, name), if given, is true; the output layer only where it is given.
-    The new parameters have the attributes that Megatron set on the old (tensor_model_parallel, allreduce,
-    sequence_parallel, ...), and their values as get_high_precision_init_val() until the masters are made.
-    The report says why any other parameter with two dimensions or more was left.
+    filter_fn: filter_fn(module, name) says whether to convert. The output layer is converted only with one.
+    columnwise: keep the transposed copy, too. Megatron's own layers dequantize the weight and do not read it.
 
-    columnwise: keep the transposed copy too. Megatron's own layers dequantize the weight and do not read it.
+    Converts the weights of ColumnParallelLinear, RowParallelLinear and nn.Linear with two even sizes that are
+    not shared. The new parameters have the attributes that Megatron set on the old (tensor_model_parallel,
+    allreduce, sequence_parallel, ...), and their values as get_high_precision_init_val() until the masters
+    are made. The report says why any other parameter with two dimensions or more was left.
 
     Call it after install(), on every rank alike, before DistributedDataParallel lays the parameters out.
     Otherwise, and for a weight on the meta device, it raises RuntimeError before anything is changed.
@@ -60,7 +60,7 @@ def _why_not(
     is_shared: bool,
     filter_fn: FilterFn | None,
 ) -> str | None:
-    """Why a parameter is not converted; None when it is."""
+    """Why a parameter is not converted, or None."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     if name != "weight" or not isinstance(module, ColumnParallelLinear | RowParallelLinear | nn.Linear):

@@ -9,24 +9,24 @@ from zerofp4.integrations.megatron import casting, layout
 from zerofp4.tensors import NVFP4Tensor
 
 KNOWN_VERSIONS = ("0.18", "0.19")
-"""Of Megatron-Core: what is replaced was read, and run, in these."""
+"""Of Megatron-Core, in which the replaced functions were read and run."""
 
 _replaced: list[tuple[Any, str, Any]] = []
-"""What install() has replaced: (module or class, name, what its __dict__ had there)."""
+"""What install() has replaced: (module or class, name, old value)."""
 
 
 def install() -> None:
-    """From now on Megatron-Core's DistributedDataParallel and DistributedOptimizer train the NVFP4 weights
-    that convert_model makes.
+    """Let Megatron-Core's DistributedDataParallel and DistributedOptimizer train the NVFP4 weights of
+    convert_model.
 
-    They cast with cast_master_weights_to_nvfp4, keep and gather packed codes, lay these out as the masters
-    are, save and load values, and let weights follow the masters that are loaded. TransformerEngine is not
-    needed; its own tensors are handled as before. Call it before the model is given to
-    DistributedDataParallel, with use_distributed_optimizer and fp4_param_gather set there. A second call
-    changes nothing, and uninstall() undoes it.
+    They cast with cast_master_weights_to_nvfp4, keep and gather packed codes, laid out like the masters, save
+    and load values, and let weights follow loaded masters. TransformerEngine is not needed; its own tensors
+    are handled as before. Call it before the model is given to DistributedDataParallel, with
+    use_distributed_optimizer and fp4_param_gather set there. A second call changes nothing, and uninstall()
+    undoes it.
 
     Raises ImportError without Megatron-Core, RuntimeError for a version other than KNOWN_VERSIONS, or one
-    that lacks something to be replaced; nothing is changed then.
+    that lacks a function to replace; nothing is changed then.
     """
     if _replaced:
         return
@@ -37,7 +37,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Megatron-Core is as it was before install(); models with NVFP4 weights in its buffers train no more."""
+    """Restore Megatron-Core. Models with NVFP4 weights in its buffers can no longer train."""
     while _replaced:
         setattr(*_replaced.pop())
 
@@ -47,7 +47,7 @@ def is_installed() -> bool:
 
 
 class _Megatron:
-    """The modules of a version that is known, by the end of their names."""
+    """The modules of a known version, by the end of their names."""
 
     def __init__(self):
         try:
@@ -68,7 +68,7 @@ class _Megatron:
         return importlib.import_module(f"megatron.core.{name}")
 
     def had(self, owner: Any, name: str) -> Any:
-        """What owner has under a name that is to be replaced: of a class, a plain function."""
+        """The present value of a name that is to be replaced; for a method the plain function."""
         value = vars(owner).get(name, self)
         if value is self:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Where the packed codes of NVFP4 weights lie in Megatron's parameter buffer, and what that cannot hold."""
+"""Where packed codes lie in Megatron's parameter buffer, and which options it does not support for them."""
 
 import dataclasses
 import inspect
@@ -14,10 +14,10 @@ def compute_packed_layout(
     self, original: Callable, is_packed: Callable[[Any], bool], params_with_names: Sequence[tuple[Any, str]]
 ) -> None:
     """The layout of gradients and masters, halved: a rank casts the elements of its slice of each bucket, and
-    gathers the same slice of the bucket of bytes, which needs buckets of a multiple of 2 * ranks elements
-    (compute_buffer_layout). Raises ValueError for what cannot work with our weights.
+    gathers the same slice of the bucket of bytes. So buckets have a multiple of 2 * ranks elements
+    (compute_buffer_layout). Raises ValueError for options that do not work with our weights.
 
-    is_packed: whether Megatron takes a parameter for one in NVFP4, ours or TransformerEngine's.
+    is_packed: whether Megatron considers a parameter to be in NVFP4, ours or TransformerEngine's.
     """
     params = [param for param, _ in params_with_names]
     ours = [(param, name) for param, name in params_with_names if isinstance(param, NVFP4Tensor)]
@@ -47,7 +47,7 @@ def compute_packed_layout(
 def compute_buffer_layout(
     original: Callable, is_packed: Callable, params, bucket_size, data_parallel_world_size, *args, **kwargs
 ) -> Any:
-    """Buckets of NVFP4 weights are padded as for twice the ranks, so that a slice is whole bytes."""
+    """Pads buckets of NVFP4 weights as for twice the ranks, so that a slice has whole bytes."""
     shards = data_parallel_world_size * (2 if any(map(is_packed, params)) else 1)
     layout = original(params, bucket_size, shards, *args, **kwargs)
     if hasattr(layout, "num_optimizer_shards"):
@@ -74,7 +74,7 @@ def _check_config(ddp_config: Any, param: NVFP4Tensor, name: str) -> None:
 
 
 def construct(self, original: Callable, *args, **kwargs) -> None:
-    """The constructor of DistributedOptimizer. Raises ValueError, on every rank, if masters of a weight would
+    """The constructor of DistributedOptimizer. Raises ValueError, on every rank, if a weight's masters would
     not be made or not be cast.
     """
     given = inspect.signature(original).bind(self, *args, **kwargs).arguments

@@ -1,6 +1,4 @@
-"""gather_in_nvfp4 changes the config of a run: when its model is prepared, and which optimizers it builds."""
-
-from __future__ import annotations
+"""gather_in_nvfp4 changes a run's config: when its model is prepared, and which optimizers it builds."""
 
 import functools
 import logging
@@ -55,7 +53,7 @@ def gather_in_nvfp4(config: Any, optimizer: str | None = None, **options: Any) -
 
 
 def _prepares(inner: Callable[..., nn.Module], options: dict[str, Any]) -> Callable[..., nn.Module]:
-    """A ModelSpec.parallelize_fn that prepares the model within another one, `inner`: after the model's own
+    """Wraps a ModelSpec.parallelize_fn, `inner`, so that it prepares the model after the model's own
     parallelize(), which replaces parameters, and before fully_shard.
     """
 
@@ -87,7 +85,7 @@ def _prepares(inner: Callable[..., nn.Module], options: dict[str, Any]) -> Calla
 
 
 def _check(training: Any) -> None:
-    """Raises ValueError for what the command line may have changed, or a config has never had right."""
+    """Raises ValueError for options that the command line, or the config, has wrong."""
     if training.dtype != "float32":
         raise ValueError(
             f'training.dtype is "{training.dtype}", and masters are float32: set it to "float32", and '

@@ -1,4 +1,4 @@
-"""Our functions in the place of TransformerEngine's, and back."""
+"""Replaces TransformerEngine's functions by ours, and restores them."""
 
 import importlib
 import re
@@ -14,17 +14,15 @@ from zerofp4 import cast
 from zerofp4.integrations.transformer_engine.records import KNOWN, NEWEST, OLDEST, record_of_tensor
 
 _originals: dict[str, Callable] = {}
-"""TransformerEngine's own functions, while ours are in their place."""
+"""TransformerEngine's own functions, while they are replaced."""
 
 
 def install() -> None:
     """Put our cast behind TransformerEngine's quantize_master_weights and post_all_gather_processing, until
-    uninstall(). A second call changes nothing.
+    uninstall(). Modules that imported these functions by name get ours, too. A second call changes nothing.
 
-    Modules that have imported these functions by name get ours too.
-
-    Raises ImportError if TransformerEngine cannot be imported, RuntimeError for a version that is not known.
-    Nothing has changed when it raises.
+    Raises ImportError if TransformerEngine cannot be imported, RuntimeError for an unknown version; nothing
+    is changed then.
     """
     if _originals:
         return
@@ -36,7 +34,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take back what install() did, in every module that has our functions. Changes nothing without it."""
+    """Undo install(), in every module that has our functions. Changes nothing without it."""
     for name, original in _originals.items():
         _exchange(_REPLACEMENTS[name], original)
     _originals.clear()
@@ -53,8 +51,8 @@ def quantize_master_weights(
     """cast_master_weights_to_nvfp4 for the NVFP4 weights, TransformerEngine's function for the others. Errors
     count the NVFP4 weights only.
 
-    As there, the values that weights were initialized with are dropped. Raises ValueError for
-    manual_post_all_gather_processing=False, which there frees the columnwise copies.
+    Drops the initial values of weights, as TransformerEngine does. Raises ValueError for
+    manual_post_all_gather_processing=False, with which TransformerEngine frees the columnwise copies.
     """
     lists = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
     ours = [_is_nvfp4(weight) for weight in model_weights]
@@ -74,8 +72,8 @@ def quantize_master_weights(
 
 
 def post_all_gather_processing(model_weights: torch.Tensor | list[torch.Tensor]) -> None:
-    """The columnwise codes of NVFP4 weights, into their buffers. TransformerEngine's function gets all other
-    weights, and NVFP4 weights whose columnwise buffers were freed, for which it makes new ones.
+    """Write the columnwise codes of NVFP4 weights into their buffers. TransformerEngine's function gets all
+    other weights, and those whose columnwise buffers were freed, for which it makes new ones.
     """
     weights = model_weights if isinstance(model_weights, list) else [model_weights]
     ours = [_is_nvfp4(weight) and _has_columnwise(weight) for weight in weights]
@@ -93,7 +91,7 @@ def _is_nvfp4(weight: Any) -> bool:
 
 
 def _has_columnwise(weight: torch.Tensor) -> bool:
-    """Also of a weight whose columnwise copy is wrong, for which our function raises."""
+    """Also true for a weight with a wrong columnwise copy, for which our function raises."""
     record = record_of_tensor(weight)
     return record.columnwise is not None or record.problem is not None
 
@@ -115,7 +113,7 @@ def _find_utils() -> types.ModuleType:
 
 
 def _exchange(old: Callable, new: Callable) -> None:
-    """In every module that has `old` under any name, but for this one."""
+    """In every other module that has `old` under any name."""
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType) and module.__name__ != __name__:
             for name, value in list(vars(module).items()):

@@ -10,7 +10,7 @@ from zerofp4.ops import pointers
 from zerofp4.storage import NVFP4Storage, Side, check_buffer, check_plain, dispatches, note_rebinding
 
 OLDEST, NEWEST = (2, 14), (2, 20)
-"""The minor versions whose functions and tensors were read: 2.14 is the first with both functions."""
+"""Known versions. 2.14 is the first with both functions."""
 KNOWN = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
 
 _MARK = "_fp4_dtype"  # of all its tensors, NVFP4Tensor alone has it
@@ -38,9 +38,9 @@ class TensorRecord(NVFP4Storage):
     """An NVFP4Tensor of TransformerEngine: scales in the expanded layout only, an amax for each copy."""
 
     problem: tuple[type[Exception], str] | None = None
-    """What check() raises: why nothing can be cast into the tensor now."""
+    """The error of check(): why nothing can be cast into the tensor now."""
     seen: tuple[tuple, list[torch.Tensor], bytes | list[int]] = (), [], b""
-    """The tensor's attributes when they were last looked at, the buffers among them, and their addresses."""
+    """The tensor's attributes at the last look(), the buffers among them, and their addresses."""
 
     def __reduce_ex__(self, protocol):
         return type(None), ()  # a copy of the tensor, which copies what is kept with it, gets its own
@@ -52,7 +52,7 @@ class TensorRecord(NVFP4Storage):
         super().check()
 
     def look(self, tensor: torch.Tensor) -> None:
-        """Take the tensor's buffers if they have changed. Asked of every weight in a step."""
+        """Take the tensor's buffers if they have changed. Called for every weight in a step."""
         attributes = tuple(getattr(tensor, name, _MISSING) for name in _ATTRIBUTES)
         before, buffers, addresses = self.seen
         if list(map(id, attributes)) == list(map(id, before)) and pointers(buffers) == addresses:
@@ -72,7 +72,7 @@ def _has_address(value: Any) -> bool:
 
 
 def record_of_tensor(tensor: torch.Tensor) -> TensorRecord | None:
-    """The record, up to date, of an NVFP4Tensor of TransformerEngine, which keeps it; else None."""
+    """The up-to-date record of TransformerEngine's NVFP4Tensor, which keeps it; None for another tensor."""
     record = getattr(tensor, _RECORD, None)
     if record is None:
         if not hasattr(tensor, _MARK):
@@ -84,7 +84,7 @@ def record_of_tensor(tensor: torch.Tensor) -> TensorRecord | None:
 
 
 def _sides_of(tensor: torch.Tensor, record: TensorRecord) -> tuple[Side, Side | None]:
-    """Raises TypeError or ValueError, which name the attribute, for a tensor that cannot be cast into."""
+    """Raises TypeError or ValueError, naming the attribute, for a tensor that cannot be cast into."""
     if tensor.shape != record.shape or tensor.dtype != record.dtype:
         raise ValueError(
             f"shape and dtype were {tuple(record.shape)} and {record.dtype}, and are now "
@@ -124,7 +124,7 @@ def _attribute(owner: Any, name: str, place: str = "") -> Any:
 
 
 def _side_of(tensor: torch.Tensor, record: TensorRecord, side: str) -> Side | None:
-    """A side whose buffers are the tensor's memory; None if it has neither codes nor scales."""
+    """A side over the tensor's memory; None if it has neither codes nor scales."""
     names = _BUFFERS[side]
     data, scale, amax = buffers = [_attribute(tensor, name) for name in names]
     if data is None and scale is None:
