@@ -1,11 +1,11 @@
 """load_pretrained: a model gets the codes of a published NVFP4 checkpoint."""
 
 import dataclasses
+import itertools
 import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -130,13 +130,6 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike, *, masters: str
     return report
 
 
-class _Target(NamedTuple):
-    """A parameter or buffer of the model, and its rows by their names in the checkpoint."""
-
-    key: str
-    rows: list[Rows]
-
-
 class _Loader:
     """One call of load_pretrained. The constructor checks everything; the methods write."""
 
@@ -144,9 +137,10 @@ class _Loader:
         self.model, self.checkpoint, self.trains = model, checkpoint, trains
         self.report = LoadReport(checkpoint.format_name, kv_scales=checkpoint.kv_scales)
         self.values = all_values(model)
-        self.weights: list[_Target] = []
-        """In NVFP4 in the checkpoint."""
-        self.others: list[_Target] = []
+        self.weights: dict[str, list[Rows]] = {}
+        """By key of the model, the matrices of a weight that is in NVFP4 in the checkpoint."""
+        self.others: dict[str, list[Rows]] = {}
+        """Of parameters and buffers that are not."""
         self._sort()
         if not self.weights:
             raise ValueError("the checkpoint has no NVFP4 weight with a name that the model has")
@@ -169,10 +163,9 @@ class _Loader:
                 )
             rows = [Rows(name, 0, value.shape[:-1].numel())] if name else self._rows(key, value)
             packed = [self.checkpoint.is_packed(each.module) for each in rows]
-            target = _Target(key, rows)
             if all(packed):
-                self._check_weight(target, value)
-                self.weights.append(target)
+                self._check_weight(key, rows, value)
+                self.weights[key] = rows
             elif is_tied:  # it gets what the value that it is tied to gets
                 self.checkpoint.unread.pop(name, None)
             elif any(packed) or 0 < sum(each.name in self.checkpoint for each in rows) < len(rows):
@@ -183,8 +176,11 @@ class _Loader:
             elif rows[0].name not in self.checkpoint:
                 self.report.missing.append(key)
             else:
-                self._check_other(target, value)
-                self.others.append(target)
+                for each in rows:
+                    shape = tuple(value.shape) if len(rows) == 1 else (each.count, value.shape[-1])
+                    if self.checkpoint.check_plain(each.name, shape):
+                        self.report.dequantized.append(key)
+                self.others[key] = rows
 
     def _rows(self, key: str, value: torch.Tensor) -> list[Rows]:
         try:
@@ -194,24 +190,18 @@ class _Loader:
                 f"{key} is made of tensors of a checkpoint in a way that is not known here"
             ) from error
 
-    def _check_weight(self, target: _Target, value: torch.Tensor) -> None:
-        module = self.model.get_submodule(target.key.rpartition(".")[0])
+    def _check_weight(self, key: str, matrices: list[Rows], value: torch.Tensor) -> None:
+        module = self.model.get_submodule(key.rpartition(".")[0])
         if value.dim() != 3 and not isinstance(module, nn.Linear | Linear):
             kind = type(module).__name__
-            raise ValueError(f"{target.key} is in NVFP4 in the checkpoint, and {kind} is not an nn.Linear")
+            raise ValueError(f"{key} is in NVFP4 in the checkpoint, and {kind} is not an nn.Linear")
         if not isinstance(module._parameters, dict):  # compressed-tensors' copies into the old parameter
             kept = type(module._parameters).__name__
-            raise ValueError(f"{target.key} is in a {kept}: load a model that no library offloads")
+            raise ValueError(f"{key} is in a {kept}: load a model that no library offloads")
         if value.dtype not in WEIGHT_DTYPES:
-            raise ValueError(f"{target.key} has the dtype {value.dtype}, not one of {WEIGHT_DTYPES}")
-        for rows in target.rows:
+            raise ValueError(f"{key} has the dtype {value.dtype}, not one of {WEIGHT_DTYPES}")
+        for rows in matrices:
             self.checkpoint.check_packed(rows.module, (rows.count, value.shape[-1]))
-
-    def _check_other(self, target: _Target, value: torch.Tensor) -> None:
-        for rows in target.rows:
-            shape = tuple(value.shape) if len(target.rows) == 1 else (rows.count, value.shape[-1])
-            if self.checkpoint.check_plain(rows.name, shape):
-                self.report.dequantized.append(target.key)
 
     def _find_options(self) -> None:
         """Find the blocks of the quantization, and the largest scale it can make, from all scales."""
@@ -228,7 +218,7 @@ class _Loader:
         self.report.four_over_six = _CHOICES[self.e4m3_max][0]
 
     def _matrices(self) -> Iterator[Rows]:
-        return (rows for target in self.weights for rows in target.rows)
+        return itertools.chain.from_iterable(self.weights.values())
 
     def _find_amaxes(self) -> None:
         """Find the amaxes of weights and inputs from global scales. Raises ValueError for one that is not
@@ -253,14 +243,13 @@ class _Loader:
                 f"no amax has exactly the global scale of {len(inexact)} weights ({inexact[0]}): an export "
                 "of them differs from it in the last bit"
             )
-        for target in self.weights:
+        for key, matrices in self.weights.items():
             of_matrices: dict[int, str] = {}
-            for rows in target.rows:
-                other = of_matrices.setdefault(self._matrix_of(target, rows), rows.module)
+            for rows in matrices:
+                other = of_matrices.setdefault(self._matrix_of(key, rows), rows.module)
                 if self.amaxes[rows.module] != self.amaxes[other]:
                     raise ValueError(
-                        f"{other} and {rows.module} have different global scales, and are one matrix of "
-                        f"{target.key}"
+                        f"{other} and {rows.module} have different global scales, and are one matrix of {key}"
                     )
 
     def _amax(self, name: str, global_scale: torch.Tensor, e4m3_max: int) -> tuple[float, bool]:
@@ -269,49 +258,48 @@ class _Loader:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
-    def _matrix_of(self, target: _Target, rows: Rows) -> int:
+    def _matrix_of(self, key: str, rows: Rows) -> int:
         """The number of the stack's matrix with these rows."""
-        value = self.values[target.key]
+        value = self.values[key]
         return rows.first // value.shape[-2] if value.dim() == 3 else 0
 
     # Weights in NVFP4
 
     def load_weights(self) -> None:
         elements = 0
-        for target in self.weights:
-            value = self.values[target.key]
-            record = self._read(target, value)
-            record.name = target.key
+        for key in self.weights:
+            value = self.values[key]
+            record = self._read(key, value)
+            record.name = key
             if self.trains:
                 record.attachments[BEGINS_WITH_CODES] = True
             parameter = nn.Parameter(NVFP4Tensor(record), value.requires_grad and self.trains)
-            self._put(target.key, parameter)
-            self.values[target.key] = parameter  # and no longer the old one, whose memory it was
-            self.report.loaded.append(target.key)
+            self._put(key, parameter)
+            self.values[key] = parameter  # frees the old one
+            self.report.loaded.append(key)
             elements += value.numel()
         self.report.share = elements / sum(p.numel() for p in self.model.parameters())
         self._find_groups()
 
-    def _read(self, target: _Target, value: torch.Tensor) -> NVFP4Storage:
+    def _read(self, key: str, value: torch.Tensor) -> NVFP4Storage:
         """The record of a weight, or of a stack, with the bytes of the checkpoint."""
         block = self.report.block if self.trains else (1, BLOCK)
         scheme = Scheme(block=block, four_over_six=self.report.four_over_six, stacked=value.dim() == 3)
         record = scheme.allocate(value.shape, value.dtype, _device(value))
         codes = record.rowwise.data.flatten(0, -2)
         scales = record.rowwise.scales["compact"].view(torch.uint8).flatten(0, -2)
-        for rows in target.rows:
-            name, amax = rows.module, self.amaxes[rows.module]
-            packed = self.checkpoint.read(f"{name}.{self.checkpoint.format.codes}")
+        for rows in self.weights[key]:
+            packed = self.checkpoint.read(f"{rows.module}.{self.checkpoint.format.codes}")
             codes[rows.first :][: rows.count].copy_(packed)
-            found = self.checkpoint.read(f"{name}.weight_scale").view(torch.uint8)[:: block[0]]
+            found = self.checkpoint.read(f"{rows.module}.weight_scale").view(torch.uint8)[:: block[0]]
             scales[rows.first // block[0] :][: found.shape[0]].copy_(found)
-            record.amax[self._matrix_of(target, rows)] = amax
+            record.amax[self._matrix_of(key, rows)] = self.amaxes[rows.module]
         return record
 
     def _find_groups(self) -> None:
         """Find the weights that engines fuse, and those of them with unequal global scales."""
-        weights = [target for target in self.weights if self.values[target.key].dim() == 2]
-        keys = {rows.module: target.key for target in weights for rows in target.rows}
+        weights = [(key, matrices) for key, matrices in self.weights.items() if self.values[key].dim() == 2]
+        keys = {rows.module: key for key, matrices in weights for rows in matrices}
         unequal = []
         for group in fused_groups(keys):
             if len({self.amaxes[name] for name in group}) > 1:
@@ -328,18 +316,18 @@ class _Loader:
 
     def load_others(self) -> None:
         report = self.report
-        for target in self.others:
-            value = self.values[target.key]
+        for key, pieces in self.others.items():
+            value = self.values[key]
             if value.is_meta:
                 value = torch.empty_like(value, device=_device(value))
-                self._replace_tied(target.key, value)
-            if len(target.rows) == 1:
-                value.copy_(self.checkpoint.read_plain(target.rows[0].name))
+                self._replace_tied(key, value)
+            if len(pieces) == 1:
+                value.copy_(self.checkpoint.read_plain(pieces[0].name))
             else:
                 flat = value.view(-1, value.shape[-1])
-                for rows in target.rows:
-                    flat[rows.first : rows.first + rows.count].copy_(self.checkpoint.read_plain(rows.name))
-            report.unquantized.append(target.key)
+                for rows in pieces:
+                    flat[rows.first :][: rows.count].copy_(self.checkpoint.read_plain(rows.name))
+            report.unquantized.append(key)
         _fill_meta_buffers(self.model)
         report.unexpected += self.checkpoint.unread
         if report.missing:
@@ -376,8 +364,8 @@ class _Loader:
                 fewest, report.four_over_six = count, choice
             if not count:
                 break
-        for target in self.weights:
-            self.model.get_parameter(target.key).record.four_over_six = report.four_over_six
+        for key in self.weights:
+            self.model.get_parameter(key).record.four_over_six = report.four_over_six
         shares = self._changes(groups, report.four_over_six)
         report.changed = {key: share for key, share in shares if share}
         if report.changed:
@@ -390,7 +378,7 @@ class _Loader:
     def _groups(self) -> list[list[NVFP4Tensor]]:
         """The weights that share an amax; each other weight alone."""
         grouped = {id(weight) for group in self.report.amax_groups for weight in group}
-        weights = [self.model.get_parameter(target.key) for target in self.weights]
+        weights = map(self.model.get_parameter, self.weights)
         return [*self.report.amax_groups, *([weight] for weight in weights if id(weight) not in grouped)]
 
     @staticmethod
