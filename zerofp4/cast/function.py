@@ -39,12 +39,10 @@ def cast_master_weights_to_nvfp4(
         >>> zerofp4.post_all_gather_processing([weight])
 
     The first call with these weights, shards and options builds the plan, which is collective, and keeps it
-    with the first weight; later calls find it. If masters or buffers have moved, this rank takes their new
-    addresses without a collective (RuntimeError while a CUDA graph is captured). Masters are kept alive only
-    if a CUDA graph captured the call.
-
-    An argument that is invalid on one rank raises there, and on the others as CastPlan and CastPlan.step say.
-    If a rank calls with other weights than its peers, only the process group's timeout ends the wait.
+    with the first weight. Later calls find it, and take new addresses of masters and buffers without a
+    collective (RuntimeError while a CUDA graph is captured). Masters are kept alive only if a CUDA graph
+    captured the call. Errors are those of CastPlan and CastPlan.step, and docs/failures.md says who raises
+    them.
     """
     group = resolve_group(group)
     cache = PlanCache("cast_plans", model_weights, group)

@@ -37,16 +37,18 @@ class CastPlan:
     """Casts sharded master weights into NVFP4 weights, once in each step().
 
     model_weights: NVFP4Tensors or their records, the same list on every rank. A stack [E, N, K] counts as E
-        weights, each with an amax, an amax group and skipping of its own.
-    master_weights: the elements of each weight that this rank owns, 1D float32 or bfloat16; None for nothing.
+        weights, each with its own amax, amax group and skipping.
+    master_weights: the elements of each weight that this rank owns, 1D float32 or bfloat16 (with the bytes of
+        the same values in float32); None for nothing.
     start_offsets: the flat index of each first element, None for nothing. A shard may begin and end anywhere,
         inside a tile, a byte or an expert, except with four over six: whole blocks, or whole rows of tiles.
+        No element may have two owners; one without an owner keeps its code and does not count for the amax.
     group: the process group that the masters are sharded over. None is the default group, or one rank alone
         if torch.distributed is not initialized (RuntimeError if a launcher started several ranks).
     fsdp_shard_model_weights: 1D uint8 buffers of (start + n + 1) // 2 - start // 2 bytes. Codes go there
         instead of to the weights' rowwise_data; scales and amaxes still go to the weights.
-    amax_groups: lists of weights that share one amax, of which each keeps a copy. Stacks in a group have the
-        same E, and experts with the same index share an amax.
+    amax_groups: lists of weights that share one amax. Stacks in a group have the same E, and experts with the
+        same index share an amax.
     on_nonfinite: "skip" leaves the weights of an amax group with a NaN or Inf master as they were, on every
         rank, and sets found_inf. "raise" also waits for the device and raises FloatingPointError by name.
     found_inf: float32 [1] on the weights' device, set to 1 if something was skipped, and never cleared. None
@@ -60,17 +62,11 @@ class CastPlan:
         >>> plan.all_gather()
         >>> plan.post()
 
-    No element may have two owners. An element without an owner keeps its code and does not count for the
-    amax. bfloat16 masters give the bytes of the same values in float32. Weights in blocks of 1x16 have no
-    columnwise copy.
+    Building is collective: an invalid argument on any rank raises the same ValueError or TypeError on all.
+    docs/failures.md says who raises what, and what is left to the process group's timeout.
 
-    Building is collective: every rank builds the same plan, and an invalid argument on any rank raises the
-    same ValueError or TypeError on all of them. docs/failures.md says who raises what, and what is left to
-    the process group's timeout.
-
-    A CUDA graph that captures step(), all_gather() or post() uses the storage of the capture in every replay:
-    codes, masters, shard buffers and found_inf. The plan keeps it alive, and must live as long as the graph.
-    After refresh() capture again: a replay does not see the new storage.
+    A CUDA graph that captures step(), all_gather() or post() uses the storage of the capture in every replay.
+    The plan keeps it alive, and must live as long as the graph. After refresh() capture again.
     """
 
     def __init__(
@@ -170,12 +166,10 @@ class CastPlan:
         for any number of weights. A CUDA graph can capture it, with or without its own amaxes.
 
         Moved storage is noticed before anything is read or written: on the CPU all of it, on a GPU rebound
-        weights. There check(), post() and a step that is being captured also notice a `.data` assigned to a
-        master; until then a step uses the old storage, which the plan keeps alive.
-
-        A rank that cannot take part (RuntimeError for moved storage) still joins the reduction, flagged, so
-        that no rank writes. The others raise RuntimeError as soon as they hear of it: on the CPU in this
-        call, on a GPU in check() or in a later step(), after its own work.
+        weights, and the rest in check(), post() and a captured step. A rank that cannot take part
+        (RuntimeError) still joins the reduction, flagged, so that no rank writes. The others raise
+        RuntimeError: on the CPU in this call, on a GPU in check() or in a later step(), after its own work
+        (docs/failures.md).
         """
         self.run(OwnError(self.addresses.glance())).raise_if_any()
 

@@ -118,13 +118,6 @@ def quantization_error(
 ) -> QuantizationReport:
     """Measure each NVFP4 weight of a model: error, zeros, saturation, underflow and flipped codes.
 
-    A weight is compared with its FP32 master, else with its initial value (get_high_precision_init_val()), if
-    it still keeps that. Without either only the error is left out. Weights of FSDP2 are measured while they
-    are gathered as codes. Changes nothing.
-
-    Collective with an optimizer: every rank of its process group must call it, with memory for two FP32
-    copies of its largest weight, since one master is gathered at a time. Local without one.
-
     model: the module; an unquantized one gives an empty report.
     optimizer: the ZeroFP4Optimizer of the weights.
     previous: an earlier report of the same weights, made with keep_codes=True, to count flipped codes.
@@ -134,6 +127,11 @@ def quantization_error(
     Examples:
         >>> report = zerofp4.quantization_error(model, optimizer)
         >>> print(report)
+
+    A weight is compared with its FP32 master, else with its initial value (get_high_precision_init_val()), if
+    it still keeps that; without either only the error is left out. Weights of FSDP2 are measured while they
+    are gathered as codes. Changes nothing. With an optimizer every rank of its process group must call it,
+    with memory for two FP32 copies of its largest weight. Without one it is local.
 
     Before any collective, raises TypeError for a wrong type; ValueError for a `previous` without the codes of
     a weight, or with another shape; RuntimeError for an optimizer that is `broken`, or whose parameters a

@@ -45,9 +45,8 @@ def convert_model(
         They keep dtype, requires_grad, gradient and attributes.
     filter_fn: filter_fn(module, name) says whether to convert; name is the module's in the model. None
         converts all but the output head (what get_output_embeddings() returns, else a module named lm_head).
-    layers: whether modules whose class is nn.Linear or Conv1D become zerofp4.nn.Linear or zerofp4.nn.Conv1D,
-        and the experts of transformers zerofp4.nn.Experts, which multiply quantized operands inside
-        zerofp4.nn.autocast. Objects, names, hooks and state_dict stay. Otherwise products dequantize weights.
+    layers: also turn the modules into layers of zerofp4.nn, which multiply quantized operands inside
+        zerofp4.nn.autocast (docs/layers.md). Otherwise products dequantize weights.
     block: (16, 16), or (1, 16) along the inputs, which serving engines read. The latter has rows only, takes
         0.56 bytes per element, excludes Conv1D, and needs NVFP4Recipe(weight_block=(1, 16)) in autocast.
     columnwise: also keep the transposed copy, 1.01 instead of 0.51 bytes per element. None keeps it if
@@ -64,23 +63,16 @@ def convert_model(
         >>> print(report)
         >>> optimizer = zerofp4.ZeroFP4Optimizer(model.named_parameters(), lr=1e-3)
 
-    **Which weights.** Modules whose forward is that of nn.Linear or of transformers' Conv1D, if NVFP4 can
-    hold the dtype, both sizes are even and the weight is not tied. Experts in one parameter [E, N, K], with N
-    and K even, get an amax each: the weight of zerofp4.nn.GroupedLinear as that of a linear layer, a
-    parameter of another module that is not torch's own if filter_fn(module, the parameter's name) is true.
+    **Which weights.** Modules with the forward of nn.Linear or of transformers' Conv1D, if NVFP4 can hold the
+    dtype, both sizes are even and the weight is not tied. Experts in one parameter [E, N, K], with N and K
+    even, get an amax each, in zerofp4.nn.GroupedLinear and, if filter_fn(module, the parameter's name) is
+    true, in other modules that are not torch's.
 
     **Initial values.** get_high_precision_init_val() of a new parameter is the old value, on the CPU, from
-    which a master weight starts. The optimizer that makes the master frees it. The value of a frozen weight
-    is freed when an optimizer of the model's other parameters is built (ZeroFP4Optimizer) or first steps
-    (torch's). A weight on the meta device stays there, without a value: give the model memory by to_empty(),
-    and the optimizer values by its masters_from.
-
-    **Fused layers.** If layers is set and filter_fn is true for an nn.LayerNorm or nn.RMSNorm, too, the norm
-    and a linear layer that an nn.Sequential calls right after it become a zerofp4.nn.LayerNormLinear. Norm,
-    linear layer, activation (GELU, or transformers' squared ReLU) and linear layer become a LayerNormMLP if
-    filter_fn is true for all four. Bytes stay the same, and nn.Identity replaces the other modules. Keys of
-    state dicts change, so load other checkpoints before. By returning true the filter promises that the model
-    calls that Sequential as a whole. Modules with hooks, or used in several places, stay.
+    which a master starts. The optimizer that makes the master frees it. A frozen weight's is freed when an
+    optimizer of the model's other parameters is built (ZeroFP4Optimizer) or first steps (torch's). A weight
+    on the meta device has none: give the model memory by to_empty(), and the optimizer values by its
+    masters_from.
 
     Before anything is changed, raises ValueError for other blocks, for columnwise=True with (1, 16), for amax
     groups of other weights, and for a DistributedDataParallel. Raises RuntimeError for a module that does not

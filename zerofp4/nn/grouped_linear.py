@@ -29,23 +29,19 @@ class GroupedLinear(nn.Module):
     """A zerofp4.nn.Linear for each group of consecutive rows, each with its own weight and amax. The bytes
     are those of one call per group. Groups may be empty; their parameters get gradients of zeros.
 
+    num_gemms: the number of groups, at least 1 (else ValueError). The other arguments and errors are
+        Linear's.
+
     The weights are one parameter `weight` [num_gemms, out_features, in_features], the biases one `bias`
-    [num_gemms, out_features]. A primary weight is one NVFP4Tensor with an amax per group. State dicts have
-    views under TransformerEngine's names, `weight0`, `bias0`, ... load_state_dict also takes the whole
-    parameter, and the keys of a list of layers, `experts.0.weight`, ...
+    [num_gemms, out_features]. A primary weight is one NVFP4Tensor. State dicts name each group's view,
+    `weight0`, `bias0`, ...; load_state_dict also takes other forms (docs/experts.md).
 
     All groups take one launch to quantize and one to multiply under an NVFP4Recipe without four over six,
     with the exact backend on a Hopper or Blackwell GPU, in bfloat16, with features in multiples of 8
     (gemm/grouped.py explains the rounding). A bias then costs two passes over the output, and main_grad gets
     gradients rounded to bfloat16. Otherwise there is one product per group, and splits on a GPU are read
-    back, which waits for it.
-
-    num_gemms: the number of groups, at least 1 (else ValueError). The other arguments and errors are
-        Linear's.
-
-    torch.compile traces the single launch as one operator each way, with variable splits. It traces one
-    product per group only for a weight that is not NVFP4 and has no main_grad, and quantizes that in each
-    call.
+    back, which waits for it. torch.compile then traces the layer only if its weight is not NVFP4 and has no
+    main_grad, and quantizes in each call.
     """
 
     takes_nvfp4_weight = True

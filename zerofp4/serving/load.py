@@ -97,20 +97,11 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike, *, masters: str
         device get memory on torch's default device.
     folder: with config.json and safetensors, one file or several with an index.
     masters: None freezes the NVFP4 weights, as a base for adapters. "codes" trains them: ZeroFP4Optimizer
-        begins with the values of the codes.
+        begins with the values of the codes, and should get report.amax_groups.
 
-    NVFP4 in the files becomes NVFP4 parameters in blocks of 1x16. FP8 weights are dequantized. Everything
-    else keeps its values, in the model's dtypes. Each rank reads all files, one tensor at a time.
-
-    A checkpoint's global scale s multiplies codes and scales in dequantization (compressed-tensors has 1 /
-    s). An NVFP4Tensor has an amax instead, with s = amax / (6 * e4m3_max). e4m3_max is 448, or 256 for
-    checkpoints of four over six whose scales leave room for it. The amax is chosen so that an export has the
-    same global scale, to the bit. If there is none, the nearest is taken, and the report warns.
-
-    With masters="codes" weights in tiles of 16x16 are loaded as such. Give the optimizer report.amax_groups.
-    Then a step at learning rate 0 changes no code, except for signs of zeros, if block, four over six and the
-    weights that share an amax are those of the quantization. The report names the weights that change
-    otherwise.
+    NVFP4 in the files becomes NVFP4 parameters in blocks of 1x16, or 16x16 with masters="codes" if they were
+    quantized so. FP8 weights are dequantized. Everything else keeps its values, in the model's dtypes. Each
+    rank reads all files, one tensor at a time. docs/serving.md says which codes training changes.
 
     Before the model is changed, raises ValueError for other formats, AWQ, SVDQuant and swizzled scales, for
     shapes other than the model's, and for a model with NVFP4 or sharded parameters; TypeError for a model
@@ -221,8 +212,10 @@ class _Loader:
         return itertools.chain.from_iterable(self.weights.values())
 
     def _find_amaxes(self) -> None:
-        """Find the amaxes of weights and inputs from global scales. Raises ValueError for one that is not
-        positive and finite, and for different ones in one matrix of the model.
+        """Find the amaxes of weights and inputs from global scales.
+
+        A global scale s multiplies codes and scales in dequantization (compressed-tensors has 1 / s). Here
+        s = amax / (6 * e4m3_max). Raises ValueError for different ones in one matrix of the model.
         """
         inexact, inputs = [], {}
         for rows in self._matrices():

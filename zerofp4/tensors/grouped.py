@@ -160,26 +160,26 @@ def quantize_grouped(
     four_over_six: FourOverSix | None = None,
     scale_layouts: Sequence[str] = ("compact",),
 ) -> GroupedNVFP4:
-    """Quantize groups of consecutive rows, each with an amax of its own, in one launch.
+    """Quantize groups of consecutive rows, each with its own amax, in one launch.
 
     x: [tokens, K] of float32, bfloat16 or float16, K even.
-    m_splits: the rows of each group, 0 included. On the host, a sequence of ints or a CPU tensor, they are
-        checked here, and copied to x's device without waiting for it. On x's device, int32 or int64 [groups],
-        nothing waits for them and the call can be captured in a CUDA graph; what is wrong with them is seen
-        in `error` and raised by `check()`. Under torch.compile a tensor counts as one on the device.
+    m_splits: the rows of each group, or 0. A sequence of ints or a CPU tensor is checked here, and copied to
+        x's device without waiting. On x's device, int32 or int64 [groups], nothing waits, and a CUDA graph
+        can capture the call; invalid splits set `error`, and `check()` raises. torch.compile takes any tensor
+        like that.
     amax, columnwise_amax: float32 [groups] on x's device, instead of each group's own, which take a pass over
         x.
     rowwise, columnwise, hadamard, random_signs, scale_layouts: as in quantize, but a columnwise copy takes
-        any number of rows, because groups are padded with rows of zeros to a multiple of 16.
+        any number of rows, since groups are padded with rows of zeros to a multiple of 16.
     stochastic_rounding, generator: as in quantize, with a state drawn for each group.
+    block, four_over_six: only (1, 16) and None.
 
-    Returns a GroupedNVFP4: the bytes of every group are those of quantize(its rows, block=(1, 16), ...).
+    Returns a GroupedNVFP4: each group has the bytes of quantize(its rows, block=(1, 16), ...), without
+    history.
 
     Examples:
         >>> groups = zerofp4.quantize_grouped(x, [16, 0, 48])
         >>> first, *others = groups.tensors()
-
-    There are no groups in blocks of (16, 16) or with four over six. The result has no autograd history.
 
     Raises TypeError for a wrong dtype; ValueError for a wrong shape, option or combination of options, and
     for host splits that are negative or do not sum to tokens; RuntimeError for host splits while a CUDA graph

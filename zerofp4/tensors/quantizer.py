@@ -196,44 +196,38 @@ def quantize(
     """Quantize a tensor to NVFP4: 4-bit codes, a scale for each block, and a global amax.
 
     x: [..., K] of float32, bfloat16 or float16, K even, flattened to [M, K]. In blocks of (16, 16) also [E,
-        N, K]: E matrices, the weights of experts, each quantized alone, with E as the first dimension of
-        every buffer and amaxes of shape [E].
+        N, K]: E matrices, such as experts, each quantized alone, with a leading E in every buffer and amaxes
+        of shape [E].
     block: (16, 16) for weights, where the columnwise copy is exactly the transpose; (1, 16) for activations.
     rowwise, columnwise: which copies to make. columnwise needs M even, unless hadamard completes the last
         group of rows.
-    amax: float32 [1] on x's device, [E] for E matrices, the global amax instead of x's own. Larger values
-        saturate.
-    hadamard: make the columnwise copy of the random Hadamard transform of x along M, in groups of 16 rows,
+    amax: float32 [1] on x's device, or [E], the global amax instead of x's own. Larger values saturate.
+    hadamard: make the columnwise copy from the random Hadamard transform of x along M, in groups of 16 rows,
         with an amax of its own (columnwise_amax, if given). Block (1, 16) only. It cancels in a product over
-        M if both operands carry it; dequantize gives the rowwise copy. random_signs=False leaves out the
+        M if both operands have it; dequantize reads the rowwise copy. random_signs=False leaves out the
         signs.
-    stochastic_rounding: round up with a probability that is the distance from the next lower value, in steps
-        of the grid; for gradients. In blocks of (16, 16) both copies hold the codes that the rowwise one
-        drew.
-    generator: for the one torch.randint that draws the seed, on the generator's device (None: torch's default
-        of x's device). One on the CPU gives the same codes on every device; with one on x's device a CUDA
-        graph can capture the call.
+    stochastic_rounding: round up with a probability that is the distance from the lower value; for gradients.
+        In blocks of (16, 16) both copies have the codes that the rowwise one drew.
+    generator: for the one torch.randint that draws the seed (None: torch's default of x's device). One on the
+        CPU gives the same codes on every device; a CUDA graph can capture the call with one on x's device.
     four_over_six: choose each block's scale by its error. Not with stochastic rounding.
     scale_layouts: persistent scale buffers out of "compact" (always there), "expanded", "swizzled".
     out: a tensor of x's shape, dtype and device, of this block, transform and four_over_six, with the buffers
-        asked for. Every buffer that it has is written and stays where it is.
-    skip: float32 [1] on x's device, with out only: if it is not 0, out keeps what it has. The kernels read
-        it, so a captured CUDA graph can skip a weight (GradScaler's found_inf is such a flag).
-    straight_through: the gradient of the result is x's, also where x is larger than a given amax. Not with
-        out. Otherwise the result has no autograd history.
-    stacked: in blocks of (1, 16), too, x is [E, N, K], E matrices. Not with hadamard.
+        asked for. All its buffers are written in place.
+    skip: float32 [1] on x's device, with out only: if it is not 0, out stays as it is. The kernels read it,
+        so a captured CUDA graph can skip a weight (GradScaler's found_inf is such a flag).
+    straight_through: pass the gradient of the result to x, also where x exceeds a given amax. Not with out.
+        Otherwise the result has no autograd history.
+    stacked: x is [E, N, K], E matrices, also in blocks of (1, 16). Not with hadamard.
 
     Examples:
         >>> weight = zerofp4.quantize(x)
         >>> activations = zerofp4.quantize(x, block=(1, 16))
         >>> values = weight.dequantize()
 
-    It passes over x once for its amax, unless amaxes are given, and once for everything else. An x that is
-    not contiguous is copied first.
-
-    Raises TypeError for a wrong dtype or a tensor without memory of its own (for a DTensor pass to_local()),
-    ValueError for a wrong shape, option or combination of options, RuntimeError for an x whose storage was
-    freed.
+    It passes over x once for its amax, unless amaxes are given, and once for the rest. A non-contiguous x is
+    copied first. Raises TypeError for a wrong dtype or a tensor without its own memory (for a DTensor pass
+    to_local()), ValueError for a wrong shape, option or combination of options, RuntimeError for a freed x.
     """
     if not isinstance(scale_layouts, str):
         scale_layouts = tuple(scale_layouts)

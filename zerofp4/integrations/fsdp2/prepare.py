@@ -30,24 +30,19 @@ def prepare(
     """Have fully_shard gather the weights of linear layers in NVFP4. Call it before fully_shard and before
     the optimizer is built; then call attach(model, optimizer).
 
-    It takes the weights that zerofp4.convert_model would convert, by the same filter_fn. Others, such as tied
-    ones, stay, and the report says why. A weight may be on the meta device, frozen, or, after
-    parallelize_module, a DTensor: this rank's slice is a weight of its own then. Each becomes an FP32 master,
-    which FSDP2 shards, the optimizer trains and state_dict() holds. It is gathered in 4 bits. Forward and
-    backward passes see it in the dtype of MixedPrecisionPolicy, or else its present one:
-
-    - as plain values, dequantize() of the whole weight, in a module that FSDP2 reshards after its forward
-      pass, and under tensor parallelism;
-    - as an NVFP4Tensor in a module with takes_nvfp4_weight = True, such as the layers of zerofp4.nn, and in
-      one that stays gathered, as with reshard_after_forward=False, or in the outermost module of fully_shard
-      by default. The first gather decides for good.
-
+    filter_fn: as of zerofp4.convert_model, which takes the same weights. The others stay, and the report says
+        why.
     amax_groups: lists of weights of the model, as they are now, that share one amax.
     columnwise: give layers of zerofp4.nn (no others) the transposed codes, made on each rank from the
         gathered ones. None: for 16x16 blocks on FP4 tensor cores, where their backward pass reads them.
     block: (16, 16), or (1, 16), which serving engines read: scales are gathered after the codes then, 1/16
         byte per element.
     four_over_six: use the better of two scales for each block. Only with blocks of 1x16.
+
+    Each weight becomes an FP32 master, which FSDP2 shards, the optimizer trains and state_dict() holds. It
+    may be on the meta device, frozen, or, after parallelize_module, a DTensor: this rank's slice is a weight
+    of its own then. FSDP2 gathers 4 bits. Modules see plain values or an NVFP4Tensor, as docs/fsdp2.md says,
+    in the dtype of MixedPrecisionPolicy, or else the present one.
 
     Raises RuntimeError for a model that is sharded or wrapped already, ValueError for one that was converted,
     for amax groups of other weights, and for unsupported blocks and choices. Nothing has changed then.

@@ -16,23 +16,15 @@ logger = logging.getLogger(__name__)
 def gather_in_nvfp4(config: Any, optimizer: str | None = None, **options: Any) -> Any:
     """Change a Trainer.Config of torchtitan so that its run gathers the weights of linear layers in NVFP4.
 
-    config: changed in place and returned.
+    config: changed in place and returned, by a function that --config names (docs/trainers.md).
     optimizer: the name that replaces "AdamW" in the groups of config.optimizer, such as "FusedAdamW" for
         zerofp4.optim.FusedAdamW. None keeps all names.
     options: filter_fn, block, columnwise and four_over_six of zerofp4.integrations.fsdp2.prepare.
 
-    A module of yours, which --module names, has a function for --config:
-
-        from torchtitan.models.llama3.config_registry import llama3_8b
-        from zerofp4.integrations.torchtitan import gather_in_nvfp4
-
-        def llama3_8b_nvfp4():
-            return gather_in_nvfp4(llama3_8b(), "FusedAdamW")
-
     fsdp2.prepare runs on each part of the model after tensor parallelism and before fully_shard, and
     fsdp2.attach as soon as the optimizers are built. A seed checkpoint has plain weights, and every run loads
-    it. CUDA graphs are switched off: a replay runs no Python, which checks for stale codes and casts what a
-    checkpoint has loaded.
+    it. CUDA graphs are switched off: a replay runs no Python, which checks for stale codes and casts loaded
+    masters.
 
     The run raises ValueError for training.dtype other than "float32" and for CUDA graphs that the command
     line has switched on again.
