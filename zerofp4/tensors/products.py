@@ -56,21 +56,18 @@ def multiply(
     float32 holds the values, and torch accumulates in it anyway. out: for torch.mm.
     """
     if operands[0].is_cpu:
-        dtype = operands[0].dtype
         if out is None and torch.is_autocast_enabled("cpu"):
-            return _multiply_by_autocast(product, operands)
+            dtype = torch.get_autocast_dtype("cpu")
+            with torch.autocast(
+                "cpu", enabled=False
+            ):  # which would round float32 operands to its dtype again
+                return multiply(product, *(_in_dtype(each, dtype) for each in operands))
         # Operands of different dtypes are torch's to refuse.
+        dtype = operands[0].dtype
         if dtype in ops.SLOW_ON_CPU and all(each is None or each.dtype == dtype for each in operands):
             result = product(*(_in_dtype(each, torch.float32) for each in operands))
             return result.to(dtype) if out is None else out.copy_(result)
     return product(*operands) if out is None else product(*operands, out=out)
-
-
-def _multiply_by_autocast(product: Callable, operands: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
-    """In autocast's dtype, with autocast off: it would round float32 operands to its dtype again."""
-    dtype = torch.get_autocast_dtype("cpu")
-    with torch.autocast("cpu", enabled=False):
-        return multiply(product, *(_in_dtype(each, dtype) for each in operands))
 
 
 def _in_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

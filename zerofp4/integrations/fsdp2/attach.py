@@ -87,8 +87,11 @@ class Attachment:
             self._handles += caster.register_hooks()
 
     def __repr__(self) -> str:
-        casts = [f"\n  {caster.kind}: {caster.plan}" for caster in self._casters]
-        return f"Attachment({len(self._weights)} weights of {type(self._model).__name__}{''.join(casts)})"
+        casts = ""
+        for caster in self._casters:
+            kind = "frozen" if caster.optimizer is None else type(caster.optimizer).__name__
+            casts += f"\n  {kind}: {caster.plan}"
+        return f"Attachment({len(self._weights)} weights of {type(self._model).__name__}{casts})"
 
     @property
     def found_inf(self) -> dict[torch.device, torch.Tensor]:
@@ -150,10 +153,6 @@ class Caster:
         )
         self._leaves_amaxes = leaves_amaxes and isinstance(optimizer, FusedAdamW)
         self._offer()
-
-    @property
-    def kind(self) -> str:
-        return "frozen" if self.optimizer is None else type(self.optimizer).__name__
 
     def _flat_masters(self) -> list[torch.Tensor | None]:
         masters = [weight.master() for weight in self.weights]
