@@ -352,19 +352,15 @@ def show_weights() -> None:
     memory.
     """
     original = nn.Linear.extra_repr
-    if original in _showing:
+    if hasattr(original, "shows_weights"):
         return
 
     @functools.wraps(original)
     def extra_repr(self: nn.Linear) -> str:
         return shown(self, original(self))
 
-    _showing.append(extra_repr)
+    extra_repr.shows_weights = True
     nn.Linear.extra_repr = extra_repr
-
-
-_showing: list[Callable[..., str]] = []
-"""The extra_repr that show_weights() has given nn.Linear."""
 
 
 def watch_assignments(module: nn.Module) -> None:

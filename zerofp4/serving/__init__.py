@@ -4,9 +4,8 @@ from zerofp4.serving.files import save_safetensors
 from zerofp4.serving.fused import FUSED, amax_groups
 from zerofp4.serving.load import LoadReport, load_pretrained
 from zerofp4.serving.plan import Part, Served
-from zerofp4.serving.refit import ServedWeights, weights
 from zerofp4.serving.report import ExportReport
-from zerofp4.serving.save import save_pretrained
+from zerofp4.serving.save import ServedWeights, save_pretrained, weights
 
 __all__ = [
     "FUSED",

@@ -1,4 +1,4 @@
-"""save_pretrained: a trained model becomes a folder that serving engines load."""
+"""save_pretrained writes a folder for serving engines; weights gives the same tensors to a live engine."""
 
 import copy
 import itertools
@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from zerofp4.distributed import OwnError, attempt, exchange, rank_and_size, reso
 from zerofp4.optim import AveragedMasters, ZeroFP4Optimizer, gather_masters
 from zerofp4.serving.files import Export
 from zerofp4.serving.fused import fused_groups
-from zerofp4.serving.plan import Plan, QuantizedWeight
+from zerofp4.serving.plan import Part, Plan, QuantizedWeight
 from zerofp4.serving.report import Comparison, ExportReport, make_report
 from zerofp4.serving.sources import Averaged, Source, find_sources
 from zerofp4.tensors import NVFP4Tensor
@@ -176,3 +176,46 @@ def _write(
             if written and isinstance(part, QuantizedWeight):
                 compared |= {matrix.module: matrix.compare(written) for matrix in part.matrices}
     return compared
+
+
+# For a live engine
+
+
+class ServedWeights:
+    """The tensors of an export. Iterating gives (name, tensor, part) for this rank's pieces.
+
+    served: name, dtype and shape of each whole tensor, in order; the same on every rank.
+    """
+
+    def __init__(self, plan: Plan):
+        self._plan, self.served = plan, plan.served
+
+    @property
+    def names(self) -> list[str]:
+        return [served.name for served in self.served]
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor, Part]]:
+        for part in self._plan.parts:
+            yield from part.pieces()
+
+    @torch.no_grad()
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor) on every rank. Collective if ranks have pieces: one gather per weight."""
+        for part in self._plan.parts:
+            yield from part.tensors()
+
+
+def weights(
+    model: nn.Module, format: str = "compressed-tensors", *, dtype: torch.dtype | None = None
+) -> ServedWeights:
+    """The tensors of an export of the model, under the same names, where each rank has them: codes and scales
+    as they are, nothing gathered and nothing quantized again.
+
+    After a step of ZeroFP4Optimizer every rank has all codes; with fully_shard its rows of them. An
+    unquantized parameter that checkpoints cut into several tensors is gathered. Call it again after each
+    step, since it reads amaxes.
+
+    model, format, dtype, and errors: as for save_pretrained.
+    """
+    return ServedWeights(Plan(model, find_sources(model), format, dtype))
