@@ -84,7 +84,7 @@ def _check_gather(model_weights, start_offsets, shard_numels) -> tuple[list[NVFP
 
 def _build_gather(parsed, error: OwnError, group: dist.ProcessGroup | None) -> Kept:
     if not error and parsed[0]:
-        # What this rank cannot run must be known to all before any waits for the others.
+        # Exchange whether this rank can run at all before any rank waits for it.
         _, error = attempt(target_of, parsed[0][0].device)
     records, shards = ([], []) if error else parsed
     gathered = distributed.exchange((describe(records), shards), error, group, "all_gather_nvfp4()")

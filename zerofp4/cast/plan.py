@@ -95,7 +95,7 @@ class CastPlan:
     def _build(self, request: CastRequest | None, error: OwnError, group: dist.ProcessGroup | None) -> None:
         """An error on any rank is raised on all of them."""
         if not error:
-            # What this rank cannot run must be known to all before any waits for the others.
+            # Exchange whether this rank can run at all before any rank waits for it.
             _, error = attempt(ops.target_of, request.device)
         number = 0
         if group is not None:
@@ -388,7 +388,7 @@ class CastPlan:
         bad = [matrix_name(i, self.records[i], e) for i, e in self._vector.nonfinite_matrices()]
         if not bad:
             return
-        # The others were written, and post() may never come.
+        # The other weights were written, and post() may never be called.
         ops.increment_versions(self._request.versioned)
         raise FloatingPointError(
             f"master weights with NaN or Inf (after rounding to the weight's dtype): {', '.join(bad)}; "
@@ -525,7 +525,7 @@ class StepStatus:
         self._device = device
         on_gpu = device.type == "cuda"
         self.word = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        # A plain read of the memory: every step looks at it.
+        # A plain read of memory, since every step reads it.
         self._value = ctypes.c_int32.from_address(self.word.data_ptr())
         self._done = torch.cuda.Event() if on_gpu else None
         self._handle: int | None = None

@@ -60,7 +60,7 @@ class PlanCache:
         return kept, self._fingerprint is not None and kept.fingerprint == self._fingerprint
 
     def _identify(self, tensors, others) -> list:
-        codes = map(_CODES, self._records)  # which may be exchanged behind a record (.data assigned)
+        codes = map(_CODES, self._records)  # a `.data` assigned to them changes no record
         facts = [tensor_facts(list(each)) for each in (codes, *tensors)]
         return [rebindings(), facts, repr([list(each) if type(each) is tuple else each for each in others])]
 

@@ -35,7 +35,7 @@ def _scale_shard(record: NVFP4Storage, shard: Shard) -> Shard:
     if record.block[0] == 1:
         first, last = owned_blocks(shard, cols)
     else:
-        # Whole rows of tiles, as check_whole_blocks has seen; each matrix of a stack has tiles of its own.
+        # Whole rows of tiles (check_whole_blocks); each matrix of a stack has its own tiles.
         first, last = (
             (row // rows * ceil_div(rows, BLOCK) + row % rows // BLOCK) * ceil_div(cols, BLOCK)
             for row in (shard.start // cols, shard.end // cols)

@@ -282,7 +282,7 @@ def _read_torch_file(path: Path) -> Contents:
             contents.optimizer(keys[:-1])["steps"] = leaf
             continue
         shape = leaf.shape
-        # Of a ZeroFP4Optimizer a file may have a rank's part of a tensor: its values are 1D.
+        # A file of ZeroFP4Optimizer may have a rank's part of a tensor, with 1D values.
         contents.add(keys or (path.stem,), vars(leaf).get("values", leaf), shape, is_state)
     return contents
 

@@ -58,7 +58,7 @@ def _by_recipe(layer: Conv1D, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 
     y = layer_product(by_autocast(x), _Turn.apply(weight), layer.bias, recipe)
     if y.requires_grad and x.requires_grad:
-        y.register_hook(check)  # its transpose has a version of its own
+        y.register_hook(check)  # the transpose has its own version
     return y
 
 

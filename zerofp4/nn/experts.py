@@ -89,10 +89,10 @@ def _by_recipe(experts: Experts, x, index: torch.Tensor, weights: torch.Tensor) 
         splits = splits.tolist()
         order = order[: sum(splits)]
     else:
-        # Nobody waits to learn how many tokens are of no expert: they follow those of the last one, as zeros,
-        # which change neither amaxes nor sums.
+        # Reading the number of tokens without an expert would wait for the GPU. They follow the last expert's
+        # as zeros, which change neither amaxes nor sums.
         splits[-1] += others
-    zeros = len(x)  # a row
+    zeros = len(x)  # the row of zeros
     token = torch.where(expert[order] < count, order // index.shape[-1], zeros)
     hidden = experts._apply_gate(gate_up(F.pad(x, (0, 0, 0, 1))[token], splits))
     weights = weights.where(is_own, 0).reshape(-1)

@@ -105,7 +105,7 @@ class GroupedLinear(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in () if keep_vars else self._parameters:  # which asks for the parameters themselves
+        for name in () if keep_vars else self._parameters:  # keep_vars asks for the parameters
             whole = destination.get(prefix + name)
             if whole is not None and not hasattr(whole, "to_local"):  # a DTensor's matrices are elsewhere
                 del destination[prefix + name]

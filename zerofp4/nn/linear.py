@@ -96,7 +96,7 @@ def refuse_shared(x: torch.Tensor) -> None:
 
 def quantized_linear(layer: Linear, x: torch.Tensor, recipe: Recipe, is_first: bool | None) -> torch.Tensor:
     weight = layer.weight
-    # Of the record: a quantized tensor's own is found by way of __torch_function__.
+    # The shape of a quantized tensor itself goes through __torch_function__.
     shape = weight.record.shape if isinstance(weight, QuantizedTensor) else weight.shape
     if x.shape[-1:] != shape[1:]:
         raise ValueError(f"x must have {shape[1]} values in its last dimension, got shape {tuple(x.shape)}")

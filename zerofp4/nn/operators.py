@@ -92,7 +92,7 @@ def layer_product(
                 y = ops.native_layer(x, splits, weight, bias, rows, scheme, key, main_grad, is_current)
                 if y is not None:
                     return y
-        if cached:  # by its handle, as compiled code knows it
+        if cached:  # by its handle, as in compiled code
             handle, records = cache.handle, None
     primary = [] if is_primary or records is None else _buffers_of(records[0])
     grows = torch.is_grad_enabled()
@@ -263,12 +263,12 @@ def _linear_gradients(grad, groups, x, cols, own, *others) -> tuple[torch.Tensor
     quantizers, features, dtype = quantizers_of(weight.recipe, grad.device), grad.shape[-1], weight.dtype
     weights: list[Storage] = []
     if x_needs and own:
-        count = len(x) or (3 if groups else len(own))  # of groups an own weight may be as many records
+        count = len(x) or (3 if groups else len(own))  # groups may have a record each
         for i in range(0, len(own), count):
             copy = own[i : i + count]
             shape = (*copy[0].shape[:-2], features, cols)
             weights.append(_restored(quantizers, "weight", shape, dtype, copy))
-    elif x_needs:  # the formula has made sure that a cache has what it had in the forward pass
+    elif x_needs:  # the formula has checked that a cache is unchanged
         weights = weight.records(quantizers)
     if groups:
         found = _gradients_of_groups(
@@ -355,7 +355,7 @@ def _gradients_of_groups(quantizers, grad, groups, x, cols, weights, dtype, main
             main_grad.add_(grad_weight)
         grad_weight = grad_weight.to(dtype) if main_grad is None else None
     if bias_needs:
-        # unsafe: offsets are on the device, and no check of theirs may wait for it
+        # unsafe: checking the offsets would wait for the device
         sums = torch.segment_reduce(grad.float(), "sum", offsets=offsets[0], unsafe=True, initial=0)
     return grad_x, grad_weight, sums
 

@@ -41,7 +41,7 @@ class Quantizers:
     def __init__(self, recipe: Recipe, device: torch.device):
         self.recipe, self.device = recipe, device
         backend = chosen_backend(device, recipe.backend)
-        # What dequantizes reads compact scales.
+        # Dequantization reads compact scales.
         native = backend == "native" and recipe.backward == "quantized"
         self.layout = MXFP8_SCALE_LAYOUTS[int(native)]
         self.is_nvfp4 = isinstance(recipe, NVFP4Recipe)
@@ -236,7 +236,7 @@ class WeightCache:
                 "call the layer with is_first_microbatch=True first"
             )
         if self._of_inference > torch.is_inference_mode_enabled():
-            self._tensors = []  # made in inference mode, outside of which nobody may write to it or save it
+            self._tensors = []  # inference tensors cannot be written to or saved outside
         if (
             not self._tensors
             or is_first_microbatch
@@ -310,7 +310,7 @@ def primary_parameter(
     """
     if columnwise is None:
         columnwise = reads_columns(block, weight.device)
-    # Native products read swizzled scales: where there are some, casts write them, and nobody swizzles.
+    # Native products read swizzled scales. Casts write them into this buffer, so that nothing swizzles.
     layouts = ("compact", "swizzled") if ops.has_fp4_tensor_cores(weight.device) else ("compact",)
     options = {"columnwise": columnwise, "scale_layouts": layouts, "stacked": weight.dim() == 3}
     tensor = quantize(weight, block=block, four_over_six=four_over_six, amax=amax, **options)

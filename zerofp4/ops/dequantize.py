@@ -51,7 +51,7 @@ def values_of(
         if not is_plain_call(data):
             options = {"e4m3_max": e4m3_max, "columnwise": columnwise}
             return torch.ops.zerofp4.dequantize(data, scale, amax, block_rows, dtype, **options)
-        out = data.new_empty(values_shape(data, columnwise), dtype=dtype)  # what costs the host least
+        out = data.new_empty(values_shape(data, columnwise), dtype=dtype)  # the fastest way
     if out.dim() == 3:
         _write([(data, scale, amax, block_rows, e4m3_max, columnwise)], [out], _COMPACT)
         return out

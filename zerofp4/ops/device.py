@@ -23,7 +23,7 @@ FP4_CAPABILITY = (10, 0)
 
 def _slow_on_cpu() -> tuple[torch.dtype, ...]:
     has_mkldnn = torch.backends.mkldnn.is_available()
-    # oneDNN takes bfloat16 on any AVX-512, where without AVX512_BF16 it is a fifth as fast as float32.
+    # oneDNN takes bfloat16 on any AVX-512; without AVX512_BF16 it is five times as slow as float32.
     emulates = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
     slow = {
         torch.bfloat16: not has_mkldnn or emulates or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
@@ -116,7 +116,7 @@ def is_capturing(device: torch.device) -> bool:
     """Whether a GPU's current stream is being captured in a CUDA graph, whichever GPU is current."""
     if device.type != "cuda":
         return False
-    if device.index in (None, torch.cuda.current_device()):  # asked in every step: no context for nothing
+    if device.index in (None, torch.cuda.current_device()):  # no context manager in every step
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

@@ -6,7 +6,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
-import torch  # its libraries have to be there before zerofp4._autograd
+import torch  # loads the libraries of zerofp4._autograd
 
 _BUILD = "run pip install --no-build-isolation . in the folder of its sources"
 
@@ -18,7 +18,7 @@ def _load(name: str) -> ModuleType:
         if error.name != name:
             raise
         raise ModuleNotFoundError(_why_missing(name), name=name) from None
-    except ImportError as error:  # most torches lack some symbol of another one
+    except ImportError as error:  # built for another torch, for example
         reason = f"{name} cannot be loaded with torch {torch.__version__}: {error}: {_BUILD}"
         raise ImportError(reason, name=name) from None
 

@@ -67,7 +67,7 @@ def average(pieces: torch.Tensor | PeerRows, out, own=None, rank: int = 0, squar
 
 def norm_of_squares(words: torch.Tensor) -> torch.Tensor:
     """float32 []: the norm of int64 [SQUARES[1]] words, copies and ranks added up. Waits for nothing."""
-    # 2 ** (8 i - 150), as bits: for exp2() of float64, torch compiles a kernel at run time.
+    # 2 ** (8 i - 150), as bits: torch would compile a kernel for exp2() of float64 at run time.
     exponents = torch.arange(_C.SQUARE_RANGES, dtype=torch.int64, device=words.device) * 8 - 150
     powers = ((exponents + 1023) << 52).view(torch.float64)
     total = (words[: _C.SQUARE_RANGES].double() * powers).sum()

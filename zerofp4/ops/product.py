@@ -48,7 +48,7 @@ def product_alpha(amaxes: list[torch.Tensor], e4m3_maxes: list[int]) -> torch.Te
 @backend("product_alpha")
 def _product_alpha(amaxes, e4m3_maxes) -> torch.Tensor:
     alpha = amaxes[0].new_empty(1)
-    # Of operands without elements the kernel writes no values.
+    # The kernel writes no values for operands without elements.
     places = map(address_of, ("amax", "amax"), amaxes)
     operands = [(0, 0, 0, 0, 0, 1, *each) for each in zip(places, e4m3_maxes, strict=True)]
     code = DTYPE_CODES[torch.float32]
@@ -87,8 +87,8 @@ def epilogues(
     bias. A pass over a float32 output does the rest. rows: of b.
     """
     has_bias = bias_dtype is not None
-    # The epilogue takes a bias of the output's dtype only, and rounds to plain operands' dtype or none. Where
-    # rows begin at no multiple of 16 bytes it may round before the bias is added, and after it.
+    # The epilogue takes a bias of the output's dtype only, and rounds to the dtype of plain operands or not
+    # at all. If rows do not begin at multiples of 16 bytes, it may round before and after it adds the bias.
     whole = out_dtype == torch.float32 or rows * out_dtype.itemsize % 16 == 0
     fits = not has_bias or (bias_dtype == out_dtype and whole)
     if inputs not in SCALED_DTYPES:
@@ -218,7 +218,7 @@ def multiply(a, b, alpha, bias, out: torch.Tensor, accumulate: bool, scales=None
     product = _product(out.device.index, *problem)
     if product is None:
         return False
-    # Given back when it goes out of scope, in the order of the stream.
+    # Freed at the end of the scope, in stream order.
     workspace = torch.empty(product.workspace, dtype=torch.uint8, device=out.device)
     names = ("a", "b", "scales[0]", "scales[1]", "alpha", "bias", "out")
     tensors = (a, b, *(scales or (None, None)), alpha, bias, out)
@@ -232,7 +232,7 @@ def _alignment(tensor: torch.Tensor) -> int:
     return min(place & -place, 256)
 
 
-@functools.lru_cache(maxsize=4096)  # tokens that vary from step to step make new sizes without end
+@functools.lru_cache(maxsize=4096)  # varying numbers of tokens make new sizes
 def _product(index: int, *problem) -> "_C.Product | None":
     """The algorithm, asked for once: the heuristic takes longer than many products."""
     check_cuda(index)

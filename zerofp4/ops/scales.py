@@ -37,7 +37,7 @@ def padded_scale(record: NVFP4Storage | MXFP8Storage, side: str, layout: str) ->
         return torch.ops.zerofp4.pad_scale(compact, *record.side_matrix(side), record.block[0], layout)
     raw = compact.view(torch.uint8)
     raw = raw.t().contiguous() if side == "columnwise" else raw
-    # As scales of NVFP4 would be that has as many blocks in a row.
+    # Like NVFP4 scales with as many blocks per row.
     rows, columns = raw.shape
     return torch.ops.zerofp4.pad_scale(raw, rows, columns * BLOCK, 1, layout).view(MXFP8_SCALE_DTYPE)
 
@@ -68,7 +68,7 @@ def change_scales(scales, rows, cols, block_rows, layout, pad: bool) -> list[tor
     given, made = map(list, zip(*shapes, strict=True)) if shapes else ([], [])
     if scales and _are_as_usual(scales, given):
         out = _allocate(scales[0], made)
-    else:  # which says what is wrong, and takes bytes too
+    else:  # raises, or takes scales as bytes
         out = [
             new_scale(scale, *matrix, layout, pad=pad, name=f"scales[{i}]", device=scales[0].device)
             for i, (scale, matrix) in enumerate(zip(scales, matrices, strict=True))
@@ -172,7 +172,7 @@ def derived_side(record: NVFP4Storage | MXFP8Storage, side: str) -> Side:
 def _transpose_packed(data) -> torch.Tensor:
     """Packed codes [M, K/2] to [K, M/2], also of a stack."""
     out = new_transpose(data)
-    # One launch for each: a table for all would have to be copied to the GPU and waited for.
+    # One launch each: a table for all would be copied to the GPU, and waited for.
     for pair in [(data, out)] if data.dim() == 2 else zip(data, out, strict=True):
         if data.numel():
             descriptors = [transpose_descriptor(*pair)]

@@ -157,7 +157,7 @@ class _Loader:
             if all(packed):
                 self._check_weight(key, rows, value)
                 self.weights[key] = rows
-            elif is_tied:  # it gets what the value that it is tied to gets
+            elif is_tied:  # loaded under the other name
                 self.checkpoint.unread.pop(name, None)
             elif any(packed) or 0 < sum(each.name in self.checkpoint for each in rows) < len(rows):
                 raise ValueError(
@@ -222,7 +222,7 @@ class _Loader:
             name = rows.module
             global_scale = self.checkpoint.read(f"{name}.{self.checkpoint.format.global_scale}")
             self.amaxes[name], is_exact = self._amax(name, global_scale, self.e4m3_max)
-            if name in self.zeros and float(global_scale) == 1:  # as exports have it
+            if name in self.zeros and float(global_scale) == 1:  # as in exports
                 self.amaxes[name] = 0.0
             inexact += [name] * (not is_exact)
             input_scale = f"{name}.{self.checkpoint.format.input_scale}"

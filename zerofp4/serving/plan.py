@@ -96,7 +96,7 @@ class Format:
         if amax == 0:
             return torch.ones(self.scalar_shape, dtype=torch.float32, device="cpu")
         own = torch.full(self.scalar_shape, amax, dtype=torch.float32, device="cpu")
-        most = torch.full_like(own, E2M1_MAX * e4m3_max)  # a number / own would multiply by 1 / own, rounded
+        most = torch.full_like(own, E2M1_MAX * e4m3_max)  # number / own would multiply by a rounded 1 / own
         return most / own if self.divides else own / most
 
 

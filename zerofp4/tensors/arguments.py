@@ -77,7 +77,7 @@ def check_out(
     if not isinstance(out, kind):
         raise TypeError(f"out must be an {kind.__name__}, got {type(out).__name__}")
     for rule in ("shape", "dtype", "device"):
-        # Of the record: those of the tensor pass through __torch_function__, which costs as much as a kernel.
+        # The tensor's own go through __torch_function__, which costs as much as a kernel.
         if getattr(out.record, rule) != getattr(x, rule):
             raise ValueError(f"out must have x's {rule} {getattr(x, rule)}, got {getattr(out, rule)}")
     for name, wanted in options.items():

@@ -51,7 +51,7 @@ def _backward(tensors, *, inputs=None, **options) -> None:
         inputs = (inputs,)
     for tensor in inputs or ():
         if is_quantized(tensor) and tensor.requires_grad:
-            tensor.retain_grad()  # as torch does for a tensor that is no leaf, and not for its edge
+            tensor.retain_grad()  # as torch does for a non-leaf tensor, but not for its edge
     _run(torch.autograd.backward, _edges(tensors), _edges(inputs) if inputs else None, options)
 
 

@@ -102,7 +102,7 @@ def plain(tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def _share(tensor):
-    with torch.inference_mode(tensor.is_inference()):  # what shares a version counter must be of one kind
+    with torch.inference_mode(tensor.is_inference()):  # an alias is of the same kind
         return type(tensor)(tensor.record)
 
 
@@ -240,7 +240,7 @@ HANDLERS = {
     _aten.zero_.default: _zero_,
     torch.ops.prims.convert_element_type.default: plain,
 }
-# Above autograd these come apart into _to_copy. In inference mode nothing takes them apart but this.
+# autograd decomposes these into _to_copy, but not in inference mode.
 for _whole in (_aten.to.dtype, _aten.to.device, _aten.to.dtype_layout, _aten.to.other, _aten.type_as.default):
     HANDLERS[_whole] = _whole.decompose
 """Other operators get dequantized copies. Higher layers add handlers of their own."""

@@ -57,11 +57,13 @@ class GradientPlace:
         view = self._view
         if self._parameter is not parameter or view.dtype != dtype or view.device != parameter.device:
             return None
-        number = torch._C._current_graph_task_id()  # that of a pass inside of another is larger
-        with self._lock:  # of two threads that go back through the same parameter
+        number = torch._C._current_graph_task_id()  # larger in a nested pass
+        with self._lock:  # two threads may go back through one parameter
             if number <= self._last_pass:
                 return None
-            if self.is_awaited() or parameter.grad is not None:  # in this order: it is that, and then this
+            if (
+                self.is_awaited() or parameter.grad is not None
+            ):  # in this order: first the one, then the other
                 return None
             if self.is_kept(None):
                 return None

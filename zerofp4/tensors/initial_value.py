@@ -60,7 +60,7 @@ def replace_initial_value(record: Storage, values: torch.Tensor) -> None:
     record.attachments.pop(HAD_MASTER, None)
     if INIT_VAL not in record.attachments:
         return
-    if ops.is_capturing(record.device):  # a copy to the host is no part of a graph
+    if ops.is_capturing(record.device):  # which cannot copy to the host
         del record.attachments[INIT_VAL]
         return
     values = values.detach().expand(record.shape)

@@ -58,11 +58,9 @@ def multiply(
     if operands[0].is_cpu:
         if out is None and torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
-            with torch.autocast(
-                "cpu", enabled=False
-            ):  # which would round float32 operands to its dtype again
+            with torch.autocast("cpu", enabled=False):  # it would round float32 operands again
                 return multiply(product, *(_in_dtype(each, dtype) for each in operands))
-        # Operands of different dtypes are torch's to refuse.
+        # torch refuses operands of different dtypes.
         dtype = operands[0].dtype
         if dtype in ops.SLOW_ON_CPU and all(each is None or each.dtype == dtype for each in operands):
             result = product(*(_in_dtype(each, torch.float32) for each in operands))
@@ -160,7 +158,7 @@ def _matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def _mm(input: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
     if input.dim() != 2 or mat2.dim() != 2:
-        return torch.mm(input, mat2)  # which says what is wrong
+        return torch.mm(input, mat2)  # raises
     return MatMul.apply(input, mat2, None)
 
 

@@ -87,7 +87,7 @@ class QuantizedTensor(torch.Tensor):
     def rowwise_data(self, value: torch.Tensor) -> None:
         self.record.rebind(value)
 
-    # The other buffers of every record (see those of the format); one that does not exist is None.
+    # The other buffers that every format has, or None.
     columnwise_data = buffer_property("columnwise_data")
     rowwise_scale = buffer_property("rowwise_scale")
     rowwise_scale_swizzled = buffer_property("rowwise_scale_swizzled")
@@ -268,5 +268,5 @@ def _stable_hash(tensor: QuantizedTensor) -> str:
 QuantizedTensor.__tensor_flatten__ = ops.flatten_method(QuantizedTensor)
 QuantizedTensor._stable_hash_for_caching = _stable_hash
 QuantizedTensor._kept_by_autograd = property(_kept_by_autograd, _take_from_autograd)
-_codes = QuantizedTensor.rowwise_data  # whose type a checker sees
+_codes = QuantizedTensor.rowwise_data  # for type checkers
 QuantizedTensor.rowwise_data = property(buffer_property("rowwise_data").fget, _codes.fset, doc=_codes.__doc__)

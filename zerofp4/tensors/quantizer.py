@@ -22,7 +22,7 @@ _Layout = tuple[NVFP4Storage, ops.Quantization | None]
 
 
 def _like(template: NVFP4Storage, device: torch.device) -> NVFP4Storage:
-    def new(buffer: torch.Tensor) -> torch.Tensor:  # as empty_like, which is slow for one on the meta device
+    def new(buffer: torch.Tensor) -> torch.Tensor:  # empty_like of a meta tensor is slow
         return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device)
 
     record = NVFP4Storage.from_context(template.shape, template.context())
@@ -231,7 +231,7 @@ def quantize(
     """
     if not isinstance(scale_layouts, str):
         scale_layouts = tuple(scale_layouts)
-    # Not a kept one where torch.compile traces, which sees no cache, nor one that keeps a generator.
+    # Neither under torch.compile, which traces no cache, nor with a generator, which the cache would keep.
     is_kept = generator is None and not torch.compiler.is_compiling()
     quantizer = (_kept_quantizer if is_kept else Quantizer)(
         block=tuple(block),

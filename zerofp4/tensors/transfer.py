@@ -32,14 +32,14 @@ def reduce_tensor(tensor) -> tuple:
     record.check_memory("the tensor")
     buffers = dict(record.buffers())
     for name, buffer in buffers.items():
-        if buffer.untyped_storage().nbytes() > buffer.nbytes:  # do not write all of a flat buffer
+        if buffer.untyped_storage().nbytes() > buffer.nbytes:  # a view of a flat buffer
             buffer = buffer.clone()
         if buffer.dtype.is_floating_point and buffer.itemsize == 1:
             buffer = buffer.view(torch.uint8)  # plain pickle writes float8 and cannot read it
         buffers[name] = buffer
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     state = (tuple(record.shape), record.context(), buffers, record.name, tensor.requires_grad, is_parameter)
-    # Of a model only: files of state dicts would be several times as large.
+    # Not in state dicts, whose files would be several times as large.
     value = initial_value(record) if is_parameter else None
     return _rebuild_tensor, (type(tensor), *state, *(() if value is None else (value,)))
 
@@ -100,7 +100,7 @@ def pin_memory(tensor, device=None):
     return type(tensor)(copy_record(tensor.record, torch.Tensor.pin_memory))
 
 
-# Collectives. Their schemas declare no writes, and a result would go to a dequantized copy, unseen.
+# Collectives. Their schemas declare no writes, so a result would go to a dequantized copy, unseen.
 
 
 def collective(func, args: tuple, kwargs: dict) -> tuple | None:
@@ -133,7 +133,7 @@ def _broadcast(func, tensors, group, root, root_tensor=0, async_op=True, timeout
             record.attachments.pop(HAD_MASTER, None)
             torch.autograd.graph.increment_version(tensor)
     for buffer in buffers[:-1]:
-        # Not by func: the work that it gives NCCL's caller is none, and to wait for that is a crash.
+        # Not by func: with NCCL it gives no work, and waiting for that crashes.
         work = unboxed.broadcast([buffer], options)
         if work is not None:
             work.wait()

@@ -35,7 +35,7 @@ def attach(
     already, ValueError for an unsupported way of sharding. An error of one rank is raised on all.
     """
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    # accelerate's wrapper is an Optimizer that has no hooks of its own.
+    # accelerate's wrapper is an Optimizer without hooks.
     optimizers = [one if hasattr(one, "_optimizer_step_post_hooks") else one.optimizer for one in given]
     sharded = Sharded(model)
     weights, error = attempt(_place, model, sharded)
@@ -180,7 +180,7 @@ class Caster:
         for weight in self.weights:
             weight.wait_for_copy()
         if self._leaves_amaxes and self.optimizer.amaxes_outdated():
-            self.plan.begin_update()  # takes them back
+            self.plan.begin_update()  # discards them
         late = self.plan.run(error)
         for weight, master in zip(self.weights, masters, strict=True):
             weight.note_cast(master)

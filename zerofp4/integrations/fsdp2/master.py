@@ -68,7 +68,7 @@ class MasterShard(torch.Tensor):
                 "optimizer), and run the forward pass through the sharded modules (DistributedDataParallel "
                 "and FullyShardedDataParallel are not supported)"
             )
-        if func in _SHARED:  # over the same object: state dicts are made of it, and it counts their writes
+        if func in _SHARED:  # the same local tensor, which counts writes through state dicts
             return cls(masters[0].local, masters[0].weight)
         if func is _aten.copy_.default:
             return _copy_(*args, **kwargs)

@@ -129,7 +129,7 @@ class Weight:
         """Whether the codes are those of a master at this place. torch counts writes to its plain tensor."""
         if self._place == (local.data_ptr(), self.writes):
             version = _version(local)
-            if self._version is None:  # the first look at the view that FSDP2 made of the new place
+            if self._version is None:  # the first look at FSDP2's view of the new place
                 self._version = version
             if self._version == version:
                 return True
@@ -185,7 +185,7 @@ class Weight:
             return self._gathered.tensor, self._gathered.inner
         self._gathered.fill(changed)
         if changed and not out.is_inference():
-            increment_version(out)  # a backward pass through the values of before must fail
+            increment_version(out)  # a backward pass through the old values must fail
         return None
 
     def _is_given_as_values(self) -> bool:
@@ -252,7 +252,7 @@ class Gathered:
             is_stack = self._source.experts is not None
             out = self._values if is_stack else self._values.flatten(0, -2)
             ops.values_of(*self._read, out.dtype, out)
-            for rows in self._rows:  # read, and FSDP2 gives them memory for each gather
+            for rows in self._rows:  # FSDP2 allocates them for each gather
                 rows.untyped_storage().resize_(0)
         elif self.inner:
             self._stage.bind([self._record])  # its memory was freed since the last gather

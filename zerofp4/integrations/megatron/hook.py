@@ -91,7 +91,7 @@ def _replacements(megatron: _Megatron) -> Iterator[tuple[Any, str, Any]]:
         bind = functools.partialmethod if isinstance(owner, type) else functools.partial
         return owner, name, bind(function, megatron.had(owner, name), *options)
 
-    # is_nvfp4tensor() looks at these when it is called.
+    # is_nvfp4tensor() reads these at each call.
     theirs = megatron.had(fp4, "FP4_TENSOR_CLASS") if megatron.had(fp4, "HAVE_TE_FP4_TENSOR_CLASS") else None
     yield fp4, "HAVE_TE_FP4_TENSOR_CLASS", True
     yield fp4, "FP4_TENSOR_CLASS", NVFP4Tensor if theirs is None else (NVFP4Tensor, theirs)
@@ -101,9 +101,9 @@ def _replacements(megatron: _Megatron) -> Iterator[tuple[Any, str, Any]]:
         (casting.te_post_all_gather_processing, (fp4, fp8)),
     ):
         _, name, value = made(owners[0], function.__name__, function)
-        # Some modules have it by its name; in 0.18 not all of these.
+        # Other modules import it by name; in 0.18 not all of these.
         yield from ((owner, name, value) for owner in owners if name in vars(owner))
-    if "_unwrap_parameter_data" in vars(fp8):  # it saves time only: a version without it does not ask
+    if "_unwrap_parameter_data" in vars(fp8):  # only saves time; some versions lack it
         yield made(fp8, "_unwrap_parameter_data", casting.unwrap_parameter_data)
     buffer = buffers._ParamAndGradBuffer
     yield made(buffer, "_compute_nvfp4_packed_layout", layout.compute_packed_layout, is_packed)

@@ -66,7 +66,7 @@ def _prepares(inner: Callable[..., nn.Module], options: dict[str, Any]) -> Calla
         return sharded
 
     def split_and_prepare(model: nn.Module, split: Callable[..., None], *dims: Any) -> None:
-        del model.parallelize  # the attribute that has hidden the method
+        del model.parallelize  # uncovers the method
         split(*dims)
         prepare(model)
 

@@ -13,7 +13,7 @@ OLDEST, NEWEST = (2, 14), (2, 20)
 """Known versions. 2.14 is the first with both functions."""
 KNOWN = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
 
-_MARK = "_fp4_dtype"  # of all its tensors, NVFP4Tensor alone has it
+_MARK = "_fp4_dtype"  # only NVFP4Tensor has it
 _RECORD = "_zerofp4_record"
 _BUFFERS = {
     "rowwise": ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"),
@@ -43,7 +43,7 @@ class TensorRecord(NVFP4Storage):
     """The tensor's attributes at the last look(), the buffers among them, and their addresses."""
 
     def __reduce_ex__(self, protocol):
-        return type(None), ()  # a copy of the tensor, which copies what is kept with it, gets its own
+        return type(None), ()  # a copy of the tensor gets its own
 
     def check(self) -> None:
         if self.problem is not None:
