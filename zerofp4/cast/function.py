@@ -41,8 +41,7 @@ def cast_master_weights_to_nvfp4(
     The first call with these weights, shards and options builds the plan, which is collective, and keeps it
     with the first weight. Later calls find it, and take new addresses of masters and buffers without a
     collective (RuntimeError while a CUDA graph is captured). Masters are kept alive only if a CUDA graph
-    captured the call. Errors are those of CastPlan and CastPlan.step, and docs/failures.md says who raises
-    them.
+    captured the call. Errors are those of CastPlan and CastPlan.step (docs/failures.md).
     """
     group = resolve_group(group)
     cache = PlanCache("cast_plans", model_weights, group)

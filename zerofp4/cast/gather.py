@@ -110,8 +110,7 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
         >>> zerofp4.post_all_gather_processing([weight])
 
     Takes one launch for all columnwise data, and one for all scales. The weights' autograd versions advance.
-    A CUDA graph that captures a call uses its buffers in every replay; they are kept alive with the first
-    weight.
+    A CUDA graph that captures a call uses its buffers in every replay. The first weight keeps them alive.
 
     Raises TypeError or ValueError for anything but a list of distinct weights on one device that can be cast.
     """

@@ -47,8 +47,7 @@ class CastPlan:
         if torch.distributed is not initialized (RuntimeError if a launcher started several ranks).
     fsdp_shard_model_weights: 1D uint8 buffers of (start + n + 1) // 2 - start // 2 bytes. Codes go there
         instead of to the weights' rowwise_data; scales and amaxes still go to the weights.
-    amax_groups: lists of weights that share one amax. Stacks in a group have the same E, and experts with the
-        same index share an amax.
+    amax_groups: lists of weights that share one amax. Stacks in a group have one E and share by expert.
     on_nonfinite: "skip" leaves the weights of an amax group with a NaN or Inf master as they were, on every
         rank, and sets found_inf. "raise" also waits for the device and raises FloatingPointError by name.
     found_inf: float32 [1] on the weights' device, set to 1 if something was skipped, and never cleared. None
@@ -168,8 +167,7 @@ class CastPlan:
         Moved storage is noticed before anything is read or written: on the CPU all of it, on a GPU rebound
         weights, and the rest in check(), post() and a captured step. A rank that cannot take part
         (RuntimeError) still joins the reduction, flagged, so that no rank writes. The others raise
-        RuntimeError: on the CPU in this call, on a GPU in check() or in a later step(), after its own work
-        (docs/failures.md).
+        RuntimeError: on the CPU in this call, on a GPU in check() or a later step() (docs/failures.md).
         """
         self.run(OwnError(self.addresses.glance())).raise_if_any()
 
@@ -179,8 +177,7 @@ class CastPlan:
         Moved storage is noticed as in step(). If a rank cannot give its codes, for that or because a step did
         not take place, no rank changes a weight, and all raise RuntimeError as in step().
 
-        Raises ValueError if no rank owns an element, or if codes went to fsdp_shard_model_weights, which the
-        caller has to gather.
+        Raises ValueError if no rank owns an element, or if codes went to fsdp_shard_model_weights.
         """
         every = self._gather is None  # it takes addresses of its own
         if self._gather is None:
@@ -266,8 +263,7 @@ class CastPlan:
         self._amaxes = Amaxes.CAPTURED if ops.is_capturing(self._device) else Amaxes.LEFT
 
     def run(self, error: OwnError, borrowed: Iterable[torch.Tensor | None] = ()) -> OwnError:
-        """A step. A rank with an error joins the others, and raises it then. Returns the error of an earlier
-        step.
+        """A step. A rank with an error joins the others, then raises it. Returns an earlier step's error.
 
         borrowed: tensors that the step uses and the plan does not hold.
         """
@@ -538,9 +534,7 @@ class StepStatus:
             _retired.append((self._done, self.word))
 
     def queued(self) -> None:
-        """A whole step or gather is on the current stream, outside of a capture. On the CPU it is done, and
-        its error is raised.
-        """
+        """A step or gather is queued, outside of a capture. On the CPU it is done: raise its error."""
         if self._done is None:
             self.wait()
             return

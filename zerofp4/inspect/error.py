@@ -134,8 +134,7 @@ def quantization_error(
     with memory for two FP32 copies of its largest weight. Without one it is local.
 
     Before any collective, raises TypeError for a wrong type; ValueError for a `previous` without the codes of
-    a weight, or with another shape; RuntimeError for an optimizer that is `broken`, or whose parameters a
-    later one has taken over.
+    a weight, or with another shape; RuntimeError for an optimizer that is `broken`, or superseded.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")

@@ -62,8 +62,7 @@ def memory_kept(
     state, overlap: of ZeroFP4Optimizer with FusedAdamW, and of its Communication. With "update" there are
         gradients of one bucket only.
     offload: whether masters and moments are in host memory, as "host".
-    offload_gradients: of ZeroFP4Optimizer; sums of gradients are there, too, and gradients are those of a
-        bucket.
+    offload_gradients: of ZeroFP4Optimizer; sums of gradients are there, gradients those of a bucket.
     """
     chosen = {id(choice.parameter) for choice in choose_weights(model, None)[1]} if nvfp4 else set()
     kept = {"weights": 0, "gradients": 0, "masters": 0, "moments": 0}
@@ -102,8 +101,7 @@ def model_of(config: Path, layers: int | None = None) -> nn.Module:
     """The causal language model of a transformers configuration, in bfloat16, on the meta device. layers: how
     many, or None for those of the configuration.
 
-    Raises FileNotFoundError for a missing file or folder, ValueError for fewer than one layer, ImportError
-    without transformers.
+    Raises FileNotFoundError, ValueError for fewer than one layer, ImportError without transformers.
     """
     try:
         import transformers

@@ -98,9 +98,7 @@ def choose_weights(
     tensor_parallel: bool = False,
     block: tuple[int, int] = (BLOCK, BLOCK),
 ) -> tuple[ConversionReport, list[Chosen]]:
-    """The weights that convert_model would convert, with tensor_parallel also DTensors by this rank's slice;
-    and a report of all others.
-    """
+    """The weights that convert_model would convert (with tensor_parallel also DTensors), and a report."""
     report = ConversionReport()
     owners, heads = collections.defaultdict(list), _output_heads(model)
     for _, module_name, parameter_name, parameter in _parameters(model):

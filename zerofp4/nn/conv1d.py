@@ -12,8 +12,7 @@ from zerofp4.tensors import NVFP4Tensor
 
 
 class Conv1D(nn.Module):
-    """What convert_model(layers=True) turns transformers' Conv1D into, in place: y = x w + b with w [in,
-    out].
+    """What convert_model(layers=True) turns transformers' Conv1D into, in place: y = x w + b, w [in, out].
 
     With an NVFP4 weight inside `autocast(recipe)` it has the bytes of a zerofp4.nn.Linear with the transposed
     weight. In blocks of 16x16 that is the same weight with its two copies exchanged. Otherwise it is

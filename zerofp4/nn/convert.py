@@ -71,8 +71,7 @@ def convert_model(
     **Initial values.** get_high_precision_init_val() of a new parameter is the old value, on the CPU, from
     which a master starts. The optimizer that makes the master frees it. A frozen weight's is freed when an
     optimizer of the model's other parameters is built (ZeroFP4Optimizer) or first steps (torch's). A weight
-    on the meta device has none: give the model memory by to_empty(), and the optimizer values by its
-    masters_from.
+    on the meta device has none: give the model memory by to_empty(), the optimizer values by masters_from.
 
     Before anything is changed, raises ValueError for other blocks, for columnwise=True with (1, 16), for amax
     groups of other weights, and for a DistributedDataParallel. Raises RuntimeError for a module that does not

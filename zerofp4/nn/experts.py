@@ -26,12 +26,10 @@ _ARGUMENTS = ["self", "hidden_states", "top_k_index", "top_k_weights"]
 
 
 class Experts(nn.Module):
-    """What convert_model(layers=True) turns the experts of a transformers model into, in place, if its filter
-    took both parameters.
+    """What convert_model(layers=True) turns transformers' experts into, in place, if both are converted.
 
     Inside `autocast(recipe)` it makes two products of GroupedLinear, with tokens sorted by expert; outside it
-    is transformers' module. Its class is derived from this one and the original. torch.compile runs it
-    eagerly.
+    is transformers' module. Its class derives from both. torch.compile runs it eagerly.
     """
 
     takes_nvfp4_weight = True

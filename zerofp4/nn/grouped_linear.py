@@ -29,8 +29,7 @@ class GroupedLinear(nn.Module):
     """A zerofp4.nn.Linear for each group of consecutive rows, each with its own weight and amax. The bytes
     are those of one call per group. Groups may be empty; their parameters get gradients of zeros.
 
-    num_gemms: the number of groups, at least 1 (else ValueError). The other arguments and errors are
-        Linear's.
+    num_gemms: the number of groups, at least 1 (ValueError). Other arguments and errors are Linear's.
 
     The weights are one parameter `weight` [num_gemms, out_features, in_features], the biases one `bias`
     [num_gemms, out_features]. A primary weight is one NVFP4Tensor. State dicts name each group's view,
@@ -215,9 +214,7 @@ class GroupedLinear(nn.Module):
 
 
 def why_one_by_one(x: torch.Tensor, features: Sequence[int], recipe: Recipe) -> str | None:
-    """Why groups need one product each under a recipe, or None. x: in the dtype of the product. features: of
-    output and input.
-    """
+    """Why groups need one product each, or None. x: in the product's dtype. features: of output, input."""
     if len(x) == 0:
         return "there are no tokens"
     return _why_not(x.device, x.dtype, tuple(features), recipe.key)

@@ -37,9 +37,8 @@ def _norm(size: int, eps: float, normalization: str, device, dtype) -> nn.Module
 class LayerNormLinear(nn.Module):
     """`linear(norm(x))`: a normalization over the last dimension, and a zerofp4.nn.Linear.
 
-    Nothing is fused: the norm writes its output in its own dtype, and the linear layer reads that twice, for
-    its amax and to quantize it. Autograd keeps only the quantized columnwise copy of it. The submodules are
-    `norm` and `linear`.
+    Nothing is fused: the norm writes its output, and the linear layer reads it twice, for its amax and to
+    quantize it. Autograd keeps only its quantized columnwise copy. The submodules are `norm` and `linear`.
 
     eps, normalization: of the norm, "LayerNorm" or "RMSNorm".
     The other arguments are Linear's. Raises ValueError for another normalization, and what Linear raises.
@@ -74,8 +73,7 @@ class LayerNormMLP(nn.Module):
     The submodules are `norm`, and the zerofp4.nn.Linear `fc1` and `fc2`, each with its own cache.
 
     hidden_size: features of x and of the result.
-    ffn_hidden_size: input features of fc2. fc1 has as many outputs, or twice as many with a gated activation,
-        the gate first.
+    ffn_hidden_size: input features of fc2. fc1 has as many outputs, or twice with a gate, which is first.
     activation: "gelu" (not approximated), "relu2" (the square of ReLU), "swiglu" (silu(gate) * values) or
         "geglu" (gelu(gate) * values).
     eps, normalization: as of LayerNormLinear.

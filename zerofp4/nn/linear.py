@@ -1,6 +1,4 @@
-"""Linear: a linear layer whose three products take quantized operands; quantize_input: one input for several
-layers.
-"""
+"""Linear: a linear layer with three quantized products; quantize_input: one input for several layers."""
 
 import torch
 from torch import nn
@@ -71,8 +69,7 @@ class Linear(nn.Linear):
             weight and outside of autocast.
 
         Raises ValueError for sizes that cannot be quantized, and RuntimeError for False before any True. The
-        backward pass raises RuntimeError if the weight was quantized again, or cast into, since the forward
-        pass.
+        backward pass raises RuntimeError if the weight was quantized again, or cast into, before it.
         """
         recipe = current_recipe(self)
         if recipe is None:
@@ -124,12 +121,10 @@ def quantize_input(x: torch.Tensor, layer: Linear | None = None) -> torch.Tensor
         x = zerofp4.nn.quantize_input(self.norm(x))
         q, k, v = self.q(x), self.k(x), self.v(x)
 
-    layer: one of the layers, if the recipe names other recipes for some modules; all must follow the same
-        one.
+    layer: one of the layers, if the recipe names other recipes for some modules; all must follow one.
 
     Returns x itself outside of autocast, for a layer that follows no recipe, and under torch.compile. Raises
-    TypeError and ValueError for an x that cannot be quantized; a layer with another recipe, or none, raises
-    ValueError for the result.
+    TypeError and ValueError for an x that cannot be quantized; layers of other recipes raise ValueError.
     """
     recipe = current_recipe(layer)
     if recipe is None or torch.compiler.is_compiling() or isinstance(x, QuantizedTensor):

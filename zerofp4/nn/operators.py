@@ -1,5 +1,4 @@
-"""zerofp4::linear and zerofp4::linear_gradients, a layer in autocast, and zerofp4::cache_weight, which keeps
-its quantized weight.
+"""zerofp4::linear, linear_gradients and cache_weight: a layer in autocast, and its cached weight.
 
 csrc/autograd/layer.cpp has the autograd formula, and multiplies NVFP4 operands with the exact backend. All
 other cases come here and get the same bytes.

@@ -93,9 +93,7 @@ class Quantizers:
         return (weight,) if self.has_tiles or weight.dim() == 2 else weight.unbind()
 
     def input(self, x: QuantizedTensor, *, columnwise: bool) -> Storage:
-        """The record of a quantized x. Raises ValueError unless it is quantized as the recipe does it, with
-        these copies.
-        """
+        """The record of x. Raises ValueError unless it is quantized as by the recipe, with these copies."""
         expected = self.blank("input", x.record.shape, x.record.dtype, columnwise=columnwise)
         found = x.record
         if not columnwise and isinstance(found, NVFP4Storage):
@@ -348,8 +346,7 @@ def shown(module: nn.Module, others: str) -> str:
 def show_weights() -> None:
     """Have print(model) show the NVFP4 weights of every nn.Linear.
 
-    Changes the class: a method on a module would be a reference cycle, which delays freeing the module's
-    memory.
+    Changes the class: a method on a module would be a reference cycle, and keep its memory longer.
     """
     original = nn.Linear.extra_repr
     if hasattr(original, "shows_weights"):

@@ -29,8 +29,8 @@ class NVFP4Recipe:
     stochastic_rounding: of gradients, with torch's default generator of their device.
     hadamard, random_signs: transform both operands of the weight's gradient, and with signs or without.
     four_over_six: how activations and high-precision weights choose their scales; gradients never do.
-    backward: "quantized"; "dequantized" multiplies gradients in their own dtype with the values of the
-        quantized weight and input.
+    backward: "quantized"; "dequantized" multiplies unquantized gradients with the values of the weight and
+        input.
     backend: of zerofp4.gemm.
     modules: pairs (name, recipe). The named module, and all in it, follow that recipe, or with None compute
         as outside of autocast. Names are those of named_modules(); * matches anything; the first match
@@ -101,9 +101,8 @@ def _finish(recipe: Recipe) -> None:
 
 
 class _Recipes(dict[str, Recipe | None]):
-    """The recipes of a module, by the mark of the model's autocast. They are kept in the module since
-    torch.compile guards on attributes of a layer, not on look-ups of it elsewhere. Copies of a module belong
-    to no model yet.
+    """The recipes of a module, by the mark of the model's autocast. The module keeps them, as torch.compile
+    guards on a layer's attributes, not on look-ups elsewhere. Copies belong to no model yet.
     """
 
     def __reduce__(self) -> tuple[type, tuple]:
@@ -119,13 +118,11 @@ _numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary(
 class autocast(contextlib.ContextDecorator):
     """Inside, the layers of zerofp4.nn compute by `recipe`; outside they are ordinary layers.
 
-    model: whose modules, as they are now, compute by it; None for all layers. Needed if the recipe names
-        modules.
+    model: whose present modules compute by it; None for all layers. Needed if the recipe names modules.
 
     An autocast belongs to the thread that enters it, and the innermost one that has a layer decides about it.
     Only the forward pass has to be inside. In a backward pass, torch.utils.checkpoint runs a layer by the
-    recipe of its last forward pass, and compiled code by the contexts of the last compiled forward pass of
-    the process.
+    recipe of its last forward pass, and compiled code by the contexts of the last compiled forward pass.
 
     Raises TypeError for another recipe, ValueError for modules without a model and for a name that none has.
     """

@@ -85,8 +85,7 @@ def round_means(means: torch.Tensor, out: torch.Tensor, layout: MeansLayout, *, 
     """Round the means of a host at random, as reference.send_mean() does.
 
     means: float32 [slices, numel], contiguous.
-    out: the messages, contiguous. bfloat16 elements outside of pieces become 0; other bytes of no element
-        stay.
+    out: the messages, contiguous. bfloat16 elements outside of pieces become 0; other padding stays.
     step: number of the update. host: the sender's number.
     """
     arguments = _C.RoundMeansArgs(

@@ -23,8 +23,7 @@ _known_shapes = functools.lru_cache(maxsize=1024)(scale_shapes)
 
 def padded_scale(record: NVFP4Storage | MXFP8Storage, side: str, layout: str) -> torch.Tensor:
     """The "expanded" (NVFP4 only) or "swizzled" scales of a side (layout.scale_shape, mxfp8_scale_shape): the
-    persistent buffer, or made from the compact scales. Raises ValueError without that side, RuntimeError for
-    freed scales.
+    persistent buffer, or made from the compact scales. ValueError without that side, RuntimeError if freed.
     """
     copy: Side | None = getattr(record, side)
     if copy is None:

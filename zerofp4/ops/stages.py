@@ -28,8 +28,7 @@ class MasterPiece(NamedTuple):
     """This rank's part of a weight, and the position of its amaxes in a plan's reduced vector.
 
     matrix, dtype: the weight's [rows, cols] and dtype.
-    tile_offset: the word of the amax of tile (0, 0); the others follow, row-major. These are written: every
-        tile belongs to one piece.
+    tile_offset: the word of the amax of tile (0, 0); others follow, row-major. A tile is in one piece.
     amax_offset: the word of the amax of its group, raised to the maximum.
 
     An amax is the largest magnitude of the owned elements rounded to `dtype`, +inf for a NaN or Inf.
@@ -221,8 +220,7 @@ def load_gather(
       the state
     - unpack() copies `received` from slots to weights, if all ranks take part and their step took place
 
-    staging: uint8 [ranks, bytes of a slot, a multiple of GATHER_VECTOR]; a slot begins with its rank's state,
-        int32.
+    staging: uint8 [ranks, bytes of a slot, a multiple of GATHER_VECTOR]; a slot begins with the int32 state.
     buffers: of the weights, in which the runs lie; the caller keeps them alive. Raises as plan.load().
     """
     own_words, received_words = ([word for run in runs for word in run] for runs in (own, received))

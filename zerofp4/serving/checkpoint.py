@@ -36,16 +36,14 @@ _KV_CACHE = re.compile(r"\.(k_scale|v_scale|q_scale|k_zero_point|v_zero_point|ou
 
 
 class Checkpoint:
-    """A folder with safetensors (one file, or several and an index) and a configuration. One file is open at
-    a time.
+    """A folder with a configuration and safetensors, one file or several. One is open at a time.
 
     format_name: "compressed-tensors" or "modelopt".
     has_inputs: whether activations are quantized. If not, scales of activations have no meaning.
     unread: names of the tensors that were not read yet.
     kv_scales: names of scales of an 8-bit KV cache, which no layer needs.
 
-    Raises FileNotFoundError without such files, ValueError for another format, or for tensors without which a
-    weight has not its values.
+    Raises FileNotFoundError without such files, ValueError for other formats, AWQ and SVDQuant.
     """
 
     def __init__(self, folder: Path):

@@ -44,8 +44,7 @@ def amax_groups(model: nn.Module, filter_fn: FilterFn | None = None) -> list[lis
     weights wrongly, and SGLang refuses them. Stacked experts [E, N, K] need no group, since an expert's gate
     and up are one matrix there.
 
-    model: before convert_model, or after it. Modules are recognized by their last names, in
-        zerofp4.serving.FUSED.
+    model: before convert_model, or after it. zerofp4.serving.FUSED has the modules' last names.
     filter_fn: that of convert_model or prepare, for a model that is not converted yet.
 
     Returns the groups in the order of the model, each with the weights that are, or will be, in NVFP4.

@@ -44,8 +44,7 @@ def save_pretrained(
     tokenizer: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportReport:
-    """Write a model of transformers as a folder that vLLM, SGLang and transformers load, with the codes and
-    scales that were trained.
+    """Write a transformers model, with its trained codes, as a folder for vLLM, SGLang and transformers.
 
     Collective over the optimizer's process group, or else the default one. Rank 0 writes, and holds one
     file's tensors, at most 5 GB; the others hold one whole tensor. An older export in the folder stays until

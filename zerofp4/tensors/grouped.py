@@ -24,8 +24,7 @@ class GroupedNVFP4(storage.Sides):
         >>> groups = zerofp4.quantize_grouped(x, [16, 0, 48])
         >>> second = groups.tensors()[1]  # an NVFP4Tensor
 
-    R = round_up(tokens + 15 * groups, 16) and S = round_up(tokens + 127 * groups, 128) leave room for any
-    splits:
+    R = round_up(tokens + 15 * groups, 16), S = round_up(tokens + 127 * groups, 128), enough for any splits:
 
     - rowwise_data uint8 [R, K/2] and rowwise_scale E4M3 [R, ceil(K/16)]: group g begins at row
       data_offsets[g], a multiple of 16.
@@ -44,8 +43,7 @@ class GroupedNVFP4(storage.Sides):
         and of the padded scales; then the end of the last one.
     splits: int32 or int64 [groups], the rows of each group.
     m_splits: splits as a tuple, or None if the host does not know them.
-    error: int32 [1], 1 if a split is negative or their sum is not the number of tokens; then all groups are
-        empty.
+    error: int32 [1], 1 if a split is negative or their sum is not `tokens`; then all groups are empty.
     """
 
     shape: torch.Size
@@ -165,8 +163,8 @@ def quantize_grouped(
     x: [tokens, K] of float32, bfloat16 or float16, K even.
     m_splits: the rows of each group, or 0. A sequence of ints or a CPU tensor is checked here, and copied to
         x's device without waiting. On x's device, int32 or int64 [groups], nothing waits, and a CUDA graph
-        can capture the call; invalid splits set `error`, and `check()` raises. torch.compile takes any tensor
-        like that.
+        can capture the call; invalid splits set `error`, and `check()` raises. torch.compile treats any
+        tensor so.
     amax, columnwise_amax: float32 [groups] on x's device, instead of each group's own, which take a pass over
         x.
     rowwise, columnwise, hadamard, random_signs, scale_layouts: as in quantize, but a columnwise copy takes
@@ -174,16 +172,14 @@ def quantize_grouped(
     stochastic_rounding, generator: as in quantize, with a state drawn for each group.
     block, four_over_six: only (1, 16) and None.
 
-    Returns a GroupedNVFP4: each group has the bytes of quantize(its rows, block=(1, 16), ...), without
-    history.
+    Returns a GroupedNVFP4 without history, with the bytes of quantize(rows of a group, block=(1, 16), ...).
 
     Examples:
         >>> groups = zerofp4.quantize_grouped(x, [16, 0, 48])
         >>> first, *others = groups.tensors()
 
     Raises TypeError for a wrong dtype; ValueError for a wrong shape, option or combination of options, and
-    for host splits that are negative or do not sum to tokens; RuntimeError for host splits while a CUDA graph
-    is captured.
+    for invalid host splits; RuntimeError for host splits while a CUDA graph is captured.
     """
     check_values(x)
     storage.check_block(block)
@@ -229,9 +225,7 @@ def _allocate(scheme: storage.Scheme, shapes: dict, device: torch.device) -> sto
 
 
 def host_sizes(m_splits: Sequence[int] | torch.Tensor, tokens: int) -> tuple[int, ...]:
-    """The rows of each group, as a tuple; waits for splits on a GPU. Raises ValueError for invalid ones,
-    TypeError for other types.
-    """
+    """The rows of each group; waits for a GPU. Raises ValueError, or TypeError for non-integers."""
     if isinstance(m_splits, torch.Tensor):
         if m_splits.dim() != 1 or m_splits.dtype not in (torch.int32, torch.int64):
             raise ValueError(

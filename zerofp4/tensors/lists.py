@@ -70,11 +70,9 @@ def swizzle_scales(
         >>> (scales,) = zerofp4.swizzle_scales([zerofp4.quantize(x)])
 
     Returns scales of shape (round_up(rows, 128), round_up(ceil(cols/16), 4)), padded with zeros, for [E, N,
-    K] with a leading E. Persistent swizzled scales of a tensor are returned as they are; others of one shape
-    share a storage.
+    K] with a leading E. A tensor's persistent ones are returned; others of one shape share a storage.
 
-    Raises TypeError or ValueError for another item, or a tensor without the copy; RuntimeError for freed
-    scales.
+    Raises TypeError or ValueError for other items, and tensors without the copy, RuntimeError for freed ones.
     """
     return _change(scales, side_of(columnwise), None, compact=True)
 

@@ -25,8 +25,7 @@ class MXFP8Tensor(QuantizedTensor):
     """A tensor in MXFP8: E4M3 elements, and an E8M0 scale for each block of 32 of them.
 
     quantize_mxfp8 makes one. Blocks lie along a row or, in the columnwise copy, along a column. It has the
-    logical shape and dtype, and the buffers of MXFP8Storage. QuantizedTensor says how operations of torch
-    treat it.
+    logical shape and dtype, and the buffers of MXFP8Storage. See QuantizedTensor for torch's operations.
 
     Examples:
         >>> t = zerofp4.quantize_mxfp8(torch.randn(64, 64))
@@ -54,11 +53,9 @@ def quantize_mxfp8(
     """Quantize a tensor to MXFP8, in one pass.
 
     x: [..., K] of float32, bfloat16 or float16, flattened to [M, K].
-    rowwise, columnwise: which copies to make, with blocks of 32 elements along rows or along columns, cut off
-        at the edges.
+    rowwise, columnwise: which copies to make. Blocks have 32 elements along rows, or columns, fewer at edges.
     scale_layouts: persistent scale buffers out of "compact" (always there) and "swizzled".
-    out: a tensor of x's shape, dtype and device with the buffers asked for. All its buffers are written in
-        place.
+    out: a tensor of x's shape, dtype and device with the buffers asked for. All its buffers are written.
     skip: float32 [1] on x's device, with out only. If it is not 0, out keeps its bytes. The kernel reads it,
         so a captured CUDA graph can refresh a weight, or not.
 

@@ -196,16 +196,13 @@ def quantize(
     """Quantize a tensor to NVFP4: 4-bit codes, a scale for each block, and a global amax.
 
     x: [..., K] of float32, bfloat16 or float16, K even, flattened to [M, K]. In blocks of (16, 16) also [E,
-        N, K]: E matrices, such as experts, each quantized alone, with a leading E in every buffer and amaxes
-        of shape [E].
+        N, K]: E matrices, each quantized alone, with a leading E in every buffer and amaxes [E].
     block: (16, 16) for weights, where the columnwise copy is exactly the transpose; (1, 16) for activations.
-    rowwise, columnwise: which copies to make. columnwise needs M even, unless hadamard completes the last
-        group of rows.
+    rowwise, columnwise: which copies to make. columnwise needs M even, unless with hadamard.
     amax: float32 [1] on x's device, or [E], the global amax instead of x's own. Larger values saturate.
     hadamard: make the columnwise copy from the random Hadamard transform of x along M, in groups of 16 rows,
         with an amax of its own (columnwise_amax, if given). Block (1, 16) only. It cancels in a product over
-        M if both operands have it; dequantize reads the rowwise copy. random_signs=False leaves out the
-        signs.
+        M if both operands have it; dequantize reads the rowwise copy. random_signs=False: no signs.
     stochastic_rounding: round up with a probability that is the distance from the lower value; for gradients.
         In blocks of (16, 16) both copies have the codes that the rowwise one drew.
     generator: for the one torch.randint that draws the seed (None: torch's default of x's device). One on the

@@ -30,13 +30,11 @@ def prepare(
     """Have fully_shard gather the weights of linear layers in NVFP4. Call it before fully_shard and before
     the optimizer is built; then call attach(model, optimizer).
 
-    filter_fn: as of zerofp4.convert_model, which takes the same weights. The others stay, and the report says
-        why.
+    filter_fn: as of zerofp4.convert_model, which takes the same weights. The report says why others stay.
     amax_groups: lists of weights of the model, as they are now, that share one amax.
     columnwise: give layers of zerofp4.nn (no others) the transposed codes, made on each rank from the
         gathered ones. None: for 16x16 blocks on FP4 tensor cores, where their backward pass reads them.
-    block: (16, 16), or (1, 16), which serving engines read: scales are gathered after the codes then, 1/16
-        byte per element.
+    block: (16, 16), or (1, 16), which serving engines read: their scales are gathered, too.
     four_over_six: use the better of two scales for each block. Only with blocks of 1x16.
 
     Each weight becomes an FP32 master, which FSDP2 shards, the optimizer trains and state_dict() holds. It

@@ -16,11 +16,9 @@ from zerofp4.launch import backend_for
 
 
 class Placement:
-    """Where FSDP2 has put a weight's master. References are weak: a cycle through tensor views is never
-    collected.
+    """Where FSDP2 has put a weight's master. References are weak: cycles through views leak.
 
-    group: the ranks that the weight is sharded over. device: where it is gathered. dtype: that layers compute
-        in.
+    group: the ranks that the weight is sharded over. device: where it is gathered. dtype: of layers.
     shape: of the gathered weight; under tensor parallelism of this rank's slice.
     first_row, rows: this rank's shard. padded_rows: every rank's input to the all-gather.
     """

@@ -16,14 +16,12 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 
 def install() -> None:
-    """Let Megatron-Core's DistributedDataParallel and DistributedOptimizer train the NVFP4 weights of
-    convert_model.
+    """Let Megatron-Core's DistributedDataParallel and DistributedOptimizer train NVFP4 weights.
 
     They cast with cast_master_weights_to_nvfp4, keep and gather packed codes, laid out like the masters, save
     and load values, and let weights follow loaded masters. TransformerEngine is not needed; its own tensors
     are handled as before. Call it before the model is given to DistributedDataParallel, with
-    use_distributed_optimizer and fp4_param_gather set there. A second call changes nothing, and uninstall()
-    undoes it.
+    use_distributed_optimizer and fp4_param_gather set there. A second call changes nothing.
 
     Raises ImportError without Megatron-Core, RuntimeError for a version other than KNOWN_VERSIONS, or one
     that lacks a function to replace; nothing is changed then.

@@ -74,9 +74,7 @@ def _check_config(ddp_config: Any, param: NVFP4Tensor, name: str) -> None:
 
 
 def construct(self, original: Callable, *args, **kwargs) -> None:
-    """The constructor of DistributedOptimizer. Raises ValueError, on every rank, if a weight's masters would
-    not be made or not be cast.
-    """
+    """The constructor of DistributedOptimizer. Raises ValueError if masters would not be made or cast."""
     given = inspect.signature(original).bind(self, *args, **kwargs).arguments
     buffers = itertools.chain.from_iterable(given["per_model_buffers"].values())
     for param in (p for buffer in buffers for p in buffer.params if isinstance(p, NVFP4Tensor)):

@@ -23,11 +23,10 @@ def gather_in_nvfp4(config: Any, optimizer: str | None = None, **options: Any) -
 
     fsdp2.prepare runs on each part of the model after tensor parallelism and before fully_shard, and
     fsdp2.attach as soon as the optimizers are built. A seed checkpoint has plain weights, and every run loads
-    it. CUDA graphs are switched off: a replay runs no Python, which checks for stale codes and casts loaded
+    it. CUDA graphs are switched off: a replay runs no Python to check for stale codes and cast loaded
     masters.
 
-    The run raises ValueError for training.dtype other than "float32" and for CUDA graphs that the command
-    line has switched on again.
+    The run raises ValueError for training.dtype other than "float32" and for CUDA graphs switched on again.
     """
     from zerofp4.integrations.torchtitan.optimizers import NVFP4Optimizers  # which imports torchtitan
 

@@ -21,8 +21,7 @@ def install() -> None:
     """Put our cast behind TransformerEngine's quantize_master_weights and post_all_gather_processing, until
     uninstall(). Modules that imported these functions by name get ours, too. A second call changes nothing.
 
-    Raises ImportError if TransformerEngine cannot be imported, RuntimeError for an unknown version; nothing
-    is changed then.
+    Raises ImportError if TransformerEngine cannot be imported, RuntimeError for unknown versions.
     """
     if _originals:
         return
