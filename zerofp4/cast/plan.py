@@ -243,9 +243,7 @@ class CastPlan:
         return [item.piece for item in items if item.piece.shard.numel]
 
     def begin_update(self) -> None:
-        """Clear `reduced`, with earlier amaxes, and write its header: those of every piece of master_pieces()
-        may go in now. Queued on the current stream.
-        """
+        """Clear `reduced` and write its header: the amaxes of master_pieces() may go in now. Only queued."""
         self._settle()
         self._stages.run("begin", False)
         self._amaxes = Amaxes.BEGUN
@@ -392,9 +390,7 @@ class CastPlan:
         )
 
     def decline(self) -> bool:
-        """Join the other ranks' step, so that no rank writes, since this rank needs another plan. Returns
-        whether all ranks declined. Raises RuntimeError if a rank has an error.
-        """
+        """Join a step to ask for another plan. Returns whether all ranks did; RuntimeError for an error."""
         self._stages.run("begin", True)
         self._vector.decline()
         self._reduce()

@@ -50,9 +50,7 @@ class PlanCache:
     def find(
         self, tensors: Sequence[Sequence[torch.Tensor | None]], *others: Any
     ) -> tuple[Kept | None, bool]:
-        """The plan of a call, and whether the call equals the last one, by its tensors and the repr of
-        others, and need not be checked.
-        """
+        """The plan of a call; and whether the call equals the last one, by tensors and repr of others."""
         self._fingerprint = attempt(self._identify, tensors, others)[0]
         kept = self._plans.get(self._key)
         if kept is None or not kept.group.refers_to(self._group):

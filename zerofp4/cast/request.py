@@ -283,9 +283,7 @@ def check_request(
 
 
 def check_refresh(request: CastRequest, names: Sequence[str]) -> None:
-    """Check a request's tensors again, after any of them moved, and take the present records. Raises
-    TypeError or ValueError if more than storage has changed.
-    """
+    """Check moved tensors, and take the present records. Raises if more than storage has changed."""
     records = check_weights(request.weights, has_codes=request.shard_codes is None)
     for i, (old, new, shard) in enumerate(zip(request.records, records, request.shards, strict=True)):
         for what in ("shape", "dtype", "block", "four_over_six", "device"):

@@ -94,9 +94,7 @@ class Contents:
         return found
 
     def add(self, keys: Keys, tensor: torch.Tensor, shape: Sequence[int], is_state: bool) -> None:
-        """Add a tensor, or a chunk of one. shape: of the whole. is_state: whether it is optimizer state,
-        whose keys end in the names of the parameter and the entry.
-        """
+        """Add a tensor of this shape, or a chunk of it. Keys of state end in parameter and entry names."""
         kind, size, amax = _measure(tensor)
         is_weight = not is_state and tensor.dtype in DTYPES
         if is_state:
@@ -110,9 +108,7 @@ class Contents:
         row.amax = _larger(row.amax, amax)
 
     def add_exported(self, module: str, format: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Add an NVFP4 weight of a serving format, with the amax of its values. tensors: codes, scales,
-        global scale, and perhaps that of its inputs.
-        """
+        """Add an exported weight with the amax of its values. tensors: as in EXPORTED."""
         codes, scales, global_scale = tensors[:3]
         largest = torch.maximum(codes & 7, codes >> 4 & 7).unflatten(-1, (-1, BLOCK // 2)).amax(-1)
         values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device="cpu")
@@ -288,9 +284,7 @@ def _read_torch_file(path: Path) -> Contents:
 
 
 def _leaves(value: Any, keys: Keys = (), is_state: bool = False) -> Iterator[tuple[Keys, Any, bool]]:
-    """The keys and values of tensors in nested containers, and of step counts of optimizers; and whether it
-    is state of an optimizer, with keys of parameter names if it has them.
-    """
+    """(keys, value, whether it is optimizer state) of tensors and step counts, by parameter name if known."""
     if isinstance(value, torch.Tensor):
         yield keys, value, is_state
     elif isinstance(value, Mapping):

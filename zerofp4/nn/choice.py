@@ -231,9 +231,7 @@ def _why_not(
 
 
 def _may_be_experts(module: nn.Module, parameter_name: str, filter_fn: FilterFn | None) -> bool:
-    """Whether a 3D parameter is a stack of matrices: our layer's, or one that filter_fn confirms. torch's own
-    modules, such as convolutions, have none.
-    """
+    """Whether a 3D parameter is a stack of matrices: our layer's, or another's if filter_fn says so."""
     parameter = module._parameters[parameter_name]
     if is_lazy(parameter) or parameter.dim() != 3 or linear_forward(module) is not None:
         return False

@@ -184,9 +184,7 @@ def _restored(quantizers: Quantizers, role: str, shape, dtype: torch.dtype, buff
 
 @ops.backend("linear")
 def _linear(x, x_copies, splits, bias, *others) -> list[torch.Tensor]:
-    """[y; with splits offsets and the error flag; what is saved of x for the weight's gradient; what is saved
-    of the weight for x's gradient, if it was quantized for this call].
-    """
+    """[y; with splits offsets and the error flag; then what is saved of x, and of an unkept weight]."""
     weight, (_, x_needs, weight_needs) = _weight_first(others)
     quantizers, own = quantizers_of(weight.recipe, x.device), []
     if weight.is_kept:
@@ -291,9 +289,7 @@ def _linear_gradients(grad, groups, x, cols, own, *others) -> tuple[torch.Tensor
 
 
 def _quantized(quantizers, grad, x: Storage | None, weight: Storage | None, dtypes, out, adds: bool):
-    """(dx, dw) from y's gradient g [T, N], quantized: dx from g's rows and w's columns (or their values in
-    rows), dw from g's and x's columns.
-    """
+    """(dx, dw) of y's gradient g, quantized: dx by g's rows and w's columns, dw by g's and x's columns."""
     grad_x = grad_weight = None
     if x is None and weight is None:
         return grad_x, grad_weight

@@ -78,9 +78,7 @@ class Quantizers:
         return quantizer.record(x)
 
     def weights(self, weight: torch.Tensor, x_needs: bool) -> list[Storage]:
-        """A weight quantized for one call: one record, or one per matrix of a stack without tiles. Raises
-        ValueError if x's gradient is needed and its sizes do not allow it.
-        """
+        """A weight quantized for one call. ValueError if x's gradient is needed and its sizes forbid it."""
         if self.is_nvfp4:
             check_matrix(*weight.shape[-2:], columnwise=x_needs and self.quantized_backward)
         columnwise = x_needs and self.weight_columns
@@ -225,9 +223,7 @@ class WeightCache:
         return found
 
     def get(self, weight: torch.Tensor, quantizers: Quantizers, is_first_microbatch: bool) -> list[Storage]:
-        """Records as of Quantizers.weights, quantized again for a first micro-batch, another recipe, and a
-        weight that was written to. Raises RuntimeError for a later micro-batch without a first.
-        """
+        """Records as of Quantizers.weights, quantized anew if needed. RuntimeError without a first call."""
         if self._tensors is None and not is_first_microbatch:
             raise RuntimeError(
                 "is_first_microbatch=False takes the cached weight, but there is none: "

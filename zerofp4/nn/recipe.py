@@ -172,9 +172,7 @@ def __getattr__(name: str) -> Contexts:
 
 
 def current_recipe(layer: nn.Module | None = None) -> Recipe | None:
-    """The recipe of the autocast around the caller for a layer, None if it follows none; inside a backward
-    pass that of the layer's last forward pass.
-    """
+    """A layer's recipe by the innermost autocast, or None; in a backward pass that of its last forward."""
     if torch.compiler.is_compiling():
         return _recipe_in(_this_module.contexts, layer)
     key = _NO_LAYER if layer is None else layer

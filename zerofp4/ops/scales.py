@@ -56,9 +56,7 @@ def compact_scale(record: NVFP4Storage | MXFP8Storage, side: str) -> torch.Tenso
 
 
 def change_scales(scales, rows, cols, block_rows, layout, pad: bool) -> list[torch.Tensor]:
-    """pad_scale or unpad_scale for a list, in one launch. Results of one shape share a storage, since single
-    allocations would take the host longer than all the rest.
-    """
+    """pad_scale or unpad_scale for a list, in one launch. Results of one shape share a storage."""
     matrices = list(zip(rows, cols, block_rows, strict=True))
     if not all(map(is_plain_call, scales[:1])):
         change = torch.ops.zerofp4.pad_scale if pad else torch.ops.zerofp4.unpad_scale
@@ -87,7 +85,7 @@ def _are_as_usual(scales: Sequence[torch.Tensor], shapes: Sequence[tuple[int, in
 
 
 def _allocate(like: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Uninitialized tensors like `like`; those of a shape share a storage, if vector reads stay aligned."""
+    """Uninitialized tensors. Those of a shape share a storage, for speed, if vector reads stay aligned."""
     made: dict[tuple[int, int], Iterator[torch.Tensor]] = {}
     for shape, count in collections.Counter(shapes).items():
         if shape[0] * shape[1] * like.itemsize % VECTOR_BYTES == 0:
@@ -132,8 +130,8 @@ def _words(sources, targets, matrices, layout: str) -> list[int]:
 def padded_scale_list(
     scales: Sequence[tuple[torch.Tensor, torch.Tensor, tuple[int, int, int], str]], device: torch.device
 ) -> tuple[_C.ScaleLayoutList, int] | None:
-    """The native list that fills padded scales, and its number of items, or None. scales: (compact, padded,
-    matrix as in _change_layouts, layout).
+    """The native list that fills padded scales, and its number of items, or None, from (compact, padded,
+    (rows, cols, block_rows), layout).
     """
     words = [word for c, p, matrix, layout in scales for word in _words([c], [p], [matrix], layout)]
     return (_C.ScaleLayoutList(device.type == "cpu", words, True), len(words) // _FIELDS) if words else None

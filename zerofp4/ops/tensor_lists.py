@@ -82,9 +82,7 @@ def state_facts(
 
 
 class Versions:
-    """autograd's counts of writes to tensors (or Nones) when they were last taken. They count any write in
-    place, but none through .data.
-    """
+    """autograd's counts of writes in place to tensors (or Nones), but not through .data, as last taken."""
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]):
         self._given = list(tensors)
@@ -151,9 +149,7 @@ class Addresses:
         return self.find_moved()
 
     def find_moved(self) -> RuntimeError | None:
-        """An error for the first thing that has moved. Compares the codes of all weights and all tensors, and
-        everything if a weight was rebound.
-        """
+        """An error for the first thing that has moved. Compares all buffers if a weight was rebound."""
         for weight in self._adapted:
             weight_record(weight)  # which counts what has changed
         if self._rebindings == rebindings():

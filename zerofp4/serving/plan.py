@@ -480,9 +480,7 @@ def as_saved(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, to
 
 
 def rows_as_saved(model: nn.Module, key: str, shape: torch.Size) -> list[Rows]:
-    """The matrices that transformers cuts a parameter into when it saves. Raises ValueError unless they are
-    pieces of its rows, in order.
-    """
+    """The matrices that transformers saves a parameter as. ValueError unless these are its rows, in order."""
     numbers = torch.arange(shape[:-1].numel(), dtype=torch.int64, device="cpu")
     numbers = numbers.view(*shape[:-1], 1).repeat_interleave(2, dim=-1)
     found = []

@@ -154,9 +154,7 @@ def _write_configurations(plan: Plan, model: Any, export: Export, tokenizer: Any
 def _write(
     plan: Plan, export: Export | None, error: OwnError, progress: Callable | None
 ) -> dict[str, Comparison]:
-    """Write all tensors on the rank that has an export; after an error it still joins the others' gathers.
-    Returns comparisons by module.
-    """
+    """Write all tensors, if this rank has an export; join all gathers, even after errors. Returns counts."""
     sizes, done = {served.name: served.nbytes for served in plan.served}, 0
     compared: dict[str, Comparison] = {}
     for part in plan.parts:

@@ -77,9 +77,7 @@ def amaxes_of(values: torch.Tensor, record: NVFP4Storage) -> torch.Tensor:
 
 
 def find_sources(model: nn.Module) -> dict[str, Source]:
-    """By key of the state dict, the sources of a model's quantized weights. A module with sharded weights has
-    them by name in `zerofp4_weights`, with their source().
-    """
+    """By key of the state dict. A module has the sources of sharded weights by name in `zerofp4_weights`."""
     sources: dict[str, Source] = {}
     for prefix, module in model.named_modules():
         sharded = vars(module).get("zerofp4_weights", {})

@@ -31,9 +31,7 @@ def had_master(parameter: torch.Tensor) -> bool:
 
 
 def initial_value(record: NVFP4Storage) -> torch.Tensor | None:
-    """The value that the record's codes were quantized from, on the CPU. None if there is none, or if
-    quantizing it again gives other codes, because something else has written them since.
-    """
+    """The value whose codes the record has, on the CPU; None if other codes were written since."""
     value = record.attachments.get(INIT_VAL)
     if value is None or _has_codes_of(record, value):
         return value

@@ -99,9 +99,7 @@ def _param_groups(state) -> list:
 
 
 def placement_of(found: FoundParam | None, called: str, dtype: torch.dtype) -> Placement:
-    """Where a prepared weight is. called: its name before prepare. Raises RuntimeError if it is not sharded
-    or has no values yet, ValueError if it cannot be gathered in 4 bits.
-    """
+    """Where a weight is. RuntimeError if it is not sharded or has no values, ValueError if unsupported."""
     if found is None:
         raise RuntimeError(f"{called!r} was prepared, but is not sharded: call fully_shard before attach")
     param = found.param

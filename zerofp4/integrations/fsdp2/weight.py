@@ -142,9 +142,7 @@ class Weight:
     # Gathers
 
     def all_gather_input(self, local: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], None]:
-        """The packed rows, and scales of 1x16 blocks (every rank has those of 16x16 blocks). Raises
-        RuntimeError unless they are those of `local`, the master that FSDP2 asks.
-        """
+        """The packed rows, and scales of 1x16 blocks. RuntimeError if they are not those of `local`."""
         if not self.is_current(local):
             self._check_current()
         if self._input is not None:

@@ -133,9 +133,7 @@ class _Watch:
 def preprocess(
     original: Callable, nested_values: Callable[[Any], Iterable], sharded_state_dict: Any, *args, **kwargs
 ) -> Any:
-    """Megatron calls it before it saves or loads a sharded state dict: entries get the weights' values
-    instead of the weights, as for an ordinary parameter.
-    """
+    """Called before a sharded state dict is saved or loaded: its entries get values instead of weights."""
     for entry in nested_values(sharded_state_dict):
         if isinstance(getattr(entry, "data", None), NVFP4Tensor):
             entry.data = entry.data.detach().dequantize()

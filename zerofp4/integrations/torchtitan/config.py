@@ -44,9 +44,7 @@ def gather_in_nvfp4(config: Any, optimizer: str | None = None, **options: Any) -
 
 
 def _prepares(inner: Callable[..., nn.Module], options: dict[str, Any]) -> Callable[..., nn.Module]:
-    """Wraps a ModelSpec.parallelize_fn, `inner`, so that it prepares the model after the model's own
-    parallelize(), which replaces parameters, and before fully_shard.
-    """
+    """Have a parallelize_fn prepare after the model's parallelize(), and before fully_shard."""
 
     @functools.wraps(inner)
     def parallelize_fn(model: nn.Module, **given: Any) -> nn.Module:
