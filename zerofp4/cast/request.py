@@ -75,7 +75,6 @@ def weight_name(i: int, record: NVFP4Storage) -> str:
 
 
 def matrix_name(i: int, record: NVFP4Storage, e: int) -> str:
-    """The name of weight i, or of one of its experts."""
     if record.experts is None:
         return weight_name(i, record)
     if record.name is None:

@@ -208,7 +208,6 @@ def _measure(
 
 
 def _plain(found: dict[str, float], elements: int) -> dict[str, Any]:
-    """A record's numbers."""
     sqnr, relative = None, None
     if "error" in found:
         error, magnitude = found["error"], found["magnitude"]

@@ -132,7 +132,6 @@ def mpi_library() -> str | None:
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
-    """The facts for a person, one per line."""
     cpu, cuda, torch_build, groups = (facts[name] for name in ("cpu", "cuda", "torch", "distributed"))
     slow = " and ".join(cpu["multiplied_in_float32"])
     shown = [

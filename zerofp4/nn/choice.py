@@ -102,14 +102,14 @@ def choose_weights(
     report = ConversionReport()
     owners, heads = collections.defaultdict(list), _output_heads(model)
     for _, module_name, parameter_name, parameter in _parameters(model):
-        owners[_address(parameter)].append(join(module_name, parameter_name))
-    total = sum({_address(p): _numel(p) for p in model.parameters()}.values())
+        owners[_identity(parameter)].append(join(module_name, parameter_name))
+    total = sum({_identity(p): _numel(p) for p in model.parameters()}.values())
     chosen = []
     for module, module_name, parameter_name, parameter in _parameters(model):
         if not is_lazy(parameter) and parameter.dim() < 2:
             continue
         name = join(module_name, parameter_name)
-        tied = [other for other in owners[_address(parameter)] if other != name]
+        tied = [other for other in owners[_identity(parameter)] if other != name]
         is_head = id(module) in heads
         reason = _why_not(module, module_name, parameter_name, tied, is_head, filter_fn, tensor_parallel)
         if reason is None and block[0] == 1 and linear_forward(module) not in (None, nn.Linear.forward):
@@ -150,8 +150,7 @@ def _numel(parameter: nn.Parameter) -> int:
     return 0 if is_lazy(parameter) else parameter.numel()
 
 
-def _address(parameter: nn.Parameter) -> int:
-    """Equal for parameters that are tied."""
+def _identity(parameter: nn.Parameter) -> int:  # equal for tied parameters
     in_memory = type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta
     return parameter.data_ptr() if in_memory else id(parameter)
 
@@ -197,7 +196,6 @@ def _why_not(
     filter_fn: FilterFn | None,
     tensor_parallel: bool,
 ) -> str | None:
-    """Why a parameter is not converted, or None."""
     kind, parameter = type(module).__name__, module._parameters[parameter_name]
     forward, tie = linear_forward(module), f"it is tied to {tied[0]}" if tied else None
     if isinstance(parameter, NVFP4Tensor):

@@ -48,7 +48,6 @@ class Fusions:
                 self._report.unfused[part.name] = reason
 
     def _why_not(self, container: nn.Module, parts: list[_Part]) -> str | None:
-        """Why a norm and the modules after it do not become one layer, or None."""
         if type(container) is not nn.Sequential:
             return (
                 f"{type(container).__name__} has a forward of its own, which would have to call another layer"

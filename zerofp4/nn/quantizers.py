@@ -143,7 +143,6 @@ def _with_even_columns(quantizer: Quantizer, x: torch.Tensor) -> NVFP4Storage:
 
 
 def nvfp4_options(recipe: NVFP4Recipe, role: str, columnwise: bool) -> dict[str, Any]:
-    """Options of quantize for a role."""
     if role == "weight":
         return {"block": recipe.weight_block, "four_over_six": recipe.four_over_six}
     options: dict[str, Any] = {"block": (1, BLOCK)}

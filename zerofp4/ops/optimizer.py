@@ -103,7 +103,6 @@ class Barrier:
         )
 
     def run(self) -> None:
-        """On the current stream."""
         _C.barrier(target_of(self._device), self._arguments)
 
 

@@ -167,7 +167,6 @@ def draw_rng_state(
 
 
 def choice_arguments(four_over_six: FourOverSix | None) -> tuple[int, str]:
-    """e4m3_max and error as the operators take them."""
     return (0, "mae") if four_over_six is None else (four_over_six.e4m3_max, four_over_six.error)
 
 

@@ -48,7 +48,6 @@ class MasterPiece(NamedTuple):
     """
 
     def fields(self) -> dict[str, int]:
-        """For descriptors."""
         rows, cols = self.matrix
         place = {"start": self.shard.start, "numel": self.shard.numel, "rows": rows, "cols": cols}
         offsets = {name: getattr(self, name) for name in ("tile_offset", "amax_offset", "own_offset")}
@@ -56,8 +55,6 @@ class MasterPiece(NamedTuple):
 
 
 class CastItem(NamedTuple):
-    """One weight of a cast."""
-
     record: NVFP4Storage
     piece: MasterPiece
     codes: torch.Tensor | None

@@ -60,7 +60,6 @@ class Checkpoint:
         self.unread = dict.fromkeys(name for name in self._files if name not in self.kv_scales)
 
     def _find_files(self) -> dict[str, str]:
-        """The file of each tensor, by name."""
         if (self._folder / INDEX).exists():
             return json.loads((self._folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         name = "model.safetensors"

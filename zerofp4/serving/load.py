@@ -275,7 +275,6 @@ class _Loader:
         self._find_groups()
 
     def _read(self, key: str, value: torch.Tensor) -> NVFP4Storage:
-        """The record of a weight, or of a stack, with the bytes of the checkpoint."""
         block = self.report.block if self.trains else (1, BLOCK)
         scheme = Scheme(block=block, four_over_six=self.report.four_over_six, stacked=value.dim() == 3)
         record = scheme.allocate(value.shape, value.dtype, _device(value))

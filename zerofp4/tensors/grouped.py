@@ -64,7 +64,6 @@ class GroupedNVFP4(storage.Sides):
         return self.error.device
 
     def __len__(self) -> int:
-        """The number of groups."""
         return self.splits.shape[0]
 
     def __repr__(self) -> str:

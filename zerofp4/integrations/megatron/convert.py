@@ -60,7 +60,6 @@ def _why_not(
     is_shared: bool,
     filter_fn: FilterFn | None,
 ) -> str | None:
-    """Why a parameter is not converted, or None."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     if name != "weight" or not isinstance(module, ColumnParallelLinear | RowParallelLinear | nn.Linear):
