@@ -249,9 +249,9 @@ class CastPlan:
         self._amaxes = Amaxes.BEGUN
 
     def end_update(self) -> None:
-        """Mark the amaxes in `reduced` as valid for the next step(), which then does not compute them. They
-        become invalid by begin_update(), refresh(), a step that this rank abstains from, and by capturing
-        only one of update and step in a CUDA graph.
+        """Mark the amaxes in `reduced` as valid for the next step(), which then does not compute them.
+        begin_update(), refresh(), a step that this rank abstains from, and capturing only one of update and
+        step in a CUDA graph invalidate them.
 
         Do not write to masters between this call and step(): codes would not match their scales. Raises
         RuntimeError without a begin_update() since the last step.

@@ -160,10 +160,10 @@ def quantize_grouped(
     """Quantize groups of consecutive rows, each with its own amax, in one launch.
 
     x: [tokens, K] of float32, bfloat16 or float16, K even.
-    m_splits: the rows of each group, or 0. A sequence of ints or a CPU tensor is checked here, and copied to
-        x's device without waiting. On x's device, int32 or int64 [groups], nothing waits, and a CUDA graph
-        can capture the call; invalid splits set `error`, and `check()` raises. torch.compile treats any
-        tensor so.
+    m_splits: the rows of each group, possibly 0. A sequence of ints or a CPU tensor is checked here, and
+        copied to x's device without waiting. On x's device, int32 or int64 [groups], nothing waits, and a
+        CUDA graph can capture the call; invalid splits set `error`, and `check()` raises. torch.compile
+        treats any tensor so.
     amax, columnwise_amax: float32 [groups] on x's device, instead of each group's own, which take a pass over
         x.
     rowwise, columnwise, hadamard, random_signs, scale_layouts: as in quantize, but a columnwise copy takes
