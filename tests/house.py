@@ -49,8 +49,8 @@ ORACLE, WHAT_IT_KNOWS, WHO_ASKS_IT = "reference", {"format"}, {"testing", "black
 NOT_FOR_USERS = {
     "nn": {
         "choose_weights",
+        "converted_model_of",
         "free_frozen",
-        "names_in_converted_model",
         "primary_parameter",
         "show_weights",
         "why_not_quantized",

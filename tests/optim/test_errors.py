@@ -302,9 +302,10 @@ def test_a_model_that_was_not_converted_warns(device):
     model = nn.Sequential(nn.Linear(32, 32, device=device), nn.Linear(32, 32, device=device))
     with pytest.warns(UserWarning, match=r"none of the 4 parameters is NVFP4.* zerofp4\.convert_model\("):
         ZeroFP4Optimizer(model.named_parameters())
-    zerofp4.convert_model(model[0])
+    zerofp4.convert_model(model, lambda module, name: name == "0")
     model[0].requires_grad_(False)
     ZeroFP4Optimizer(model.named_parameters())
+    ZeroFP4Optimizer([p for p in model.parameters() if p.requires_grad])  # as most give it adapters
 
 
 # Averages of weights

@@ -3,7 +3,7 @@
 # ruff: noqa: F401 (what is not in __all__ is for the optimizer and integrations)
 from zerofp4.nn.choice import ConversionReport, FilterFn, choose_weights, why_not_quantized
 from zerofp4.nn.conv1d import Conv1D
-from zerofp4.nn.convert import convert_model, free_frozen, names_in_converted_model
+from zerofp4.nn.convert import convert_model, converted_model_of, free_frozen
 from zerofp4.nn.experts import Experts
 from zerofp4.nn.grouped_linear import GroupedLinear
 from zerofp4.nn.layer_norm import LayerNormLinear, LayerNormMLP

@@ -118,12 +118,12 @@ def _living() -> list[nn.Module]:
     return [model for ref in _converted if (model := ref()) is not None]
 
 
-def names_in_converted_model(parameters: Sequence[torch.Tensor]) -> list[str] | None:
-    """The names of the parameters in the latest converted model that has all of them, or None."""
+def converted_model_of(parameters: Sequence[torch.Tensor]) -> nn.Module | None:
+    """The latest converted model that has all of the parameters, or None."""
     for model in reversed(_living()):
-        names = {id(p): name for name, p in model.named_parameters()}
-        if all(id(p) in names for p in parameters):
-            return [names[id(p)] for p in parameters]
+        own = {id(p) for p in model.parameters()}
+        if all(id(p) in own for p in parameters):
+            return model
     return None
 
 

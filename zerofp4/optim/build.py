@@ -15,6 +15,7 @@ from zerofp4.cast import check_castable, number_groups
 from zerofp4.distributed import attempt, first_difference, rank_and_size
 from zerofp4.engine import Trained, find_bucket_mb, find_hosts, gradient_dtype, host_name
 from zerofp4.format import WEIGHT_DTYPES
+from zerofp4.nn import converted_model_of
 from zerofp4.ops import MEANS_FORMATS, cpu_cores
 from zerofp4.optim.adamw import FusedAdamW
 from zerofp4.optim.groups import FOR_BUILDING, Ranks, find_names, find_places, parameter_name
@@ -216,7 +217,9 @@ class Checked:
     def doubts(self, rank: int, coarse: Sequence[int]) -> list[str]:
         """The warnings of a built optimizer. rank: in its process group. coarse: of ShardedParameters."""
         found, count = [], len(self.parameters)
-        if rank == 0 and not any(isinstance(parameter, NVFP4Tensor) for parameter in self.parameters):
+        model = converted_model_of(self.parameters)  # may have frozen NVFP4 weights that are not among them
+        beside = self.parameters if model is None else model.parameters()
+        if rank == 0 and not any(isinstance(parameter, NVFP4Tensor) for parameter in beside):
             found.append(
                 f"none of the {count} parameters is NVFP4, so all keep their dtypes: call "
                 "zerofp4.convert_model(model) before the optimizer is built"

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofp4.distributed import rank_and_size
 from zerofp4.engine import Sharding
-from zerofp4.nn import names_in_converted_model
+from zerofp4.nn import converted_model_of
 from zerofp4.optim.state_dict import own_name
 from zerofp4.storage import called
 
@@ -35,7 +35,10 @@ def find_names(param_groups: Sequence[dict]) -> bool:
     if are_given:
         found = [name for group in param_groups for name in group["param_names"]]
     else:
-        found = names_in_converted_model([p for group in param_groups for p in group["params"]]) or []
+        parameters = [p for group in param_groups for p in group["params"]]
+        model = converted_model_of(parameters)
+        names_of = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+        found = [names_of[id(p)] for p in parameters if id(p) in names_of]
     twice = [name for name, count in collections.Counter(map(own_name, found)).items() if count > 1]
     if are_given and twice:
         raise ValueError(
