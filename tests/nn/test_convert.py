@@ -219,7 +219,8 @@ def test_every_parameter_with_a_matrix_is_listed():
     report = zerofp4.convert_model(model)
     assert report.converted == ["attention.out_proj"]
     assert report.skipped == {
-        "experts.gate_up_proj": "Experts is not an nn.Linear, and shape (4, 32, 64) is no matrix",
+        "experts.gate_up_proj": "Experts is not an nn.Linear, and a stack of shape (4, 32, 64) "
+        "is converted only where filter_fn is true for it",
         "attention.in_proj_weight": "MultiheadAttention is not an nn.Linear",
         "conv.weight": "Conv2d is not an nn.Linear, and shape (4, 2, 3, 3) is no matrix",
     }
@@ -395,7 +396,7 @@ def is_expert(module, name):
 def test_only_a_filter_takes_stacks():
     model = nn.ModuleDict({"mlp": Stacks()})
     report = zerofp4.convert_model(model)
-    assert report.converted == [] and "is no matrix" in report.skipped["mlp.up"]
+    assert report.converted == [] and "only where filter_fn is true for it" in report.skipped["mlp.up"]
     seen = []
 
     def choose(module, name):

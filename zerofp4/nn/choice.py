@@ -23,6 +23,7 @@ SHARDED = (
 )
 
 ALREADY = "it is an NVFP4Tensor already"
+ON_REQUEST = "is converted only where filter_fn is true for it"
 
 
 class Chosen(NamedTuple):
@@ -209,7 +210,9 @@ def _why_not(
         if not tensor_parallel:
             return f"it is a DTensor, {SHARDED}"
         parameter = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
-    if _may_be_experts(module, parameter_name, filter_fn):
+    if _may_be_experts(module, parameter_name):
+        if filter_fn is None and not is_layer(module, parameter_name):
+            return f"{kind} is not an nn.Linear, and a stack of shape {tuple(parameter.shape)} {ON_REQUEST}"
         name = _called(module, module_name, parameter_name)
         return why_not_quantized(parameter, 3) or tie or _why_not_chosen(filter_fn, module, name)
     if forward is None or parameter_name != "weight":
@@ -224,18 +227,18 @@ def _why_not(
     if reason is not None:
         return reason
     if is_head and (filter_fn is None or not filter_fn(module, module_name)):
-        return "it is the output head, which is converted only where filter_fn is true for it"
+        return f"it is the output head, which {ON_REQUEST}"
     return None if is_head else _why_not_chosen(filter_fn, module, module_name)
 
 
-def _may_be_experts(module: nn.Module, parameter_name: str, filter_fn: FilterFn | None) -> bool:
-    """Whether a 3D parameter is a stack of matrices: our layer's, or another's if filter_fn says so."""
+def _may_be_experts(module: nn.Module, parameter_name: str) -> bool:
+    """Whether a 3D parameter may be a stack of matrices: of our layers, or of another class outside torch,
+    if a filter_fn says so.
+    """
     parameter = module._parameters[parameter_name]
     if is_lazy(parameter) or parameter.dim() != 3 or linear_forward(module) is not None:
         return False
-    if is_layer(module, parameter_name):
-        return True
-    return filter_fn is not None and not type(module).__module__.startswith("torch.nn.")
+    return is_layer(module, parameter_name) or not type(module).__module__.startswith("torch.nn.")
 
 
 def why_not_quantized(parameter: nn.Parameter, dimensions: int = 2) -> str | None:
