@@ -165,8 +165,8 @@ def check_primary(weight: NVFP4Tensor, recipe: Recipe) -> None:
         raise ValueError(f"weight is an NVFP4Tensor, which {type(recipe).__name__} cannot multiply")
     if recipe.weight_block != weight.record.block:
         raise ValueError(
-            f"weight_block {recipe.weight_block} of the recipe needs a high-precision parameter, but weight "
-            f"is an NVFP4Tensor with block {weight.record.block}"
+            f"weight is an NVFP4Tensor with block {weight.record.block}, and weight_block of the recipe is "
+            f"{recipe.weight_block}: use NVFP4Recipe(weight_block={weight.record.block})"
         )
     is_exact = chosen_backend(weight.device, recipe.backend) == "exact"
     if weight.record.block[0] == 1 and recipe.backward == "quantized" and not is_exact:
