@@ -15,7 +15,7 @@ from tensor_helpers import values
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zerofp4 import FourOverSix
+from zerofp4 import FourOverSix, convert_model
 from zerofp4.nn import (
     GroupedLinear,
     LayerNormMLP,
@@ -259,6 +259,13 @@ def test_a_name_of_nothing_raises():
             autocast(NVFP4Recipe(modules=[(name, MXFP8Recipe())]), model)
     with pytest.raises(ValueError, match=r"recipe names modules \['0'\]: give autocast the model"):
         autocast(NVFP4Recipe(modules=[("0", MXFP8Recipe())]))
+
+
+def test_a_model_without_layers_raises():
+    model = nn.Sequential(nn.Linear(32, 32))
+    convert_model(model)
+    with pytest.raises(ValueError, match=r"convert_model\(model, layers=True\)"):
+        autocast(NVFP4Recipe(), model)
 
 
 def test_layers_do_not_live_for_the_sake_of_a_context():

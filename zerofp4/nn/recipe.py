@@ -124,7 +124,8 @@ class autocast(contextlib.ContextDecorator):
     Only the forward pass has to be inside. In a backward pass, torch.utils.checkpoint runs a layer by the
     recipe of its last forward pass, and compiled code by the contexts of the last compiled forward pass.
 
-    Raises TypeError for another recipe, ValueError for modules without a model and for a name that none has.
+    Raises TypeError for another recipe, ValueError for modules without a model, for a name that no module has,
+    and for a model without layers of zerofp4.nn.
     """
 
     def __init__(self, recipe: Recipe, model: nn.Module | None = None):
@@ -200,6 +201,8 @@ def _recipes_of_modules(recipe: Recipe, model: nn.Module | None) -> dict[nn.Modu
         raise ValueError(
             f"recipe names modules {[name for name, _ in recipe.modules]}: give autocast the model"
         )
+    if not any(hasattr(module, "takes_nvfp4_weight") for module in model.modules()):
+        raise ValueError("model has no layer of zerofp4.nn: convert_model(model, layers=True) makes them")
     found: dict[nn.Module, Recipe | None] = {}
     for pattern, other in recipe.modules:
         named = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
