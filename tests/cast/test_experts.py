@@ -103,19 +103,6 @@ def test_codes_of_shards_in_buffers_of_the_caller(device):
 
 
 @of_blocks
-def test_amax_groups_act_expert_by_expert(device, block):
-    weights, whole = make(device, [(3, 34, 50), (16, 32), (3, 16, 48), (2, 16, 16)], block=block)
-    whole[2] = whole[2].flip(0).contiguous()  # the largest expert of one is the smallest of the other
-    plan = zerofp4.CastPlan(weights, flat(whole), [0] * 4, amax_groups=[[weights[0], weights[2]]])
-    plan.step()
-    plan.post()
-    own = [w.to(torch.bfloat16).float().abs().amax((-2, -1)).view(-1) for w in whole]
-    shared = torch.maximum(own[0], own[2])
-    assert (shared != own[0]).any() and (shared != own[2]).any()
-    check(weights, whole, [shared, own[1], shared, own[3]])
-
-
-@of_blocks
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 3.4e38])
 def test_one_expert_is_skipped_and_the_others_are_not(device, bad, block):
     weights, whole = make(device, block=block)
