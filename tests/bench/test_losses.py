@@ -68,13 +68,6 @@ def test_bits_per_weight():
     assert bits_per_weight("ends-w1x16-46") == pytest.approx((30 * 4.5 + 2 * 16) / 32)
 
 
-def test_the_page_without_runs(published):
-    published()
-    page = losses.section()
-    assert page.startswith("No run of ours has been published yet.") and "| 1.43% |" in page
-    assert pictures.draw_losses() is None
-
-
 def test_the_page_with_one_run_of_each_arm(published):
     published(run("bf16", 0, 2.0), run("w16x16", 0, 2.01), run("update", 0, 2.0), run("full", 1, 2.03))
     page = losses.section()

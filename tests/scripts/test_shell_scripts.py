@@ -129,14 +129,6 @@ def test_a_killed_script_has_not_passed_and_ends_what_it_started(stand_in, name)
     assert not is_alive(child)
 
 
-def test_a_script_that_cannot_say_anything_any_more(stand_in):
-    child = stand_in.child()
-    stand_in.process.kill()
-    os.kill(child, signal.SIGTERM)
-    code, last = stand_in.end()
-    assert code == -signal.SIGKILL and "PASSED" not in last
-
-
 def test_an_interrupted_script_has_not_passed_even_if_its_command_has(stand_in):
     stand_in.child()
     stand_in.process.send_signal(signal.SIGINT)
