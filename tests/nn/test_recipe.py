@@ -148,6 +148,9 @@ def one_of(name, device):
             return layers[0](hidden) + layers[1](hidden)
 
         return shared, layers
+    if name == "cached, dequantized":
+        layer = Linear(64, 64, **options)
+        return lambda x: layer(x, True), layer
     layer = GroupedLinear(2, 64, 64, **options)
     return lambda x: layer(x, [8, 16]), layer
 
@@ -161,14 +164,15 @@ def gradients(module, x, y, around=None):
     return made
 
 
-@pytest.mark.parametrize("name", ["LayerNormMLP", "GroupedLinear", "quantize_input"])
+@pytest.mark.parametrize("name", ["LayerNormMLP", "GroupedLinear", "quantize_input", "cached, dequantized"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_needs_no_context_around_the_backward_pass(device, name, reentrant):
     """Layers use the recipe of their last forward pass, or none, whatever is around the backward pass: on a
     GPU it runs in a thread of its own.
     """
     call, module = one_of(name, device)
-    recipe, given = NVFP4Recipe(backend="exact"), values(24, 64, device=device)
+    backward = "dequantized" if "dequantized" in name else "quantized"
+    recipe, given = NVFP4Recipe(backend="exact", backward=backward), values(24, 64, device=device)
     for inside in (contextlib.nullcontext(), autocast(recipe)):
         x = given.clone().requires_grad_()
         with inside:

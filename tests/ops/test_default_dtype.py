@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.optim import Plain, check, make_gradients, make_parameters, set_gradients
+from cases.optim import make_gradients, make_parameters, set_gradients
 from helpers import assert_all_equal, assert_bytes_equal
 
 import zerofp4
@@ -83,17 +83,6 @@ def test_values_of_python_are_not_rounded(device):
     weight = zerofp4.empty((16, 16), dtype=torch.float32, device=device)
     weight.fill_(0.1)
     assert weight.amax.dtype == torch.float32 and weight.amax.item() == torch.tensor(0.1, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, FusedAdamW])
-def test_optimizer(device, optimizer_class):
-    parameters = make_parameters(device)
-    plain, optimizer = Plain(parameters, optimizer_class), ZeroFP4Optimizer(parameters, optimizer_class)
-    for step in range(2):
-        set_gradients(parameters, make_gradients(parameters, step))
-        plain.step()
-        optimizer.step()
-        check(optimizer, plain, f"step {step}")
 
 
 def test_full_state_that_becomes_compact(device):

@@ -9,7 +9,6 @@ from tensor_helpers import (
     FORMATS,
     VIEWS,
     addresses,
-    assert_quantized,
     assert_record_equal,
     assert_specified,
     e4m3_max,
@@ -49,18 +48,6 @@ def test_formats(device, dtype, options):
         assert bare.expanded_scale(columnwise).dtype == SCALE_DTYPE
         assert_bytes_equal(bare.expanded_scale(columnwise), getattr(t, f"{side}_scale_expanded"), side)
         assert_bytes_equal(bare.swizzled_scale(columnwise), getattr(t, f"{side}_scale_swizzled"), side)
-
-
-@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True)])
-def test_one_side(device, rowwise, columnwise):
-    x = values(34, 50, device=device)
-    t = zerofp4.quantize(x, rowwise=rowwise, columnwise=columnwise)
-    both = zerofp4.quantize(x, columnwise=True)
-    assert (t.rowwise_data is None, t.columnwise_data is None) == (not rowwise, not columnwise)
-    assert_quantized(t, x)
-    assert_bytes_equal(t.dequantize(), both.dequantize(), "values")
-    with pytest.raises(ValueError, match=f"no {'columnwise' if rowwise else 'rowwise'} copy"):
-        t.swizzled_scale(columnwise=rowwise)
 
 
 # Inputs

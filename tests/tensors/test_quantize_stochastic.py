@@ -1,10 +1,12 @@
 """zerofp4.quantize with stochastic rounding, byte for byte: which random byte an element has, which code."""
 
+import math
+
 import pytest
 import torch
 from cases.ops import DTYPES
 from helpers import assert_bytes_equal
-from tensor_helpers import ALL, FORMATS, VIEWS, assert_specified, values
+from tensor_helpers import ALL, FORMATS, assert_specified, values
 
 import zerofp4
 from zerofp4 import ops, reference
@@ -12,8 +14,7 @@ from zerofp4.format import E2M1_VALUES
 
 STOCHASTIC = {name: options for name, options in FORMATS.items() if "four_over_six" not in options}
 """Options that stochastic rounding goes with."""
-SHAPES = [(1, 2), (33, 48), (34, 50), (48, 50), (50, 48), (130, 272), (272, 130), (258, 258)]
-SHAPES += [(3, 14, 38), (2, 3, 4, 16)]
+SHAPES = [(33, 48), (34, 50), (130, 272), (3, 14, 38), (6, 4, 16)]
 
 
 def is_stack(x, options) -> bool:
@@ -33,12 +34,14 @@ def stochastic(x, **options):
 
 @pytest.mark.parametrize("options", STOCHASTIC.values(), ids=STOCHASTIC)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_random_bytes_follow_the_elements_of_the_stored_rows(device, shape, dtype, options):
-    """Where stored rows have no multiple of 16 elements, a block lies in two groups of random bytes."""
-    if len(shape) == 4 and "block" not in options:
-        shape = (6, *shape[2:])
-    x = values(*shape, device=device, dtype=dtype)
+def test_random_bytes_follow_the_elements_of_the_stored_rows(device, shape, offset, dtype, options):
+    """Where stored rows have no multiple of 16 elements, a block lies in two groups of random bytes.
+    (ops/test_quantize has other states of the random numbers, and values of every kind.)
+    """
+    flat = values(math.prod(shape) + offset, device=device, dtype=dtype)
+    x = flat[offset:].view(shape)
     t, state = stochastic(x, **options)
     assert_specified(t, x, rng_state=state, **options)
     sides = ["rowwise"] if t.columnwise_data is None else ["rowwise", "columnwise"]
@@ -47,43 +50,6 @@ def test_random_bytes_follow_the_elements_of_the_stored_rows(device, shape, dtyp
         for layout in ("expanded", "swizzled"):
             expected = getattr(nearest, f"{layout}_scale")(side == "columnwise")
             assert_bytes_equal(getattr(t, f"{side}_scale_{layout}"), expected, f"{side} scale, {layout}")
-
-
-@pytest.mark.parametrize("state", [(0, 0), (-1, -1), (2**32, 2**32 + 3), (-(2**63), 2**63 - 1)], ids=str)
-@pytest.mark.parametrize("shape", [(64, 96), (34, 50)])
-def test_any_state_of_the_random_numbers(device, shape, state):
-    """All 64 bits of the seed count, of the offset the low 32."""
-    for options in STOCHASTIC.values():
-        x, rng_state = values(*shape, device=device), torch.tensor(state, device=device)
-        t = zerofp4.quantize(torch.zeros_like(x), **ALL, **options)
-        ops.quantize_into(x, t.record, rng_state=rng_state)
-        assert_specified(t, x, rng_state=rng_state, **options)
-
-
-@pytest.mark.parametrize("options", STOCHASTIC.values(), ids=STOCHASTIC)
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_stochastic_rounding_of_what_is_not_contiguous_or_not_aligned(device, options, view):
-    flat = torch.cat([torch.full((1,), torch.nan, device=device).bfloat16(), values(34 * 80, device=device)])
-    for x in (view(values(34, 80, device=device)), flat[1:].view(34, 80)):
-        t, state = stochastic(x, **options)
-        assert_specified(t, x, rng_state=state, **options)
-
-
-@pytest.mark.parametrize("options", STOCHASTIC.values(), ids=STOCHASTIC)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_stochastic_rounding_of_what_is_not_finite(device, dtype, options):
-    """Every kind in the same blocks and alone in one; all bits of a NaN may be set, its sign too."""
-    x = values(64, 160, dtype=dtype)
-    bits = x.view(torch.int32 if dtype == torch.float32 else torch.int16)
-    odd = {(3, 5): torch.inf, (3, 6): torch.nan, (4, 5): -0.0, (4, 6): -torch.inf, (33, 100): torch.inf}
-    for place, value in odd.items():
-        x[place] = value
-    bits[3, 7] = bits[40, 130] = bits[20:23, 64:96] = -1
-    x = x.to(device)
-    for amax in (None, torch.tensor([3.0], device=device)):
-        given = {"amax": amax} | ({"columnwise_amax": amax} if options.get("hadamard") else {})
-        t, state = stochastic(x, **given, **options)
-        assert_specified(t, x, rng_state=state, **given, **options)
 
 
 def values_beside_boundaries(r: torch.Tensor) -> torch.Tensor:
