@@ -236,6 +236,7 @@ def test_help_says_what_there_is_and_runs_nothing():
 
 STUBS = """
 has_torch() { true; }; is_virtual() { true; }; build_in_place() { true; }; fetch_megatron() { :; }
+package_is_ours() { true; }
 requirements() { printf "%s\\n" no-such-tool==1 pip; }
 """
 
