@@ -32,36 +32,14 @@ def no_launcher(monkeypatch):
 # Alone
 
 
-def test_alone_is_a_world_of_one_in_which_collectives_work():
+def test_alone_is_a_world_of_one():
     world = launch.init_process_group()
     assert launch.init_process_group() is world is launch.init_process_group(world.backend)
     assert (world.rank, world.world_size, world.local_rank) == (0, 1, 0)
     assert world.backend == ("nccl" if torch.cuda.is_available() else "gloo")
     assert world.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
-
-    x = torch.arange(4.0, device=world.device)
-    y = x.clone()
-    dist.all_reduce(y, op=dist.ReduceOp.MAX)
-    dist.broadcast(y, src=0)
-    dist.barrier()
-    assert y.tolist() == x.tolist()
-    gathered = [torch.empty_like(x)]
-    dist.all_gather(gathered, x)
-    assert gathered[0].tolist() == x.tolist()
-    objects = [None]
-    dist.all_gather_object(objects, {"rank": 0})
-    assert objects == [{"rank": 0}]
     launch.destroy_process_group()
     assert not dist.is_initialized()
-
-
-def test_a_group_can_be_made_again_after_it_was_destroyed():
-    for _ in range(2):
-        world = launch.init_process_group("gloo")
-        assert world == launch.World(0, 1, 0, torch.device("cpu"), "gloo")
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        launch.destroy_process_group()
 
 
 def test_destroying_what_is_not_there():
