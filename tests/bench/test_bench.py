@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
-from cases.bench import check_ratio, measured, read_result, without_places
-from early import waits_for
+from cases.bench import check_ratio, measured, without_places
 
 import benchmarks.__main__ as bench
 from benchmarks import checkpoints
 from benchmarks.rules import Moved
 from benchmarks.session import Session
-from benchmarks.workloads import ROOT
 from examples.training.checkpoints import CheckpointError
 
 CPU = torch.device("cpu")
@@ -52,31 +46,21 @@ def test_checkpoint_in_a_world_of_one(tmp_path, monkeypatch, capsys):
         check_ratio(rows, f"{part}_over_dtensors", f"zerofp4_{part}", f"dtensors_{part}")
 
 
-def export_run(folder: Path) -> tuple[subprocess.CompletedProcess, Path]:
-    command = [sys.executable, "-m", "benchmarks", "export", "--repeats", "1"]
-    command += ["--scale", "64", "--output", str(folder)]
-    environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
-    how = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 300}
-    return subprocess.run(command, **how), folder
-
-
 @pytest.mark.heavy
-@waits_for(export_run)
-def test_export_in_a_world_of_one(early):
+def test_export_in_a_world_of_one(tmp_path, monkeypatch, capsys):
     for package in ("transformers", "safetensors"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    run, folder = early(export_run)
-    assert run.returncode == 0, run.stderr
-    (path,) = folder.glob("export_1_ranks_*.json")
-    assert [entry.name for entry in folder.iterdir() if entry.is_dir()] == []
-    found = without_places(read_result(path)["rows"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = without_places(measured(tmp_path, "export", "--scale", "64", "--repeats", "1")["rows"])
+    assert list(tmp_path.glob("zerofp4-bench-*")) == []
     assert {"size", "save", "host_memory"} <= found.keys()
     hidden, inputs, layers, vocabulary = 64, 224, 32, 2004
     quantized = layers * (2 * hidden * hidden + 2 * hidden * 64 + 3 * hidden * inputs)
     others = 2 * (2 * vocabulary * hidden + (2 * layers + 1) * hidden)
     scalars = 4 * 7 * layers
     assert found["size"]["megabytes"] == (quantized * 9 / 16 + others + scalars) / 1e6
-    assert "export 1 of 1" in run.stdout and "2 of 2 MB" in run.stdout
+    printed = capsys.readouterr().out
+    assert "export 1 of 1" in printed and "2 of 2 MB" in printed
 
 
 @pytest.mark.heavy
