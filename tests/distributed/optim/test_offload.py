@@ -120,7 +120,7 @@ def take_same_steps(world, pair, steps, clips=False) -> None:
         assert_all_equal(*(all_bytes(*one) for one in pair), f"step {step}: tensor")
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2)
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("state", ["full", "compact"])
 @pytest.mark.parametrize("clips", [False, True])
