@@ -5,6 +5,7 @@ implementations in Python, which do what is not plain, and runs next to no Pytho
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -183,12 +184,17 @@ def test_results_share_no_memory(device, name):
     assert all(each.storage_offset() == 0 for each in made)
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4, dequantized", "mxfp8"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("GroupedLinear", "nvfp4"),
+        *(("Linear", recipe) for recipe in ("nvfp4", "nvfp4, dequantized", "mxfp8")),
+    ],
+)
 def test_opcheck(device, name, recipe):
-    """Of all operators; without what compares results, which float8 has no operations for."""
-    if name == "GroupedLinear" and recipe != "nvfp4":
-        pytest.skip("groups one after another are no operator")
+    """Of all operators; without what compares results, which float8 has no operations for. Groups one after
+    another are no operator.
+    """
     call = Call(device, dataclasses.replace(EXACT[recipe], **NEAREST.get(recipe, {})), name=name)
     checks = ("test_autograd_registration", "test_faketensor")
     opcheck = torch.library.opcheck
@@ -238,11 +244,12 @@ WRONG_SPLITS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("what", WRONG | WRONG_SPLITS)
-def test_what_is_wrong_is_said_quantized(what, name):
-    if what in WRONG_SPLITS and name == "Linear":
-        pytest.skip("a linear layer has no splits")
+OF_EITHER = itertools.product(WRONG, LAYERS)
+OF_GROUPS = ((what, "GroupedLinear") for what in WRONG_SPLITS)
+
+
+@pytest.mark.parametrize(("what", "name"), [*OF_EITHER, *OF_GROUPS])
+def test_what_is_wrong_is_said_as_python_says_it(what, name):
     call = Call("cpu", name=name)
     (WRONG | WRONG_SPLITS)[what](call)
     with pytest.raises((IndexError, KeyError, RuntimeError, TypeError, ValueError)) as expected:
