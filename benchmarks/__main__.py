@@ -248,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("no charts: matplotlib is not installed (the extra `train` has it)")
         else:
             paths += [pictures.draw_summary(), pictures.draw_memory(), pictures.draw_links()]
-            paths += filter(None, [pictures.draw_losses()])
+            paths += [pictures.draw_losses()]
         for path in paths:
             print(f"wrote {path}")
     elif options.command == "fidelity":

@@ -144,12 +144,8 @@ def shown_gap(percent: float, half: float | None) -> str:
 def section() -> str:
     found = results()
     settled = {name: arms for name, arms in found.items() if spread(arms, DOCUMENTS)[1]}
-    others = ["## Beside published gaps", PUBLISHED_WORDS, markdown_table(published(settled))]
-    if not found:
-        return "\n\n".join(["No run of ours has been published yet.", *others])
-    picture = f"![Gaps over tokens](images/{PICTURE.name})"
     parts = ["## What to use when", markdown_table(uses(settled))] if settled else []
-    parts += ["## Curves", picture]
+    parts += ["## Curves", f"![Gaps over tokens](images/{PICTURE.name})"]
     for arms in found.values():
         run = some_run(arms)
         parts += [f"## {title(run)}", about(arms), markdown_table(gaps(arms))]
@@ -158,7 +154,8 @@ def section() -> str:
             ("Weights: the error at the end, and what codes and scales do halfway.", weights(arms)),
         ):
             parts += [words, markdown_table(table)] if table.rows else []
-    return "\n\n".join([*parts, *others])
+    parts += ["## Beside published gaps", PUBLISHED_WORDS, markdown_table(published(settled))]
+    return "\n\n".join(parts)
 
 
 def title(run: dict) -> str:

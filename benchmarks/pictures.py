@@ -45,13 +45,11 @@ def draw_summary() -> Path:
 SHOWN_ARMS = ("w16x16", "w1x16-46", "full", "compact", "ends-w1x16-46", "until-90-w1x16-46")
 
 
-def draw_losses() -> Path | None:
+def draw_losses() -> Path:
     """By preset and number of tokens, how far the losses of arms are above bf16's in a run: means over seeds,
-    and bands of their 95% intervals. None without results.
+    and bands of their 95% intervals.
     """
     folders = losses.results()
-    if not folders:
-        return None
     figure, axes = new_picture(len(folders), 1, figsize=(8, 3.6 * len(folders)), sharex=False)
     for panel, arms in zip(axes.flat, folders.values(), strict=True):
         for arm in filter(arms.__contains__, SHOWN_ARMS):

@@ -124,8 +124,8 @@ class autocast(contextlib.ContextDecorator):
     Only the forward pass has to be inside. In a backward pass, torch.utils.checkpoint runs a layer by the
     recipe of its last forward pass, and compiled code by the contexts of the last compiled forward pass.
 
-    Raises TypeError for another recipe, ValueError for modules without a model, for a name that no module has,
-    and for a model without layers of zerofp4.nn.
+    Raises TypeError for another recipe, ValueError for modules without a model, for a name that none has, and
+    for a model without layers of zerofp4.nn.
     """
 
     def __init__(self, recipe: Recipe, model: nn.Module | None = None):
