@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import zerofp4
 from zerofp4 import serving
-from zerofp4.optim import AveragedMasters
+from zerofp4.optim import AveragedMasters, ZeroFP4Optimizer
 from zerofp4.serving import files
 from zerofp4.serving.plan import FORMATS
 
@@ -263,11 +263,14 @@ def refused(model: nn.Module, folder: Path, error: type[Exception], match: str, 
 def test_unequal_amaxes_of_fused_weights(tmp_path):
     model = make_plain("Llama")
     zerofp4.convert_model(model, takes)
+    optimizer = ZeroFP4Optimizer(model.named_parameters())
     message = (
         r"model\.layers\.0\.self_attn\.q_proj has an amax of .* and model\.layers\.0\.self_attn\.k_proj of .*"
-        r"train with amax_groups=zerofp4\.serving\.amax_groups\(model\)"
+        r"build the optimizer with amax_groups=zerofp4\.serving\.amax_groups\(model\)"
     )
     refused(model, tmp_path, ValueError, message)
+    ZeroFP4Optimizer(model.named_parameters(), amax_groups=serving.amax_groups(model), masters_from=optimizer)
+    serving.save_pretrained(model, tmp_path / "served")
 
 
 @pytest.mark.parametrize(

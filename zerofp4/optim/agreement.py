@@ -266,11 +266,17 @@ class Agreement:
         return None
 
     def _list_options(self) -> str | None:
-        """The options of rank 0 and of the first rank with other ones; None without one. Collective."""
+        """The options in which rank 0 and the first other rank differ; None if none does. Collective."""
         shown = exchange(show_options(self._inners.param_groups), None, self._group(), "comparing options")
         rank = next((rank for rank, other in enumerate(shown) if other != shown[0]), None)
+        if rank is None:
+            return None
+        own, other = (
+            ", ".join(option for option in shown[r] if option not in shown[rank - r]) or "none"
+            for r in (0, rank)
+        )
         rule = "options of param_groups must be the same on every rank"
-        return None if rank is None else f"{rule}: rank 0 has {shown[0]}; rank {rank} has {shown[rank]}"
+        return f"{rule}: rank 0 has {own}; rank {rank} has {other}"
 
     # The decision on the device
 

@@ -343,10 +343,10 @@ def compared_options(param_groups: Sequence[dict]) -> Iterator[tuple[str, Sequen
                 yield f"param_groups[{g}]['{name}']", _items(value)
 
 
-def show_options(param_groups: Sequence[dict]) -> str:
+def show_options(param_groups: Sequence[dict]) -> list[str]:
     """compared_options() as text. Waits for the device of a tensor."""
     shown = []
     for name, items in compared_options(param_groups):
         texts = (f"tensor({i.tolist()})" if torch.is_tensor(i) else str(float(i)) for i in items)
         shown.append(f"{name} {' '.join(texts)}")
-    return ", ".join(shown)
+    return shown
