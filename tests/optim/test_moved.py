@@ -105,7 +105,7 @@ def test_refresh_of_a_parameter_that_is_another(device, shape, dtype):
 # Parameters that a model replaces
 
 
-REPLACED = r"'params'\]\[\d\].* was replaced in its module since the optimizer was built"
+REPLACED = r"'params'\]\[\d\].* was replaced in its module since the optimizer was built \(by convert_model"
 
 
 def by_hand(net):

@@ -329,8 +329,9 @@ class ShardedParameters:
         if replaced is not None:
             name = dict(zip(self.parameters, self.names, strict=True))[replaced]
             raise RuntimeError(
-                f"{name} was replaced in its module since the optimizer was built (by an assignment, or "
-                "load_state_dict(assign=True)), and the new one would not be trained: build a new optimizer"
+                f"{name} was replaced in its module since the optimizer was built (by convert_model, "
+                "an assignment or load_state_dict(assign=True)), and the new one would not be trained: build "
+                "a new optimizer"
             )
         self.check_written()
         with torch._C.DisableTorchFunctionSubclass():
