@@ -169,8 +169,9 @@ class Weight:
         self._check_attached()
         if not self.is_current(self.master()):
             raise RuntimeError(
-                f"the master of {self.name!r} was written to since it was cast: call refresh() of what "
-                "attach returned, on every rank (after load_state_dict the forward of the model does it)"
+                f"the master of {self.name!r} was written to since it was cast: attach the optimizer that "
+                "steps; after another write call refresh() of what attach returned, on every rank (after "
+                "load_state_dict the forward of the model does it)"
             )
 
     def gathered(self, outputs: tuple[torch.Tensor, ...], out: torch.Tensor | None):
