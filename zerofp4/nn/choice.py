@@ -45,7 +45,7 @@ class ConversionReport:
     converted: modules whose weight was converted, and stacked weights in other modules.
     layers: the converted modules that became layers of zerofp4.nn.
     skipped: by parameter, why it was not converted.
-    shares: by parameter, its share of the model's elements. A tied one has it under each of its names.
+    shares: by parameter, its share of the model's elements, split among the names of a tied one.
     fused: by LayerNormLinear or LayerNormMLP, the names that its parts had before.
     unfused: by norm, why it was not fused; empty without filter_fn.
     possible_head: the last linear layer, if it was converted and may be the head of a model that names none.
@@ -110,12 +110,13 @@ def choose_weights(
         if not is_lazy(parameter) and parameter.dim() < 2:
             continue
         name = join(module_name, parameter_name)
-        tied = [other for other in owners[_identity(parameter)] if other != name]
+        names = owners[_identity(parameter)]
+        tied = [other for other in names if other != name]
         is_head = id(module) in heads
         reason = _why_not(module, module_name, parameter_name, tied, is_head, filter_fn, tensor_parallel)
         if reason is None and block[0] == 1 and linear_forward(module) not in (None, nn.Linear.forward):
             reason = "blocks of 1x16 lie along the inputs of a layer, and its weight is [inputs, outputs]"
-        report.shares[name] = _numel(parameter) / max(total, 1)
+        report.shares[name] = _numel(parameter) / max(total, 1) / len(names)
         if reason is None:
             chosen.append(Chosen(_called(module, module_name, parameter_name), module, parameter_name))
         else:
