@@ -201,7 +201,7 @@ def train_tokenizer(texts: list[str]):
 
 
 def pack(tokens: bytes) -> bytes:
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 1, "pb": 1, "dict_size": 1 << 27}]
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 1, "lc": 0, "lp": 1, "pb": 1, "dict_size": 1 << 27}]
     return lzma.compress(tokens, filters=filters)
 
 
