@@ -15,7 +15,7 @@ from functools import cache
 import pytest
 from cases.docs import BLOCK, PAGES, ROOT
 
-from benchmarks import output, pages, ranks, session
+from benchmarks import losses, output, pages, ranks, session
 from benchmarks.workloads import llama
 
 HISTORY = "CHANGELOG.md"
@@ -78,7 +78,10 @@ def readme() -> list[str]:
         for name in ("reshard/gather", "reshard/tokens", "keep/tokens")
     )
     small, large = pages.runs()
+    trained = losses.results()["30m-200M"]
+    coarse, fine = (losses.gap(trained, arm, losses.DOCUMENTS)[0] for arm in ("w16x16", "w1x16-46"))
     return [
+        f"loss ended {coarse:.1f}% higher, {fine:.1f}% with finer blocks",
         f"{small.model} trained in full ({speed(small)})",
         f"a Llama with {large.parameters / 1e9:.2f} billion parameters ({speed(large)})",
         f"| 1 H200 | {measured('', 1)}",
