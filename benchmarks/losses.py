@@ -2,8 +2,11 @@
 
 import functools
 import json
+import math
 import statistics
 from collections.abc import Callable
+
+import torch
 
 from benchmarks.arms import ARMS
 from benchmarks.llama import PRESETS
@@ -107,14 +110,21 @@ def gaps_by_seed(arms: Results, arm: str, loss: Loss, base: str = "bf16") -> lis
 
 
 def spread(arms: Results, loss: Loss) -> tuple[float, int]:
-    """(standard deviation of a gap by seed over bf16, degrees of freedom), from all arms together."""
-    squares, freedom = 0.0, 0
-    for arm in arms.keys() - {"bf16"}:
-        found = gaps_by_seed(arms, arm, loss)
-        if len(found) > 1:
-            squares += (len(found) - 1) * statistics.variance(found)
-            freedom += len(found) - 1
-    return (squares / freedom) ** 0.5 if freedom else 0.0, freedom
+    """(standard deviation of a gap by seed in percent, degrees of freedom), from all runs together: what the
+    least-squares fit of log(loss) by a term for the arm and one for the seed leaves. Gaps of several arms
+    share a run of bf16, so their own deviations would not be independent.
+    """
+    names, seeds = list(arms), list(arms["bf16"])
+    runs = [(names.index(arm), seeds.index(seed), run) for arm in arms for seed, run in arms[arm].items()]
+    freedom = len(runs) - len(names) - len(seeds) + 1
+    if freedom == 0:
+        return 0.0, 0
+    terms = torch.zeros(len(runs), len(names) + len(seeds), dtype=torch.float64)
+    for row, (arm, seed, _) in zip(terms, runs, strict=True):
+        row[arm] = row[len(names) + seed] = 1
+    values = torch.tensor([[math.log(loss(run))] for *_, run in runs], dtype=torch.float64)
+    rest = values - terms @ torch.linalg.lstsq(terms, values, driver="gelsd").solution
+    return 100 * (2 * rest.square().sum().item() / freedom) ** 0.5, freedom
 
 
 def gap(arms: Results, arm: str, loss: Loss, base: str = "bf16") -> tuple[float, float | None]:

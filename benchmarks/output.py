@@ -111,7 +111,7 @@ def finetune_section() -> str:
         cells = ["" if loss is None else f"{loss:.4f}" for loss in losses]
         rows.append((finetune_words(result), *cells))
     header = ("model and training", *names)
-    return markdown_table(Table(header, "<" + ">" * len(names), rows)) if rows else ""
+    return markdown_table(Table(header, "<" + ">" * len(names), rows))
 
 
 def finetune_words(result: dict) -> str:

@@ -169,7 +169,7 @@ def ways(name: str) -> str:
 
 
 def between_hosts_section() -> str:
-    """Errors of gradients and steps over emulated links, for docs/optimizer.md; nothing without results."""
+    """Errors of gradients and steps over emulated links, for docs/optimizer.md."""
     shown = {"gradients": errors_of_gradients, "hosts": steps_of_hosts}
     results = [result for _, result in output.load(RESULTS)]
     kinds = [(result["benchmark"].partition("_")[0], result) for result in results]

@@ -43,16 +43,16 @@ def published(tmp_path, monkeypatch):
 
 
 def test_a_gap_and_its_interval():
-    """Seeds are 1% apart in every arm. Gaps of 49% and 51% have a standard deviation of 1.41 points."""
+    """Seeds are 2% apart in every arm. Gaps of -1% and 1% have a standard deviation of 1.41 points."""
     arms = {
         "bf16": {0: run("bf16", 0, 1.98), 1: run("bf16", 1, 2.02)},
-        "w16x16": {0: run("w16x16", 0, 1.98 * 1.49), 1: run("w16x16", 1, 2.02 * 1.51)},
+        "w16x16": {0: run("w16x16", 0, 1.98 * 0.99), 1: run("w16x16", 1, 2.02 * 1.01)},
         "full": {0: run("full", 0, 1.98 * 2)},
     }
     deviation = math.sqrt(2)
-    assert gap(arms, "w16x16", DOCUMENTS) == pytest.approx((50, 12.706 * deviation / math.sqrt(2)))
-    assert gap(arms, "full", DOCUMENTS) == pytest.approx((100, 12.706 * deviation))
-    assert gap(arms, "full", DOCUMENTS, "w16x16")[0] == pytest.approx(100 * (2 / 1.49 - 1))
+    assert gap(arms, "w16x16", DOCUMENTS) == pytest.approx((0, 12.706 * deviation / math.sqrt(2)), rel=1e-4)
+    assert gap(arms, "full", DOCUMENTS) == pytest.approx((100, 12.706 * deviation), rel=1e-4)
+    assert gap(arms, "full", DOCUMENTS, "w16x16")[0] == pytest.approx(100 * (2 / 0.99 - 1))
     one = {arm: {0: own[0]} for arm, own in arms.items()}
     assert gap(one, "full", DOCUMENTS) == (pytest.approx(100), None)
 
@@ -93,7 +93,7 @@ def test_the_page_shows_the_evidence_with_the_most_tokens(published, tmp_path, m
     assert page.index("## 30M, 200M tokens") < page.index("## 30M, 750M tokens")
     uses = page.split("## Curves")[0]
     assert "| 4.03 | +2.00% ± 0.00 | bf16, FP32 masters | 2 | 25.0 |" in uses
-    assert "| 4.50 | +0.50% ± 1.52 | bf16, FP32 masters | 2 | 6.7 |" in uses
-    assert "| weights 1x16, four over six | weights 16x16 | +0.50% ± 1.52 |" in page
+    assert "| 4.50 | +0.50% ± 1.75 | bf16, FP32 masters | 2 | 6.7 |" in uses
+    assert "| weights 1x16, four over six | weights 16x16 | +0.50% ± 1.75 |" in page
     monkeypatch.setattr(losses, "PICTURE", tmp_path / "losses.png")
     assert pictures.draw_losses().read_bytes().startswith(b"\x89PNG")
