@@ -3,10 +3,11 @@
     apt-get download $(python -m benchmarks.text --packages)
     python -m benchmarks.text DIRECTORY_OF_DEBS .dev/tokens
 
-Needs the package `tokenizers` and dpkg-deb. Markup is stripped, lines that repeat are dropped, documents are
-shuffled. Three packages and a fiftieth of the other documents are held out. tokens.json has the versions and
-digests of the packages, and the digests of the tokens; tokens-*.xz have the tokens of all parts, one after
-the other.
+Needs the package `tokenizers` and dpkg-deb. --packages names the versions that published losses were measured
+on; for one that Debian no longer has, take the present one, and measure all losses again. Markup is stripped,
+lines that repeat are dropped, documents are shuffled. Three packages and a fiftieth of other documents are
+held out. tokens.json has the versions and digests of the packages, and the digests of the tokens; tokens-*.xz
+have the tokens of all parts, one after the other.
 """
 
 import argparse
@@ -26,6 +27,8 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from benchmarks.session import RESULTS
 
 PACKAGES = {
     "dict-gcide": "**/*.dict.dz",
@@ -200,6 +203,11 @@ def train_tokenizer(texts: list[str]):
     return tokenizer
 
 
+def published() -> dict:
+    """tokens.json of the text of published losses."""
+    return json.loads((RESULTS / "fidelity" / "tokens.json").read_text())
+
+
 def pack(tokens: bytes) -> bytes:
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 1, "lc": 0, "lp": 1, "pb": 1, "dict_size": 1 << 27}]
     return lzma.compress(tokens, filters=filters)
@@ -207,13 +215,14 @@ def pack(tokens: bytes) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.text")
-    parser.add_argument("--packages", action="store_true", help="print the names of the packages")
+    parser.add_argument("--packages", action="store_true", help="print the packages, as apt-get takes them")
     parser.add_argument("debs", type=Path, nargs="?", help="folder of the downloaded packages")
     parser.add_argument("output", type=Path, nargs="?", help="folder for tokens-*.xz and tokens.json")
     parser.add_argument("--most", type=int, help="tokens to train on, the first of the shuffled documents")
     options = parser.parse_args()
     if options.packages:
-        print(*PACKAGES)
+        versions = {record["package"]: record["version"] for record in published()["packages"]}
+        print(*(f"{package}={versions[package]}" for package in PACKAGES))
         return
     found, records = read(options.debs)
     tokenizer = train_tokenizer(found["train"])
@@ -241,6 +250,7 @@ def main() -> None:
     vocabulary = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
     about = {"packages": records, "tokenizer": {"sha256": vocabulary}, "parts": parts}
     (options.output / "tokens.json").write_text(json.dumps(about, indent=1) + "\n")
+    print("the text of published losses" if parts == published()["parts"] else "another text than published")
 
 
 if __name__ == "__main__":
