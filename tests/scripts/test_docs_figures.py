@@ -79,7 +79,7 @@ def readme() -> list[str]:
     )
     small, large = pages.runs()
     trained = losses.results()["30m-200M"]
-    assert len(trained["w16x16"]) == 2
+    assert len(trained["w16x16"]) == 4
     return [
         f"loss ended {losses.gap(trained, 'w16x16', losses.DOCUMENTS)[0]:.1f}% higher",
         f"{small.model} trained in full ({speed(small)})",
