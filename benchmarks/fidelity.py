@@ -6,6 +6,7 @@ import copy
 import fcntl
 import gc
 import hashlib
+import itertools
 import json
 import math
 import time
@@ -51,6 +52,13 @@ OPTIONS = {
         "default": ROOT / "runs" / "fidelity",
         "help": "of stopped runs (default: runs/fidelity)",
     },
+    "fork": {
+        "type": int,
+        "choices": range(0, 100, 100 // SEGMENTS),
+        "default": 0,
+        "metavar": "PERCENT",
+        "help": "of the steps, in which all arms of a seed are one run in bf16 (default: 0)",
+    },
     "any_order": {"action": "store_true", "help": "let sums take any order: to see what a fixed one costs"},
 }
 
@@ -62,8 +70,12 @@ def fidelity(options: argparse.Namespace) -> None:
     OUTPUT/<preset>-<millions of tokens>/<arm>-<seed>.json when it has ended. One that is there, or in
     benchmarks/results/fidelity, is not run again. --seconds stops a run after the evaluation behind which the
     next segment might not end in time, and the next call goes on from its checkpoint, to the bit. Several
-    processes may share a folder: each takes runs that no other one has. Raises ValueError for results of
-    another text.
+    processes may share a folder: each takes runs that no other one has.
+
+    With --fork 20 arms leave the run in bf16 of their seed after a fifth of the steps. Their results are in
+    <preset>-<millions of tokens>-fork-20, those of bf16 where they are without it.
+
+    Raises ValueError for results of another text.
 
     The preset `tiny` trains on Python's standard library; others need the tokens of benchmarks/text.py.
     """
@@ -73,32 +85,44 @@ def fidelity(options: argparse.Namespace) -> None:
     tokens = read_tokens(options.preset, options.text, device)
     preset = PRESETS[options.preset]
     steps = options.steps or round(options.tokens * 1e6 / (preset.batch * preset.sequence))
-    folder = f"{options.preset}-{steps * preset.batch * preset.sequence / 1e6:.0f}M"
-    places = [place / folder for place in (FOLDER, options.output)]
-    check_text(places, tokens)
+    whole = f"{options.preset}-{steps * preset.batch * preset.sequence / 1e6:.0f}M"
+    for place in (FOLDER, options.output):
+        check_text(place.glob(f"{whole}*/*.json"), tokens)
     lasted = 0.0
-    for seed in options.seeds:
-        for name in options.arms:
-            file = f"{name}-{seed}.json"
-            with claimed(options.checkpoints / folder / name / str(seed)) as own:
-                if own is None or any((place / file).exists() for place in places):
-                    continue
-                begun = time.monotonic()
-                is_new = not (own / "checkpoint.pt").exists()
-                if is_new and lasted < options.seconds and begun + lasted > deadline:
-                    print(f"{name} {seed}: not begun, the last run took {lasted:.0f} s", flush=True)
-                    return
-                run = Run(name, seed, options.preset, steps, tokens, device)
-                if not run.train(own / "checkpoint.pt", deadline):
-                    return
-                path = options.output / folder / file
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(run.record, indent=1) + "\n")
-                (own / "checkpoint.pt").unlink(missing_ok=True)
-                lasted = time.monotonic() - begun
-                print(f"{name} {seed}: {lasted:.0f} s in this call", flush=True)
-                del run
-                gc.collect()  # models and optimizers refer to one another
+    for seed, name in itertools.product(options.seeds, options.arms):
+        forks = options.fork > 0 and name != "bf16"
+        folder = f"{whole}-fork-{options.fork}" if forks else whole
+        there, file = (place / folder / f"{name}-{seed}.json" for place in (FOLDER, options.output))
+        with claimed(options.checkpoints / folder / name / str(seed)) as own:
+            if own is None or there.exists() or file.exists():
+                continue
+            begun, checkpoint = time.monotonic(), own / "checkpoint.pt"
+            is_new = not checkpoint.exists()
+            if is_new and lasted < options.seconds and begun + lasted > deadline:
+                print(f"{name} {seed}: not begun, the last run took {lasted:.0f} s", flush=True)
+                return
+            of_seed = (seed, options.preset, steps, tokens, device)
+            run = Run(name, *of_seed)
+            if is_new and forks:
+                trunk = options.checkpoints / folder / "trunk" / str(seed) / "checkpoint.pt"
+                run.fork(made_trunk(trunk, steps * options.fork // 100, *of_seed))
+            if not run.train(checkpoint, deadline):
+                return
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(run.record, indent=1) + "\n")
+            checkpoint.unlink(missing_ok=True)
+            lasted = time.monotonic() - begun
+            print(f"{name} {seed}: {lasted:.0f} s in this call", flush=True)
+            del run
+            gc.collect()  # models and optimizers refer to one another
+
+
+def made_trunk(checkpoint: Path, until: int, *of_seed: Any) -> Path:
+    """The checkpoint of bf16 at that step. One process trains it, others wait."""
+    with claimed(checkpoint.parent, waits=True):
+        if not checkpoint.exists():
+            Run("bf16", *of_seed).train(checkpoint, math.inf, until)
+    return checkpoint
 
 
 def read_tokens(preset: str, folder: Path, device: torch.device) -> Tokens:
@@ -106,9 +130,9 @@ def read_tokens(preset: str, folder: Path, device: torch.device) -> Tokens:
     return Tokens.of_standard_library(device) if preset == "tiny" else Tokens.read(folder, device)
 
 
-def check_text(places: Iterable[Path], tokens: Tokens) -> None:
-    """Raise ValueError if a result in these folders is of another text: losses would not compare."""
-    for path in (path for place in places for path in sorted(place.glob("*.json"))):
+def check_text(results: Iterable[Path], tokens: Tokens) -> None:
+    """Raise ValueError if a result is of another text: losses would not compare."""
+    for path in sorted(results):
         if json.loads(path.read_text())["text"] != tokens.digests:
             raise ValueError(f"{path} is of another text: give another --output, or the tokens that it had")
 
@@ -126,12 +150,12 @@ def be_deterministic(asked: bool) -> None:
 
 
 @contextlib.contextmanager
-def claimed(folder: Path) -> Iterator[Path | None]:
-    """The folder, made if there is none, for this process alone; None if another one has it."""
+def claimed(folder: Path, waits: bool = False) -> Iterator[Path | None]:
+    """The folder, made if there is none, for this process alone. If another one has it: None, or wait."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except BlockingIOError:
             yield None
         else:
@@ -199,8 +223,11 @@ class Run:
 
     # Training
 
-    def train(self, checkpoint: Path, deadline: float) -> bool:
-        """Go on from the checkpoint if there is one; False for a run that has stopped and left one."""
+    def train(self, checkpoint: Path, deadline: float, until: int | None = None) -> bool:
+        """Go on from the checkpoint if there is one; False for a run that has stopped and left one.
+
+        until: a step that ends a segment, to stop before; None trains to the end.
+        """
         if checkpoint.exists():
             self.load(checkpoint)
         ends = [self.steps * (n + 1) // SEGMENTS for n in range(SEGMENTS)]
@@ -221,7 +248,8 @@ class Run:
             print(f"{self.name} {self.seed}: step {end}, {rate:,.0f} tokens/s, {words(row)}", flush=True)
             if not math.isfinite(loss):
                 raise FloatingPointError(f"{self.name} {self.seed}: the loss is {loss} before step {end}")
-            if end < self.steps and time.monotonic() + 1.3 * (time.monotonic() - begun) > deadline:
+            is_late = time.monotonic() + 1.3 * (time.monotonic() - begun) > deadline
+            if end < self.steps and (is_late or end == until):
                 self.save(checkpoint)
                 print(f"{self.name} {self.seed}: stopped after step {end}", flush=True)
                 return False
@@ -401,6 +429,16 @@ class Run:
         }
         torch.save(content, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
+
+    def fork(self, trunk: Path) -> None:
+        """Go on from the checkpoint of the run in bf16 with this seed."""
+        content = torch.load(trunk, weights_only=True)
+        self.step, before = content["step"], content["record"]
+        self.record |= {"fork": self.step, "seconds": before["seconds"], "curve": before["curve"]}
+        self.optimizer.load_state_dict(content["optimizer"])
+        self.rounding = self.arm.rounding and self.arm.rounding()  # without what it kept of first masters
+        self.round_weights()
+        torch.manual_seed(self.seed)
 
     def load(self, path: Path) -> None:
         """Raises ValueError for the checkpoint of another run."""

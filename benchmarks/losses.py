@@ -75,7 +75,7 @@ def t_of_95(freedom: int) -> float:
 @functools.cache
 def results() -> dict[str, Results]:
     """Results of `python -m benchmarks fidelity` by folder, of seeds that bf16 has. Arms have the order of
-    arms.py.
+    arms.py. Those of a fork are beside the runs in bf16 that they leave.
     """
     found: dict[str, Results] = {}
     for folder in sorted((RESULTS / "fidelity").glob("*")):
@@ -83,7 +83,9 @@ def results() -> dict[str, Results]:
         for result in sorted(results, key=lambda result: list(ARMS).index(result["arm"])):
             found.setdefault(folder.name, {}).setdefault(result["arm"], {})[result["seed"]] = result
     for folder, arms in found.items():
-        seeds = arms.get("bf16", {}).keys()
+        whole = found.get(folder.partition("-fork-")[0], {})
+        arms = {"bf16": whole.get("bf16", {})} | arms
+        seeds = arms["bf16"].keys()
         paired = {arm: {seed: own[seed] for seed in own if seed in seeds} for arm, own in arms.items()}
         found[folder] = {arm: own for arm, own in paired.items() if own}
     by_size = sorted(filter(found.get, found), key=lambda folder: size(found[folder]))
@@ -94,9 +96,16 @@ def some_run(arms: Results) -> dict:
     return next(iter(next(iter(arms.values())).values()))
 
 
-def size(arms: Results) -> tuple[int, int]:
+def size(arms: Results) -> tuple[int, int, int]:
     run = some_run(arms)
-    return run["parameters_of_blocks"], run["tokens"]
+    return run["parameters_of_blocks"], run["tokens"], fork(arms)
+
+
+def fork(arms: Results) -> int:
+    """Percent of the steps in which all arms are one run in bf16."""
+    return max(
+        round(100 * run.get("fork", 0) / run["steps"]) for own in arms.values() for run in own.values()
+    )
 
 
 def tokens_per_parameter(arms: Results) -> float:
@@ -157,8 +166,7 @@ def section() -> str:
     parts = ["## What to use when", markdown_table(uses(settled))] if settled else []
     parts += ["## Curves", f"![Gaps over tokens](images/{PICTURE.name})"]
     for arms in found.values():
-        run = some_run(arms)
-        parts += [f"## {title(run)}", about(arms), markdown_table(gaps(arms))]
+        parts += [f"## {title(arms)}", about(arms), markdown_table(gaps(arms))]
         for words, table in (
             ("The same losses over those of another arm:", over_others(arms)),
             ("Weights: the error at the end, and what codes and scales do halfway.", weights(arms)),
@@ -168,8 +176,10 @@ def section() -> str:
     return "\n\n".join(parts)
 
 
-def title(run: dict) -> str:
-    return f"{run['preset'].upper()}, {run['tokens'] / 1e6:,.0f}M tokens"
+def title(arms: Results) -> str:
+    run, percent = some_run(arms), fork(arms)
+    forks = f", the first {percent}% in bf16" if percent else ""
+    return f"{run['preset'].upper()}, {run['tokens'] / 1e6:,.0f}M tokens{forks}"
 
 
 def about(arms: Results) -> str:
@@ -191,20 +201,22 @@ def about(arms: Results) -> str:
 
 
 def uses(found: dict[str, Results]) -> Table:
-    """By use the gap of an arm, from the folder with the most tokens per parameter."""
+    """By use the gap of an arm, from the folder with the most tokens per parameter; of two with as many, the
+    one with the smaller interval.
+    """
     rows = []
     for use, options, arm in USES:
         folders = [arms for arms in found.values() if arm in arms]
         if folders:
-            arms = max(folders, key=tokens_per_parameter)
+            arms = max(folders, key=lambda arms: (tokens_per_parameter(arms), -gap(arms, arm, DOCUMENTS)[1]))
             base = ARMS[arm].beside if ARMS[arm].convert is None else "bf16"
             base = base if gaps_by_seed(arms, arm, DOCUMENTS, base) else "bf16"
             shown = shown_gap(*gap(arms, arm, DOCUMENTS, base))
             bits = f"{bits_per_weight(arm):.2f}"
             cells = (shown, ARMS[base].words, str(len(arms[arm])), f"{tokens_per_parameter(arms):.1f}")
-            rows.append((use, options, bits, *cells))
-    header = ("if", "options", "bits per weight", "gap", "over", "runs", "tokens per parameter")
-    return Table(header, "<<>><>>", rows)
+            rows.append((use, options, bits, *cells, f"{fork(arms)}%" if fork(arms) else "none"))
+    header = ("if", "options", "bits per weight", "gap", "over", "runs", "tokens per parameter", "fork at")
+    return Table(header, "<<>><>>>", rows)
 
 
 def bits_per_weight(arm: str) -> float:
@@ -265,7 +277,7 @@ def weights(arms: Results) -> Table:
 
 
 def published(found: dict[str, Results]) -> Table:
-    ours = [f"ours: {title(some_run(arms))}" for arms in found.values()]
+    ours = [f"ours: {title(arms)}" for arms in found.values()]
     rows = []
     for words, theirs, arm in PUBLISHED:
         own = [shown_gap(*gap(arms, arm, DOCUMENTS)) if arm in arms else "" for arms in found.values()]

@@ -58,7 +58,7 @@ def draw_losses() -> Path:
             low, high = ([m + sign * h for m, h in zip(means, halves, strict=True)] for sign in (-1, 1))
             panel.fill_between(tokens, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
         panel.axhline(0, color="black", linewidth=0.8, linestyle=":")
-        panel.set_title(losses.title(losses.some_run(arms)), fontsize=9)
+        panel.set_title(losses.title(arms), fontsize=9)
         panel.set_ylabel("% above bf16's loss")
         panel.set_ylim(-0.5, 4)
         panel.legend(fontsize=7, frameon=False, title="arm (runs)", title_fontsize=7)

@@ -66,6 +66,28 @@ def test_a_run_that_stops_at_every_evaluation_ends_as_one_that_never_stops(arm, 
 
 
 @pytest.mark.heavy
+def test_arms_that_leave_a_run_in_bf16(tokens, tmp_path):
+    """bf16 goes on to the bit, others from its masters."""
+    whole, trunk, unused = run("bf16", tokens), tmp_path / "trunk.pt", tmp_path / "unused.pt"
+    assert whole.train(unused, math.inf)
+    assert not run("bf16", tokens).train(trunk, math.inf, until=4)
+    arms = {arm: run(arm, tokens) for arm in ("bf16", "w16x16", "compact", "averaged-90")}
+    for arm, own in arms.items():
+        own.fork(trunk)
+        assert own.step == own.record["fork"] == 4 and own.record["curve"] == whole.record["curve"][:4], arm
+        for (name, master), expected in zip(
+            own.masters().items(), arms["bf16"].masters().values(), strict=True
+        ):
+            assert master.sub(expected).norm() < 1e-4 * expected.norm(), (arm, name)
+    weights = dict(arms["averaged-90"].model.named_parameters())
+    for name in arms["w16x16"].quantized:
+        rounded = Rounding()(name, arms["averaged-90"].masters()[name], 4)
+        assert rounded.equal(weights[name].float()), name
+    assert arms["bf16"].train(unused, math.inf) and result(arms["bf16"]) == result(whole) | {"fork": 4}
+    assert arms["w16x16"].train(unused, math.inf) and len(arms["w16x16"].record["curve"]) == STEPS
+
+
+@pytest.mark.heavy
 def test_updates_in_backward_passes_end_as_steps_after_them(tokens, tmp_path):
     runs = [run(name, tokens) for name in ("update", "unclipped")]
     for each in runs:
@@ -116,6 +138,12 @@ def test_the_command_runs_what_is_not_there_yet(tmp_path, capsys):
     main(["fidelity", *options])
     assert "control" not in capsys.readouterr().out, "it is not run again"
     assert (folder / "compact-0.json").exists()
+    options = [*options[:-2], "bf16", "w16x16", "--fork", "20"]
+    assert main(["fidelity", *options]) == 0
+    forked = json.loads((tmp_path / "out" / "tiny-0M-fork-20" / "w16x16-0.json").read_text())
+    plain = json.loads((folder / "bf16-0.json").read_text())
+    curves = [[{**row, "error": 0, "underflowing": 0} for row in each["curve"]] for each in (forked, plain)]
+    assert forked["fork"] == 4 and curves[0][:4] == curves[1][:4] and curves[0][4] != curves[1][4]
     found["text"]["train"] = "another digest"
     (folder / "control-0.json").write_text(json.dumps(found))
     with pytest.raises(ValueError, match=r"control-0\.json is of another text"):

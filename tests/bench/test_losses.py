@@ -13,14 +13,17 @@ from benchmarks.losses import LOSSES, bits_per_weight, gap, t_of_95
 DOCUMENTS = LOSSES["held-out documents"]
 
 
-def run(arm: str, seed: int, loss: float, preset: str = "30m", tokens: int = 200_000_000) -> dict:
-    """A result file whose every loss is the same."""
+def run(
+    arm: str, seed: int, loss: float, preset: str = "30m", tokens: int = 200_000_000, fork: int = 0
+) -> dict:
+    """A result file whose every loss is the same. fork: the step, of 100."""
     both = {"documents": loss, "packages": loss}
     shares = {"flipped": 0.01, "oscillating": 0.02}
     curve = [{"step": step, "train": loss, **both, **shares} for step in (50, 100)]
     found = {"arm": arm, "seed": seed, "preset": preset, "steps": 100, "tokens": tokens, "device": "cpu"}
     found |= {"parameters_of_blocks": 30_000_000, "tokens_per_parameter": tokens / 30e6, "epochs": 3.4}
     found |= {"curve": curve, "final": both}
+    found |= {"fork": fork} if fork else {}
     if ARMS[arm].convert:
         found |= {"masters": both, "errors": {"blocks.0.q.weight": 0.09, "blocks.1.q.weight": 0.11}}
     return found
@@ -34,7 +37,8 @@ def published(tmp_path, monkeypatch):
 
     def write(*runs: dict) -> Path:
         for each in runs:
-            folder = tmp_path / "fidelity" / f"{each['preset']}-{each['tokens']}"
+            fork = f"-fork-{each['fork']}" if "fork" in each else ""
+            folder = tmp_path / "fidelity" / f"{each['preset']}-{each['tokens']}{fork}"
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{each['arm']}-{each['seed']}.json").write_text(json.dumps(each))
         return tmp_path
@@ -92,8 +96,19 @@ def test_the_page_shows_the_evidence_with_the_most_tokens(published, tmp_path, m
     assert "100M" not in page.replace("| 100M |", ""), "there is no run of bf16"
     assert page.index("## 30M, 200M tokens") < page.index("## 30M, 750M tokens")
     uses = page.split("## Curves")[0]
-    assert "| 4.03 | +2.00% ± 0.00 | bf16, FP32 masters | 2 | 25.0 |" in uses
-    assert "| 4.50 | +0.50% ± 1.75 | bf16, FP32 masters | 2 | 6.7 |" in uses
+    assert "| 4.03 | +2.00% ± 0.00 | bf16, FP32 masters | 2 | 25.0 | none |" in uses
+    assert "| 4.50 | +0.50% ± 1.75 | bf16, FP32 masters | 2 | 6.7 | none |" in uses
     assert "| weights 1x16, four over six | weights 16x16 | +0.50% ± 1.75 |" in page
     monkeypatch.setattr(losses, "PICTURE", tmp_path / "losses.png")
     assert pictures.draw_losses().read_bytes().startswith(b"\x89PNG")
+
+
+def test_arms_that_leave_a_run_in_bf16_are_beside_it(published):
+    """And of two intervals at one size the smaller one counts."""
+    whole = [("bf16", 0, 2.0), ("bf16", 1, 2.1), ("w16x16", 0, 2.0), ("w16x16", 1, 2.2)]
+    forked = [("w16x16", 0, 2.01), ("w16x16", 1, 2.1105), ("w1x16-46", 0, 2.0), ("full", 2, 2.0)]
+    published(*(run(*each) for each in whole), *(run(*each, fork=20) for each in forked))
+    page = losses.section()
+    assert page.index("## 30M, 200M tokens\n") < page.index("## 30M, 200M tokens, the first 20% in bf16\n")
+    assert "| weights 16x16 | 2 | +0.50% ± 0.00 |" in page and "full recipe" not in page
+    assert "| +0.50% ± 0.00 | bf16, FP32 masters | 2 | 6.7 | 20% |" in page
