@@ -205,6 +205,15 @@ def test_masters_that_begin_with_4_bit_values_warn(device, lose):
     assert file == __file__
 
 
+def test_masters_that_an_earlier_optimizer_lacks_warn(device):
+    """The advice to give masters_from would not help."""
+    net = make_net(device)
+    earlier = ZeroFP4Optimizer([("second.weight", net.second.weight)])
+    LOSE["by hand"](net.first)
+    ((message, _),) = lost(net, masters_from=earlier)
+    assert "masters of 1 weights" in message and "masters_from" not in message
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_a_copy_of_a_model_keeps_what_masters_begin_with(device, duplicate):

@@ -20,14 +20,7 @@ from zerofp4.distributed import (
     rank_and_size,
     reduce_max,
 )
-from zerofp4.engine import (
-    CHUNK,
-    BucketExchange,
-    Gradients,
-    check_gradients,
-    in_place,
-    is_sendable,
-)
+from zerofp4.engine import CHUNK, BucketExchange, Gradients, check_gradients, in_place, is_sendable
 from zerofp4.format import WEIGHT_DTYPES
 from zerofp4.launch import backend_for
 from zerofp4.optim.build import Announcement

@@ -232,11 +232,15 @@ class Checked:
             )
         if coarse:
             first = f"{self.trained[coarse[0]].name}{', ...' * (len(coarse) > 1)}"
+            advice = "Load the model before convert_model, which keeps them"
+            if not self.held:
+                advice += (
+                    "; to go on with an earlier ZeroFP4Optimizer, give it as masters_from, or its state_dict() "
+                    "to load_state_dict() before the first step"
+                )
             found.append(
                 f"the masters of {len(coarse)} weights ({first}) begin with 4-bit values, since nothing kept "
-                "those from before the quantization. Load the model before convert_model, which keeps them; "
-                "to go on with an earlier ZeroFP4Optimizer, give it as masters_from, or its state_dict() to "
-                "load_state_dict() before the first step"
+                f"those from before the quantization. {advice}"
             )
         return found
 
@@ -283,10 +287,7 @@ class Checked:
             why = "offload_gradients brings the mean of each backward pass to the host"
         elif is_of_all:
             return None
-        for name, refused in (
-            ("overlap", ("backward", "both", "update")),
-            ("transport", ("peer",)),
-        ):
+        for name, refused in (("overlap", ("backward", "both", "update")), ("transport", ("peer",))):
             value = getattr(self.communication, name)
             if value in refused:
                 raise ValueError(f"{name}={value!r} is not supported because {why}")
