@@ -195,13 +195,13 @@ def grouped(session: Session, options: argparse.Namespace) -> None:
         given = make_input(session, (sum(m_splits), workload.pieces[0].shape[1]))
         on_device = torch.tensor(m_splits, device=session.device)
         name, whole = workload.name, shape_name(given.x.shape)
-        for kind, how in (("_rht", RHT), ("", {"block": ACTIVATION})):
-            one = time_quantize(session, f"quantize_1d{kind}/{whole}", given, **how)
+        for kind, how in (("_rht", {"columnwise": True, "hadamard": True}), ("", {})):
+            one = time_quantize(session, f"quantize_1d{kind}/{whole}", given, block=ACTIVATION, **how)
             run = in_groups(given, on_device, **how)
             ours = session.time(f"quantize_grouped{kind}/{name}", run, rules.counted_as(one))
             session.ratio(f"grouped{kind}_over_one/{name}", "ratio", ours, one)
         session.launches(f"launches/quantize_grouped/{name}", run)
-        run = in_groups(given, m_splits, block=ACTIVATION)
+        run = in_groups(given, m_splits)
         session.time(f"quantize_grouped_host_splits/{name}", run, rules.counted_as(one))
 
 

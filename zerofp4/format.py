@@ -51,7 +51,7 @@ class FourOverSix:
         >>> quantized = zerofp4.quantize(x, four_over_six=zerofp4.FourOverSix())
 
     The choice needs a whole block: a cast raises ValueError for a shard with a part of one, and
-    ZeroFP4Optimizer cuts between blocks. quantize_grouped raises ValueError: quantize each group by itself.
+    ZeroFP4Optimizer cuts between blocks. quantize_grouped does not have it: quantize each group by itself.
 
     Raises ValueError for any other value.
     """

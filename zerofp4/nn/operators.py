@@ -16,9 +16,9 @@ from zerofp4.nn.quantizers import (
     Quantizers,
     WeightCache,
     check_primary,
-    nvfp4_options,
     quantizers_of,
     rows_are_enough,
+    token_options,
     with_columns,
 )
 from zerofp4.nn.recipe import Recipe, recipe_of_key
@@ -216,7 +216,7 @@ def _multiply(quantizers, x, x_copies, bias, weight: Storage, weight_needs: bool
 
 
 def _multiply_groups(quantizers, x, splits, bias, weights, weight_needs: bool) -> list[torch.Tensor]:
-    options = nvfp4_options(quantizers.recipe, "input", weight_needs)
+    options = token_options(quantizers.recipe, "input", weight_needs)
     q_x = quantize_grouped(x, splits, columnwise=weight_needs, **options)
     y = grouped_gemm(q_x, GroupedOperand(weights, "rowwise"))
     if bias is not None:
@@ -334,7 +334,7 @@ def _gradients_of_groups(quantizers, grad, groups, x, cols, weights, dtype, main
     splits, offsets, error = groups
     grad_x = grad_weight = sums = None
     if x or weights:
-        options = nvfp4_options(quantizers.recipe, "gradient", bool(x))
+        options = token_options(quantizers.recipe, "gradient", bool(x))
         q_grad = quantize_grouped(grad, splits, rowwise=bool(weights), columnwise=bool(x), **options)
     if weights:
         rows = all(map(rows_are_enough, weights))

@@ -145,12 +145,18 @@ def _with_even_columns(quantizer: Quantizer, x: torch.Tensor) -> NVFP4Storage:
 def nvfp4_options(recipe: NVFP4Recipe, role: str, columnwise: bool) -> dict[str, Any]:
     if role == "weight":
         return {"block": recipe.weight_block, "four_over_six": recipe.four_over_six}
-    options: dict[str, Any] = {"block": (1, BLOCK)}
+    chosen = recipe.four_over_six if role == "input" else None
+    return {"block": (1, BLOCK), "four_over_six": chosen} | token_options(recipe, role, columnwise)
+
+
+def token_options(recipe: NVFP4Recipe, role: str, columnwise: bool) -> dict[str, Any]:
+    """Options of inputs and gradients that quantize and quantize_grouped have in common."""
+    options: dict[str, Any] = {}
     if columnwise and recipe.hadamard:
         options |= {"hadamard": True, "random_signs": recipe.random_signs}
     if role == "gradient":
-        return options | {"stochastic_rounding": recipe.stochastic_rounding}
-    return options | {"four_over_six": recipe.four_over_six}
+        options["stochastic_rounding"] = recipe.stochastic_rounding
+    return options
 
 
 @functools.cache

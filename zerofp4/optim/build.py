@@ -235,8 +235,8 @@ class Checked:
             advice = "Load the model before convert_model, which keeps them"
             if not self.held:
                 advice += (
-                    "; to go on with an earlier ZeroFP4Optimizer, give it as masters_from, or its state_dict() "
-                    "to load_state_dict() before the first step"
+                    "; to go on with an earlier ZeroFP4Optimizer, give it as masters_from, or its "
+                    "state_dict() to load_state_dict() before the first step"
                 )
             found.append(
                 f"the masters of {len(coarse)} weights ({first}) begin with 4-bit values, since nothing kept "

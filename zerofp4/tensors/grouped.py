@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from zerofp4 import storage
-from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK, FourOverSix
+from zerofp4.format import ATOM_COLUMNS, ATOM_ROWS, BLOCK
 from zerofp4.layout import ceil_div, columnwise_rows, round_up
 from zerofp4.ops import draw_rng_state, grouped_shapes, is_capturing
 from zerofp4.tensors.arguments import check_generator, check_values, detached, kernel_input
@@ -145,7 +145,6 @@ def quantize_grouped(
     x: torch.Tensor,
     m_splits: Sequence[int] | torch.Tensor,
     *,
-    block: tuple[int, int] = (1, BLOCK),
     rowwise: bool = True,
     columnwise: bool = False,
     amax: torch.Tensor | None = None,
@@ -154,10 +153,9 @@ def quantize_grouped(
     random_signs: bool = True,
     stochastic_rounding: bool = False,
     generator: torch.Generator | None = None,
-    four_over_six: FourOverSix | None = None,
     scale_layouts: Sequence[str] = ("compact",),
 ) -> GroupedNVFP4:
-    """Quantize groups of consecutive rows, each with its own amax, in one launch.
+    """Quantize groups of consecutive rows, each with its own amax, in blocks of 1x16 and one launch.
 
     x: [tokens, K] of float32, bfloat16 or float16, K even.
     m_splits: the rows of each group, possibly 0. A sequence of ints or a CPU tensor is checked here, and
@@ -169,7 +167,6 @@ def quantize_grouped(
     rowwise, columnwise, hadamard, random_signs, scale_layouts: as in quantize, but a columnwise copy takes
         any number of rows, since groups are padded with rows of zeros to a multiple of 16.
     stochastic_rounding, generator: as in quantize, with a state drawn for each group.
-    block, four_over_six: only (1, 16) and None.
 
     Returns a GroupedNVFP4 without history, with the bytes of quantize(rows of a group, block=(1, 16), ...).
 
@@ -181,17 +178,10 @@ def quantize_grouped(
     for invalid host splits; RuntimeError for host splits while a CUDA graph is captured.
     """
     check_values(x)
-    storage.check_block(block)
-    if tuple(block) != GroupedNVFP4.block:
-        raise ValueError(
-            f"block must be (1, 16) for groups, got {tuple(block)}: blocks of 16x16 are for weights, which "
-            "are tensors of their own"
-        )
-    if four_over_six is not None:
-        raise ValueError("four_over_six is not there for groups: quantize each group by itself")
     check_generator(generator, stochastic_rounding)
     copies = {"rowwise": rowwise, "columnwise": columnwise, "scale_layouts": scale_layouts}
-    scheme = storage.Scheme.checked(block=block, hadamard=hadamard, random_signs=random_signs, **copies)
+    transform = {"hadamard": hadamard, "random_signs": random_signs}
+    scheme = storage.Scheme.checked(block=GroupedNVFP4.block, **transform, **copies)
     if x.dim() != 2:
         raise ValueError(f"x must be a matrix [tokens, K], got shape {tuple(x.shape)}")
     sizes = None
