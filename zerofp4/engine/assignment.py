@@ -13,9 +13,8 @@ from zerofp4.tensors import NVFP4Tensor
 BUCKETS = 14
 BUCKET_MB = 256.0, 1024.0
 """A model's gradients are cut into this many buckets, each of at least and at most so many megabytes, all
-ranks' slices together. On two H200s a bucket costs the host half a millisecond, in which 150 MB are reduced,
-updated and gathered, so smaller buckets keep the device waiting: the step of an 8B model took a quarter
-longer in 64 buckets of 256 MB than in 14 of 1024 MB.
+ranks' slices together. Smaller buckets keep the device waiting for the host: on two H200s the step of an 8B
+model took a quarter longer in 64 buckets of 256 MB than in 14 of 1024 MB.
 """
 
 
@@ -35,9 +34,8 @@ def build_buckets(
 ) -> list[Bucket]:
     """Assign the parameters to buckets, the same list on every rank.
 
-    The parameters of a bucket share their sharding, their optimizer, their kind (NVFP4 in the same blocks, or
-    a dtype), their state and their format between hosts, and buckets are sorted by these five. In a group of
-    one rank nothing travels between ranks, and each combination is one bucket, unless some are offloaded.
+    The parameters of a bucket share their sharding and Trained.key, by which buckets are sorted. In a group
+    of one rank nothing travels between ranks, so each key is one bucket, unless some are offloaded.
 
     bucket_mb: megabytes of the gradients of one bucket, all ranks' slices together. wire: as of Bucket.
     offloads: whether some will be offloaded. overlap: as of Communication. It decides the order of buckets:

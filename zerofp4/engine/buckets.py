@@ -38,8 +38,8 @@ def zeros_on(device: torch.device) -> Zeros:
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory with its own storage: torch.save writes whole storages, share_memory_() moves whole
-    storages, and other formats take tensors of one storage for tied weights.
+    """The same memory with its own storage: torch.save and share_memory_() take whole storages, and other
+    formats take tensors of one storage for tied weights.
     """
     # torch exports tensors of the current device only, and in inference mode would give an inference tensor.
     with torch.inference_mode(False), torch.cuda.device_of(view):
@@ -104,8 +104,7 @@ class Bucket:
     """Parameters of one kind in flat memory, and this rank's slice of their masters and averaged gradients.
 
     indices: the positions of the parameters among all trainable ones.
-    trained: the parameters, which have their sharding, optimizer (`by`), state and format between hosts in
-        common.
+    trained: the parameters, of one sharding and key.
     owners: by parameter, the rank that owns all of it, in ascending order; None if a slice ends at any
         cut_unit() of a parameter.
     wire: the dtype that gradients are rounded to before they are added; None keeps autograd's.
@@ -144,10 +143,8 @@ class Bucket:
         dtypes = set(map(gradient_dtype, self.parameters))
         self.sent_as: torch.dtype = wire or (torch.float32 if len(dtypes) > 1 else next(iter(dtypes)))
         """The dtype of sent gradients: float32 if autograd makes several."""
-        self.keeps_gradients = dtypes == {self.sent_as}
-        """Whether gradients are sent in the dtype in which autograd makes them."""
-        self.is_packed = isinstance(self.parameters[0], NVFP4Tensor)
-        """Whether the parameters are NVFP4 weights; else they are of one floating dtype."""
+        self.keeps_gradients = dtypes == {self.sent_as}  # as autograd makes them
+        self.is_packed = isinstance(self.parameters[0], NVFP4Tensor)  # else all have one floating dtype
         self.gate = Gate() if self.is_packed else None  # for reads that wait for a late gather
         self.group, self.replicas = GroupReference(sharding.group), GroupReference(sharding.replicas)
         self.rank, self.world_size = rank_and_size(sharding.group)
@@ -162,8 +159,8 @@ class Bucket:
         else:
             self.offsets, self.slice_numel = whole_slices(sizes, owners, self.world_size, ALIGNMENT)
         self.begin, end = self.rank * self.slice_numel, (self.rank + 1) * self.slice_numel
+        # By parameter, this rank's shard:
         self.shards = [intersect(o, n, self.begin, end) for o, n in zip(self.offsets, sizes, strict=True)]
-        """By parameter, this rank's shard."""
         most = round_up(ceil_div(self.slice_numel, self.replica_count), ALIGNMENT)
         bounds = [min(r * most, self.slice_numel) for r in range(self.replica_count + 1)]
         self.parts = [slice(first, last) for first, last in itertools.pairwise(bounds)]
@@ -173,7 +170,7 @@ class Bucket:
     @functools.cached_property
     def gradients(self) -> torch.Tensor:
         """float32 [slice_numel], averaged, at home. Made on demand: many updates average as they read."""
-        return self._zeros(torch.float32, self.home)
+        return self._zeros(torch.float32)
 
     @functools.cached_property
     def gradient_views(self) -> list[torch.Tensor | None]:
@@ -193,10 +190,9 @@ class Bucket:
     def allocate_masters(self) -> None:
         kept_as = torch.float32
         if self.state == "compact24":
-            kept_as, self.low = torch.bfloat16, self._zeros(torch.uint8, self.home)
+            kept_as, self.low = torch.bfloat16, self._zeros(torch.uint8)
         is_shared = self.weights.dtype == kept_as and not self.is_offloaded
-        own = self._own_slice(self.weights) if is_shared else None
-        self.masters = self._zeros(kept_as, self.home) if own is None else with_own_storage(own)
+        self.masters = with_own_storage(self._own_weights()) if is_shared else self._zeros(kept_as)
 
     @property
     def is_offloaded(self) -> bool:
@@ -207,8 +203,8 @@ class Bucket:
         """The device of the masters and their state."""
         return torch.device("cpu") if self.is_offloaded else self.device
 
-    def _zeros(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(self.slice_numel, dtype=dtype, device=device)
+    def _zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(self.slice_numel, dtype=dtype, device=self.home)
 
     def bind(self) -> None:
         for view, parameter in zip(self._weight_views(), self.parameters, strict=True):
@@ -221,7 +217,7 @@ class Bucket:
 
     def cast(self) -> None:
         """Round the masters of floating weights into this rank's slice of them."""
-        own = self._own_slice(self.weights)
+        own = self._own_weights()
         if self.is_offloaded:
             self.slots.send_up(self.masters, own)
         elif self.masters.data_ptr() != own.data_ptr():
@@ -261,8 +257,8 @@ class Bucket:
             for o, w in zip(self.offsets, self.parameters, strict=True)
         ]
 
-    def _own_slice(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self.begin : self.begin + self.slice_numel]
+    def _own_weights(self) -> torch.Tensor:
+        return self.weights[self.begin : self.begin + self.slice_numel]
 
 
 # Masters of 24 bits, kept in two planes: bfloat16, and a byte
@@ -338,9 +334,7 @@ def are_sendable(gradients: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype
 def add_gradient_hooks(
     owner: Any, parameters: Sequence[torch.Tensor], method: Callable[[Any, int, torch.Tensor], None]
 ) -> None:
-    """Call method(owner, position, parameter) whenever a backward pass has accumulated p.grad. The hooks end
-    with the owner, and do not keep it alive.
-    """
+    """Call method(owner, position, parameter) after each accumulation of p.grad, while the owner lives."""
     me = weakref.ref(owner)
 
     def hook(position: int, parameter: torch.Tensor) -> None:
@@ -370,7 +364,7 @@ class GradientMemory:
 
     flat: [world_size, slice_numel] of any floating dtype; zeros if it is aliased.
     aliased_storages: the addresses of all aliased memory of one optimizer, to which this adds its own; None
-        if p.grad never aliases `flat`, a slot that other buckets may overwrite.
+        for a slot that other buckets may overwrite.
     """
 
     def __init__(self, bucket: Bucket, flat: torch.Tensor, aliased_storages: set[int] | None = None):

@@ -48,16 +48,15 @@ class BucketExchange(Protocol):
     """Moves one bucket: its gradients to their owners, its weights to every rank.
 
     In a step: send(), then receive() or average(), with at most one other bucket sent in between; then the
-    cast, and gather(). A scheduler may send() earlier. All are collective. An error that receive() or
-    average() raises is of this rank alone, which has joined their collectives by then.
+    cast, and gather(). All are collective. An error that receive() or average() raises is of this rank alone,
+    which has joined their collectives by then.
     """
 
     bucket: Bucket
     memory: GradientMemory | None = None  # gradients are sent from it; None if kernels read p.grad
     arrives_as: torch.dtype | None  # the dtype of receive(); None if only average() can read the gradients
     received: torch.Tensor | None = None  # memory for gradients of other ranks; buckets may share it
-    present: Sequence[bool] | None = None
-    """By parameter, whether send() had a gradient; None if the device knows."""
+    present: Sequence[bool] | None = None  # by parameter, if send() had a gradient; None if the device knows
     halfway: tuple[int, int, Callable[[], None]] | None = None
     """(position of a weight, its row, function to call): the cast may pause there once, so that the codes
     before that row leave while the rest is cast; None if that gains nothing.
@@ -77,12 +76,8 @@ class BucketExchange(Protocol):
     def receive(self) -> Arrived:
         """The gradients of all ranks, which may be read until the bucket after the next is sent."""
 
-    def average(self, squares: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
-        """Write the mean, float32 [slice_numel].
-
-        squares: int64 ops.SQUARES, to which the squares of the means are added.
-        into: where the mean goes; None for `bucket.gradients`.
-        """
+    def average(self, means: torch.Tensor, squares: torch.Tensor | None = None) -> None:
+        """Write the mean into `means`, float32 [slice_numel], and add its squares to ops.SQUARES int64."""
 
     def finish(self) -> None:
         """Instead of receive(): finish the exchange and ignore the data."""
@@ -112,8 +107,7 @@ class LocalExchange(BucketExchange):
         gradients, self._gradients = self._gradients, ()  # to be freed after the update
         return Arrived(gradients, None)
 
-    def average(self, squares: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
-        means = self.bucket.gradients if into is None else into
+    def average(self, means: torch.Tensor, squares: torch.Tensor | None = None) -> None:
         if self._means is None or self._means.flat.data_ptr() != means.data_ptr():
             self._means = GradientMemory(self.bucket, means.view(1, -1))
         self._means.take(self._gradients)
@@ -131,9 +125,7 @@ class CollectiveExchange(BucketExchange):
     """Collectives of torch.distributed, NCCL or gloo: sends and receives of gradients, or a reduce-scatter;
     an all-gather of weights in place. One rank alone rounds its gradients as several would.
 
-    Ordered: each rank's gradients travel as they are, and the owner adds them up in FP32, in rank order. So
-    no bit of a gradient is lost, sums do not depend on a library's algorithm, and bfloat16 gradients take
-    half the bytes of FP32 sums.
+    Ordered: each rank's gradients travel as they are, and the owner adds them up in FP32, in rank order.
 
     By reduce-scatter: the library adds them up, in the dtype in which they are sent and in an order of its
     own, in one call whose cost hardly grows with the number of ranks. The owner divides in FP32.
@@ -200,9 +192,8 @@ class CollectiveExchange(BucketExchange):
         self.error.raise_if_any()
         return Arrived(self._own_views, RankGradients(self.received, self.bucket.masters, self.bucket.rank))
 
-    def average(self, squares: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
+    def average(self, means: torch.Tensor, squares: torch.Tensor | None = None) -> None:
         bucket = self.bucket
-        means = bucket.gradients if into is None else into
         has_replicas = bucket.replica_count > 1
         counted = None if has_replicas else squares
         self.finish()
@@ -244,11 +235,9 @@ def collective_exchanges(
 ) -> list[BucketExchange]:
     """By bucket, an exchange by collectives, or a LocalExchange if one rank has all of it and rounds nothing.
 
-    Two slots hold copied gradients until they are sent, and two slots received ones.
-
     early: whether a backward pass sends gradients. They wait on their owners for the step, so each bucket
         receives into its own memory. On a CPU each bucket also sends from its own: the host waits for a free
-        slot, and must not wait in a backward pass.
+        slot, and must not wait in a backward pass. Otherwise buckets share two slots for each purpose.
     aliased: as of gradient_memory().
     ordered: whether gradients are added up in rank order, or by reduce-scatter.
     """

@@ -10,8 +10,7 @@ from zerofp4.engine.buckets import Bucket, GradientMemory, Gradients, gradient_m
 from zerofp4.engine.exchange import ABSTAIN, Abstain, Arrived, BucketExchange
 from zerofp4.shard import intersect
 
-Circle = tuple[GroupReference, range]
-"""Ranks of a group, which exchange rows."""
+Circle = tuple[GroupReference, range]  # ranks of a group, which exchange rows
 
 
 class HostsExchange(BucketExchange):
@@ -26,10 +25,10 @@ class HostsExchange(BucketExchange):
     means are made and sent when they are needed: a backward pass never waits.
 
     hosts: their number, each with as many consecutive ranks.
-    memory: of this rank's gradients. inside: [ranks of a host, slices, slice_numel] for gradients of this
-        host, where slices are those that its counterparts own. means: float32 [slices, slice_numel], made of
-        them in memory that buckets share. sent: the same as messages, one row for each slice; or `means`.
-        received: messages, one from each host.
+    memory: of this rank's gradients.
+    inside: [ranks of a host, slices, slice_numel], this host's gradients for slices of its counterparts.
+    means: float32 [slices, slice_numel], which buckets share.
+    sent: messages, one for each slice; or `means`. received: messages, one from each host.
     layout: of messages; None if they are the means.
     user: the last bucket before this one that is sent from `memory`. before: the last from that of `sent`.
     stream: None on a CPU. taken: returns the number of steps taken so far.
@@ -94,9 +93,7 @@ class HostsExchange(BucketExchange):
                 self._send_means()
 
     def _drop(self) -> None:
-        """End the exchange of an aborted step as far as all ranks have begun it. On a CPU no rank has begun
-        to send means, and to wait for means would be to wait for the backward pass of another rank.
-        """
+        """End the exchange of an aborted step as far as all ranks have begun it: on a CPU without means."""
         for pending in filter(None, (self._from_inside, self._pending)):
             pending.wait()
         self._from_inside = self._pending = None
@@ -143,9 +140,8 @@ class HostsExchange(BucketExchange):
         self.error.raise_if_any()
         return Arrived(self._own_views, ops.RankGradients(self.received, self.bucket.masters, self._host))
 
-    def average(self, squares: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
+    def average(self, means: torch.Tensor, squares: torch.Tensor | None = None) -> None:
         self.finish()
-        means = self.bucket.gradients if into is None else into
         if self.arrives_as is None:
             ops.average_means(self.received, means, self._layout, self._own_slice)
         else:
@@ -188,7 +184,6 @@ def message_layout(bucket: Bucket, local_size: int) -> ops.MeansLayout | None:
 
 
 def _message_of(bucket: Bucket, layout: ops.MeansLayout | None) -> tuple[int, torch.dtype]:
-    """The length and the dtype of a message."""
     if layout is not None and layout.is_decoded:
         return layout.nbytes, torch.uint8
     return bucket.slice_numel, torch.float32 if layout is None else torch.bfloat16
@@ -197,10 +192,7 @@ def _message_of(bucket: Bucket, layout: ops.MeansLayout | None) -> tuple[int, to
 def hosts_exchanges(
     buckets: Sequence[Bucket], hosts: int, taken: Callable[[], int], *, early: bool, aliased: bool
 ) -> list[BucketExchange]:
-    """By bucket, whose ranks (those of its replicas, too) are as many of each host, a HostsExchange.
-
-    early, aliased: as of collective_exchanges().
-    """
+    """By bucket, a HostsExchange. early, aliased: as of collective_exchanges()."""
     device, zeros = buckets[0].device, zeros_on(buckets[0].device)
     most = max(bucket.slice_numel for bucket in buckets)
     # On a CPU nothing leaves a slot in a backward pass.

@@ -1,8 +1,6 @@
 """Buckets whose masters and optimizer state are in host memory, where the CPU updates them to the same bytes.
 
-To other ranks an offloaded bucket is like any other. Its gradients are averaged on the device, its amaxes are
-reduced there, its scales are made there, and its weights are gathered and transposed there. Only the update
-and the cast are on the host, whose kernels make the bytes of the device's:
+To other ranks an offloaded bucket is like any other. Only its update and its cast are on the host:
 
     on the device                                                   on the host
     the mean of the gradients          -- gradients, skip, ... -->  update, which leaves amaxes
@@ -14,12 +12,10 @@ Masters and state are never copied, so they are in ordinary memory. Copies go th
 
 The thread that calls step() computes, with `Offload.threads`. In turn t of a step it begins to bring down
 the gradients of bucket t, updates bucket t - 1, and casts bucket t - 2, whose codes go up while the next
-bucket is updated. Buckets on the device are only queued, so the GPU updates them at the same time: choose()
-spreads offloaded buckets evenly among them.
+bucket is updated. Meanwhile the GPU updates the other buckets, so choose() spreads offloaded ones evenly.
 
-[Note: when a slot may be written] There are two Slots, and offloaded buckets take turns: bucket n + 2 has
-those of bucket n. Memory is free once its last reader is done, and the host has waited for it if that is a
-copy:
+[Note: when a slot may be written] There are two Slots, and offloaded buckets take turns. Memory is free once
+its last reader is done, and the host has waited for it if that is a copy:
 
     slot      written by                        read by                      free in
     means     the exchange, turn n              copy down, own stream        turn n + 1
@@ -31,9 +27,6 @@ copy:
 [Note: what the host waits for] In a backward pass the device makes the gradients of bucket t while the host
 updates bucket t - 1, if the host does not wait for work of turn t. On one rank it waits for copies of earlier
 turns alone. On several ranks a cast also waits for the reduced amaxes, and so for the gradients of bucket t.
-
-clip_grad_norm_() brings the means down to the buckets' `gradients`, which are on the host, too. There the
-copy of one bucket overlaps with that of the host, which empties the slot before.
 
 The host's kernels also read the decision of a step: `skip`, the presence flags and the factor of
 clip_grad_norm_ come down with each bucket's gradients, since a failed barrier may set `skip` in between.
@@ -62,8 +55,7 @@ from zerofp4.shard import Shard, byte_range
 from zerofp4.storage import NVFP4Storage, Side, record_of
 from zerofp4.tensors import INIT_VAL
 
-Copies = list[tuple[torch.Tensor, torch.Tensor]]
-"""Targets and their sources."""
+Copies = list[tuple[torch.Tensor, torch.Tensor]]  # targets and their sources
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP_LIMITS = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")]
@@ -91,8 +83,7 @@ def find_threads(rank: int, hosts: Sequence[str], cores: Sequence[set[int]]) -> 
     """How many threads update: torch's number if OMP_NUM_THREADS has chosen it, else this rank's share of its
     cores. torchrun sets OMP_NUM_THREADS=1 if it starts several ranks.
 
-    hosts, cores: by rank, its host_name(), and the cores that it may use there. Ranks of a host that do not
-        step together with these are taken to be bound to cores likewise.
+    hosts, cores: by rank, its host_name(), and the cores that it may use there.
     """
     chosen, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if chosen is not None and not (chosen == "1" and ranks > 1):
@@ -103,10 +94,8 @@ def find_threads(rank: int, hosts: Sequence[str], cores: Sequence[set[int]]) -> 
 
 
 def check_room(buckets: Sequence[Bucket], sums: bool) -> None:
-    """Raise RuntimeError if host memory will not hold masters and state of these buckets. Without this the
-    kernel kills the process in the first step, which says nothing.
-
-    sums: whether FP32 sums of gradients are there, too. The ranks of a host are taken to keep as much each.
+    """Raise RuntimeError if host memory will not hold masters and state of these buckets, and FP32 gradients
+    with `sums`: else the kernel kills the process in the first step.
     """
     room, ranks = free_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     own = sum(b.slice_numel * (KEPT_BYTES[b.state] + 4 * sums) for b in buckets)
@@ -155,13 +144,10 @@ class Slots:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._sent: torch.cuda.Event | None = None
-        """The end of the last copies to the device."""
+        self._sent: torch.cuda.Event | None = None  # the end of the last copies to the device
 
     def fill(self, write: Callable[[], Copies]) -> None:
-        """Have write() write `up` or `amaxes`, once they are free, and begin the copies to the device that it
-        returns.
-        """
+        """Once `up` and `amaxes` are free, have write() write one, and begin the copies that it returns."""
         wait(self._sent)
         self._sent = copy(write(), self._device)
 
@@ -172,7 +158,7 @@ class Slots:
 
 
 def copy(copies: Copies, device: torch.device) -> torch.cuda.Event | None:
-    """Copy on the current stream of the device. Returns the end of the copies; None on a CPU."""
+    """Begin to copy. Returns the end of the copies; None on a CPU."""
     for target, source in copies:
         target.copy_(source, non_blocking=True)
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
@@ -187,8 +173,7 @@ def wait(event: torch.cuda.Event | None) -> None:
 class Offload:
     """The state that offloaded buckets share: slots, a stream, threads, and the decision of a step.
 
-    buckets: of the optimizer, in the order of a step. Those that choose() returns get `slots`.
-    share: as of choose(). threads: how many update and cast.
+    buckets: of the optimizer. Those that choose() returns get `slots`. share: as of choose().
     sums: whether gradients are added up on the host.
 
     Raises RuntimeError if there is not enough memory, or not enough that can be pinned.
@@ -202,8 +187,7 @@ class Offload:
         self.threads = threads if chosen else None
         self.pinned_bytes = 0
         on_gpu = self.device.type == "cuda" and self.is_used
-        self._stream = torch.cuda.Stream(self.device) if on_gpu else None
-        """Brings gradients down."""
+        self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # brings gradients down
         self._slots = Slots(self.device), Slots(self.device)
         most = max(map(_up_bytes, chosen), default=0)
         for slots in self._slots:
@@ -282,9 +266,7 @@ class Offload:
         self.decided = self.bring_down([])
 
     def bring_down(self, copies: Copies) -> torch.cuda.Event | None:
-        """Copy to the host, after the work on the current stream, gradients and the decision of the step.
-        Returns the end of the copies, for which the host has to wait.
-        """
+        """Begin to copy gradients and the decision of the step to the host. Returns the end of the copies."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             for _, gradient in copies:
@@ -316,9 +298,7 @@ class OffloadedPlan:
     It is made of two plans. `on_device` has no masters: it agrees with the other ranks and writes scales.
     `on_host` has the masters, and a vector of amaxes in the same layout: it writes this rank's codes.
 
-    masters: by parameter, on the host. amax_groups, found_inf: as of CastPlan.
-
-    Building is collective.
+    masters: by parameter, on the host. amax_groups, found_inf: as of CastPlan. Building is collective.
     """
 
     def __init__(
@@ -342,8 +322,7 @@ class OffloadedPlan:
         records, used = [], bucket.slice_numel // 2
         self._codes, self._own = up[:used], bucket.weights[bucket.begin // 2 :][:used]
         """This rank's slice of codes on the host and on the device."""
-        self._scales: list[torch.Tensor] = []
-        """On the host, as bytes: of each weight whose scales travel."""
+        self._scales: list[torch.Tensor] = []  # on the host, as bytes: of each weight whose scales travel
         for record in self.on_device.records:
             scale = None
             if record.scales_travel:
@@ -432,8 +411,6 @@ class OffloadedExchange(BucketExchange):
     """An exchange whose update is on the host: bring_down() begins to copy the means there, or in a world of
     one the gradients that are their own means, and receive() waits for them.
 
-    average() brings them to `bucket.gradients`, on the host; Offload.settle() waits for the last ones.
-
     inner: the exchange of the bucket on the device.
     """
 
@@ -454,9 +431,7 @@ class OffloadedExchange(BucketExchange):
         return self._inner.error
 
     def bring_down(self, reduces: bool, squares: torch.Tensor | None = None) -> None:
-        """reduces: whether the means are not yet in `bucket.gradients`. squares: as of average(). An error is
-        raised by receive().
-        """
+        """reduces: whether the means are not yet in `bucket.gradients`. receive() raises an error."""
         bucket, self._failure = self.bucket, OwnError()
         with self._failure:
             copies: Copies = []
@@ -472,7 +447,7 @@ class OffloadedExchange(BucketExchange):
         views = bucket.own_views(slot)
         if not self.is_in_place:
             means = bucket.slots.means[:numel]
-            self._inner.average(squares, into=means)
+            self._inner.average(means, squares)
             copies.append((slot, means))
             return views
         for view, gradient in zip(views, self._inner.receive().own, strict=True):
@@ -490,17 +465,17 @@ class OffloadedExchange(BucketExchange):
         self._failure.raise_if_any()
         return Arrived(self._views, None)
 
-    def average(self, squares: torch.Tensor | None = None, adds: bool = False) -> None:
-        """adds: whether the mean is added to `bucket.gradients`."""
+    def average(self, means: torch.Tensor, squares: torch.Tensor | None = None, adds: bool = False) -> None:
+        """means: on the host, where Offload.settle() finishes them. adds: whether the mean is added there."""
         offload = self._offload
         offload.settle(self.bucket.slots)
         self.bring_down(True, squares)
         offload.settle()  # of another slot, while this bucket comes down
         self._failure.raise_if_any()
-        offload._on_its_way = self.bucket.slots, functools.partial(self._take_mean, adds)
+        offload._on_its_way = self.bucket.slots, functools.partial(self._take_mean, means, adds)
 
-    def _take_mean(self, adds: bool) -> None:
-        for arrived, own in zip(self.receive().own, self.bucket.gradient_views, strict=True):
+    def _take_mean(self, means: torch.Tensor, adds: bool) -> None:
+        for arrived, own in zip(self.receive().own, self.bucket.own_views(means), strict=True):
             if own is not None and not adds:
                 own.copy_(arrived)
             elif own is not None:  # in chunks, since torch makes an FP32 copy of what it adds

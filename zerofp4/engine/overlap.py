@@ -19,8 +19,7 @@ class Schedule:
     """Counts gradients in backward passes, and takes each bucket when its gradients are complete: _accept(i)
     of a schedule is called when the gradient of parameter i is in p.grad.
 
-    weights: the optimizer's ShardedParameters; once another one has taken them over, no bucket is taken.
-    gradients: its OwnGradients.
+    weights, gradients: the optimizer's ShardedParameters and OwnGradients.
     """
 
     _in_order = True  # a bucket also waits for earlier buckets: ranks must exchange buckets in one order
@@ -35,8 +34,8 @@ class Schedule:
 
     def start_over(self) -> None:
         """No gradient has been counted."""
+        # By bucket, the parameters without a gradient so far.
         self._missing = [set(exchange.bucket.indices) for exchange in self._exchanges]
-        """By bucket, the parameters without a gradient so far."""
         self._taken: set[int] = set()  # positions of buckets, also of one that is being taken
         self._error = OwnError()  # of this rank, for the next vote
 
@@ -75,16 +74,15 @@ class BackwardSchedule(Schedule):
     all ranks send all buckets again after the vote.
     """
 
-    has_sent = False
-    """Whether backward passes have sent gradients of the next step: then unscale_() is too late."""
+    has_sent = False  # whether passes have sent gradients of the next step: then unscale_() is too late
     _is_syncing = True  # False under no_sync()
 
     def start_over(self) -> None:
         super().start_over()
         self._is_stale = False  # whether zero_grad() has dropped sent buckets
         self._sent: dict[int, ops.Versions] = {}  # by parameter, its sent gradient
+        # By sent bucket, the gradients by parameter, and their _samples_of() when they were sent.
         self._samples: list[tuple[dict[int, torch.Tensor], torch.Tensor]] = []
-        """By sent bucket, the gradients by parameter, and their _samples_of() when they were sent."""
 
     def _accept(self, i: int) -> None:
         if self._is_syncing and not self._is_stale and self._own.clipped is None:
@@ -108,10 +106,8 @@ class BackwardSchedule(Schedule):
             self.start_over()
 
     def close(self, error: OwnError) -> bool:
-        """Before a vote on gradients: send the missing buckets. Returns whether all ranks must send all of
-        them again, since zero_grad() has dropped some.
-
-        error: of this rank; an error found here is added. With an error this rank abstains.
+        """Before a vote on gradients: send the missing buckets, or with an error abstain; add an error found
+        here. Returns whether all ranks must send again what zero_grad() has dropped.
         """
         with error:
             self._check_unchanged()
@@ -141,7 +137,7 @@ class BackwardSchedule(Schedule):
             )
 
     def accept(self, again: bool) -> None:
-        """After a vote: all ranks take the step, and have sent all buckets. again: whether one must again."""
+        """After a vote: all ranks take the step. again: whether one of them must send its buckets again."""
         self.start_over()
         if again:
             self._send(self._rest())
@@ -188,15 +184,13 @@ def _samples_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 class TakingSchedule(Schedule):
     """Takes the gradients of each bucket out of p.grad, in a backward pass or when it ends.
 
-    [Note: where a pass ends] Several ranks take incomplete buckets when a pass ends, since other ranks may
-    have all gradients, and wait. autograd tells of no end if the pass raised. The end of a nested pass
-    (reentrant checkpoints) is ignored: the outer pass may still make gradients.
+    Several ranks take incomplete buckets when a pass ends, since other ranks may have all gradients, and
+    wait. autograd tells of no end if the pass raised. The end of a nested pass (reentrant checkpoints) is
+    ignored: the outer pass may still make gradients.
     """
 
-    _rule: str
-    """The end of the message if a parameter has had a gradient."""
-    _takes_rest = True
-    """Whether incomplete buckets are taken when a pass ends."""
+    _rule: str  # the end of the message if a parameter has had a gradient
+    _takes_rest = True  # whether incomplete buckets are taken when a pass ends
     _stream: torch.cuda.Stream | None = None  # of the last hook
 
     def start_over(self) -> None:
@@ -218,7 +212,6 @@ class TakingSchedule(Schedule):
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        """[Note: where a pass ends]"""
         if torch._C._current_autograd_node() is None:
             self._take_rest()
 
@@ -234,8 +227,8 @@ class TakingSchedule(Schedule):
     def _take_gradients(
         self, exchange: BucketExchange, failure: OwnError
     ) -> tuple[Gradients | Abstain, list[bool], torch.Tensor | None]:
-        """Take the gradients of a bucket out of p.grad. Returns them, which are present, and the word of a
-        NaN or Inf. After an error of this rank, or its failure, they stay there.
+        """The gradients of a bucket, taken out of p.grad unless this rank has an error or the failure; which
+        of them are present; and the word of a NaN or Inf.
         """
         indices = exchange.bucket.indices
         if not (self._error or failure):
@@ -268,8 +261,8 @@ class SumSchedule(TakingSchedule):
     )
 
     def __init__(self, weights: Any, exchanges: Sequence[BucketExchange], gradients: Any):
+        # Of a NaN or Inf in any gradient that was added up.
         self.word = torch.zeros((), dtype=torch.int32, device=exchanges[0].bucket.device)
-        """The word of a NaN or Inf in any gradient that was added up."""
         self._in_order = exchanges[0].bucket.world_size > 1
         self._sent: BucketExchange | None = None
         super().__init__(weights, exchanges, gradients)
@@ -282,8 +275,7 @@ class SumSchedule(TakingSchedule):
 
     def drop(self) -> None:
         """The sums are used, or zero_grad() was called."""
-        self.passes = 0
-        """How many backward passes are added up."""
+        self.passes = 0  # how many backward passes are added up
         self._present = [False] * len(self._parameters)
         self._mark = torch.zeros((), dtype=torch.float32, device="cpu")  # written to in each pass
         self.word.zero_()
@@ -291,8 +283,8 @@ class SumSchedule(TakingSchedule):
             self.start_over()
 
     def collect(self) -> list[torch.Tensor | None]:
-        """By parameter, a tensor that further passes write to; None if no pass has made a gradient. Raises
-        RuntimeError for a gradient that was assigned.
+        """By parameter, a tensor that passes write to; None if none has made a gradient. Raises RuntimeError
+        for a gradient that was assigned.
         """
         for name, gradient in zip(self._names, ops.gradients_of(self._parameters), strict=True):
             if gradient is not None and not self._error:
@@ -358,9 +350,8 @@ class SumSchedule(TakingSchedule):
                 self._average(before)
 
     def _average(self, exchange: BucketExchange | None) -> None:
-        """An error is of this rank, which has joined the exchange."""
         if exchange is not None:
-            in_phase("gradients", exchange.average)(adds=self.passes > 0)
+            in_phase("gradients", exchange.average)(exchange.bucket.gradients, adds=self.passes > 0)
 
 
 class UpdateSchedule(TakingSchedule):
@@ -464,7 +455,7 @@ class UpdateSchedule(TakingSchedule):
     def end_step(self, closure: Callable[[], Any] | None = None, obstacle: str | None = None) -> Any:
         """step(): take the buckets that no backward pass has completed. Returns the result of the closure.
 
-        obstacle: why this rank cannot step, if the optimizer knows a reason: raised as a RuntimeError.
+        obstacle: why this rank cannot step, for a RuntimeError; None if the optimizer knows no reason.
         """
         weights, loss, error = self._weights, None, OwnError()
         weights.check_not_taken_over()

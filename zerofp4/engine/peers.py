@@ -46,8 +46,7 @@ class Peers:
 
     Building it is collective, and so is zeros(). A barrier makes the device wait, never the host, at most for
     the group's timeout. If a rank does not come by then, check() names it, `failed` (float32 [] on the
-    device) becomes 1, and updates that read `failed` change nothing. Later barriers of the other ranks with
-    this one fail, too.
+    device) becomes 1, and updates that read `failed` change nothing.
 
     The memory never moves, and is freed with the tensors of zeros() and their views.
     """
@@ -84,9 +83,7 @@ class Peers:
         return sum(last - first for first, last, _ in self._handles)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros of this shape on every rank, in memory that all can access. Collective. Raises the error of
-        the first rank without room for them on every rank.
-        """
+        """Zeros of this shape on every rank, in memory that all can access. Collective."""
         from torch.distributed._symmetric_memory import rendezvous
 
         tensor, error = attempt(_allocate, shape, dtype, self.device)
@@ -212,8 +209,7 @@ class PeerExchange(BucketExchange):
     - After the last bucket the gathers of weights end in a barrier, or clip_grad_norm_ in an all-reduce: then
       the next backward pass may write.
 
-    means: float32 [at least slice_numel], which buckets may share: receive() averages into it; None if the
-        update averages.
+    means: float32 memory that buckets share, for receive() to average into; None if the update averages.
     """
 
     def __init__(
@@ -226,8 +222,7 @@ class PeerExchange(BucketExchange):
         if self._means is not None:
             self.arrives_as, self._mean_views = torch.float32, bucket.own_views(self._means)
         self.error = OwnError()
-        self._sent_halfway = 0
-        """The number of elements of the slice of weights that left halfway through its cast."""
+        self._sent_halfway = 0  # elements of the slice of weights that left halfway through its cast
         self._half = find_halfway(bucket)
         self._connect()
 
@@ -263,10 +258,10 @@ class PeerExchange(BucketExchange):
         rows = RankGradients(self._rows, self.bucket.masters, self._peers.rank)
         return Arrived(self._own_views, rows)
 
-    def average(self, squares: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
+    def average(self, means: torch.Tensor, squares: torch.Tensor | None = None) -> None:
         self.finish()
         self.error.raise_if_any()
-        ops.average(self._rows, self.bucket.gradients if into is None else into, squares=squares)
+        ops.average(self._rows, means, squares=squares)
 
     def _send_weights(self, count: int) -> None:
         self._sent_halfway = count
@@ -365,11 +360,9 @@ def find_halfway(bucket: Bucket) -> tuple[int, int, int] | None:
     """Where a cast may pause once, so that codes leave while the rest is cast. Codes that leave later share
     the link with gradients that an update reads, which costs a step of two H200s 4%.
 
-    Returns the position of a weight, one of its rows or their number, and how many elements of this rank's
-    slice of `weights` come before it.
-
-    It is the last row of tiles that begins in the first half of the slice, or the end of a weight if the
-    middle is in the gap after it. None if there is no such row, or nothing is sent.
+    Returns the position of a weight, the last of its rows of tiles that begins in the first half of this
+    rank's slice, and how many elements of the slice of `weights` come before it. If the middle is in the gap
+    after a weight, its number of rows. None if there is no such row, or nothing is sent.
     """
     if not bucket.is_packed or bucket.world_size == 1:
         return None

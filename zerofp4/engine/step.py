@@ -165,7 +165,7 @@ class Step:
         if is_offloaded or (self._reduces and exchange.arrives_as is not None):
             arrived = in_phase("gradients", exchange.receive)()
         elif self._reduces:
-            in_phase("gradients", exchange.average)()
+            in_phase("gradients", exchange.average)(exchange.bucket.gradients)
         if not self.failure:
             self._update(exchange, arrived)
 
@@ -222,7 +222,7 @@ class Step:
                     with error:
                         if gradients is not ABSTAIN:
                             counted = squares if before.bucket.is_counted else None
-                            in_phase("gradients", before.average)(counted)
+                            in_phase("gradients", before.average)(before.bucket.gradients, counted)
                         else:
                             in_phase("gradients", before.finish)()
         return error
