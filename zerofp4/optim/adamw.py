@@ -303,8 +303,7 @@ class FusedAdamW(torch.optim.Optimizer):
             part.hold(share, len(self._members))
             self._members += share
         self._listed = [member.parameter for member in self._members]
-        self._keys = [tuple(KEPT[member.compact]) for member in self._members]
-        """The entries of their state."""
+        self._keys = [tuple(KEPT[member.compact]) for member in self._members]  # the entries of their state
         self._layout: tuple[Any, list[torch.dtype], Any] = None, [torch.float32] * len(self._members), None
         """The gradients' kinds and dtypes, and the facts of parameters and state, that the stages are for."""
 
@@ -382,8 +381,7 @@ class Part:
         self._pieces = {} if plan is None else _find_pieces(plan, offered)
         self.masters = ops.Versions(locals_of(list(self._pieces)))
         """The plan's masters when their amaxes were computed."""
-        self.tensors: _Tensors = []
-        """The local tensors of the members."""
+        self.tensors: _Tensors = []  # the local tensors of the members
         self.stages: dict[bool, ops.AdamWStage] = {}
         """By whether state is compact, the stage that updates it."""
         self.hold([], 0)

@@ -100,10 +100,8 @@ class Agreement:
         rank, self.world_size = rank_and_size(group)
         self._group, self._shards, self._inners = GroupReference(group), shards, inners
         device = shards.found_inf.device
-        self.labels: list[str] = []
-        """By slot, the parameter's name in messages."""
-        self.slots: list[int] = []
-        """By trainable parameter of this rank, its slot."""
+        self.labels: list[str] = []  # by slot, the parameter's name in messages
+        self.slots: list[int] = []  # by trainable parameter of this rank, its slot
         known: dict[tuple, int] = {}
         for r, other in enumerate(announced):
             for member in filter(operator.attrgetter("is_trainable"), other.members):
@@ -116,8 +114,7 @@ class Agreement:
         self.words = [2 * (count - slot) for slot in self.slots]
         """By trainable parameter of this rank, the word of a NaN or Inf in its gradient."""
         self._raises = on_nonfinite == "raise"
-        self.defers = False
-        """Whether the host leaves votes to the device."""
+        self.defers = False  # whether the host leaves votes to the device
         self.steps = 0
         """How many steps the ranks have taken, skipped ones too, except one whose vote is unread."""
         failed = None if shards.peers is None else shards.peers.failed
@@ -404,8 +401,7 @@ class OwnGradients:
         """The sums of the squares of the means, for their norm."""
         self.clipped: Clipped | None = None
         """The gradients of the next step, if clip_grad_norm_ has averaged them."""
-        self.scaler_found_inf: torch.Tensor | None = None
-        """The found_inf of a GradScaler."""
+        self.scaler_found_inf: torch.Tensor | None = None  # the found_inf of a GradScaler
         self._words, self._word = agreement.words, agreement.decision.own
         self.launches: ops.MultiTensor | None = None
         """Reads all gradients where they are; None unless they are sent as they are."""

@@ -162,15 +162,14 @@ class Checked:
         groups = self.param_groups
         positions = [(g, i) for g, own in enumerate(groups) for i in range(len(own["params"]))]
         self.parameters = [groups[g]["params"][i] for g, i in positions]
-        self.names = [parameter_name(g, i, groups[g]) for g, i in positions]
-        """Their names in messages."""
+        self.names = [parameter_name(g, i, groups[g]) for g, i in positions]  # their names in messages
         saved_as = [own_name(groups[g]["param_names"][i]) if self.has_names else None for g, i in positions]
         self._listed = list(zip(positions, self.parameters, self.names, saved_as, strict=True))
         """By parameter, its group and position there, itself, and its names in messages and checkpoints."""
         _check_parameters(self.parameters, self.names)
-        tried = try_options(self.classes, self.param_groups, self.parameters[0].device)
+        try_options(self.classes, self.param_groups, self.parameters[0].device)
         _check_parts(self.classes, self.param_groups, rank_and_size(group)[1])
-        self.trained = self._find_trained(tried)
+        self.trained = self._find_trained()
         self.why_at_once = _find_why_at_once(self.classes)
         """Why all masters are updated at once, not bucket by bucket; or None."""
         if communication.overlap == "update":
@@ -180,8 +179,7 @@ class Checked:
         self.offload_gradients = offload_gradients
         _check_gradients(communication, self.trained, self.classes)
         self.why_collective = self._find_why_collective(group)
-        self.held: Mapping = {}
-        """The masters of an earlier optimizer, by parameter."""
+        self.held: Mapping = {}  # the masters of an earlier optimizer, by parameter
         self.values_of: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Returns the value that a parameter begins with, if masters_from is a folder or a function."""
         if isinstance(masters_from, str | Path) or callable(masters_from):
@@ -244,15 +242,13 @@ class Checked:
             )
         return found
 
-    def _find_trained(self, tried: Sequence[torch.optim.Optimizer]) -> list[Trained]:
-        """The trainable parameters. tried: by parameter group. Raises ValueError for weights that share an
-        amax and cannot share a bucket.
-        """
+    def _find_trained(self) -> list[Trained]:
+        """The trainable parameters. Raises ValueError for weights that share an amax, but not a bucket."""
         found = []
         for (g, _), p, name, saved_as in self._listed:
             if p.requires_grad:
                 inner = self.classes[g]
-                work = matrix_work(inner, p, name, tried[g].param_groups[0].get("ns_steps", 1))
+                work = matrix_work(inner, p, name)
                 state, sharding = "full", self.places[g].sharding
                 if self.param_groups[g].get("state") == "compact" and suits_compact(p.shape):
                     state = "compact24" if p.dtype == torch.bfloat16 else "compact"
@@ -306,7 +302,7 @@ class Checked:
             facts = {
                 "frozen": number is None,
                 f"gradients {gradient_dtype(p)}": gradient_dtype(p) != p.dtype,
-                f"updated whole in {one.work} operations": one.work is not None,
+                "updated whole": one.work is not None,
                 f"in amax_groups with {self.trained[one.leader].name}": number not in (None, one.leader),
                 f"in compact state as number {number}": one.state != "full",
                 f"in {one.between_hosts} between hosts as number {number}": one.between_hosts is not None,

@@ -61,8 +61,7 @@ def parameter_name(g: int, i: int, group: dict) -> str:
 
 # Process groups
 
-Ranks = tuple[int, ...]
-"""By their number in the optimizer's process group."""
+Ranks = tuple[int, ...]  # by their number in the optimizer's process group
 
 
 class Place(NamedTuple):

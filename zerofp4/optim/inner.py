@@ -22,8 +22,7 @@ NOT_ELEMENTWISE = {
 }
 """Optimizers that update a slice in another way than the whole parameter, and why."""
 
-OF_MATRICES = ("Muon", "Adafactor")
-"""The ones that may run on whole matrices."""
+OF_MATRICES = ("Muon", "Adafactor")  # the ones that may run on whole matrices
 
 
 def is_muon(optimizer_class: type) -> bool:
@@ -86,20 +85,16 @@ def inner_classes(
     return classes
 
 
-def try_options(
-    classes: Sequence[InnerClass], param_groups: Sequence[dict], device: torch.device
-) -> list[torch.optim.Optimizer]:
+def try_options(classes: Sequence[InnerClass], param_groups: Sequence[dict], device: torch.device) -> None:
     """Build an optimizer of one element for each group, with its options as defaults, too, since torch
     checks only these. Raises the constructors' errors for wrong options, and ValueError for a NaN or Inf.
     """
     check_finite([inner.defaults | group for inner, group in zip(classes, param_groups, strict=True)])
-    tried = []
     for inner, group in zip(classes, param_groups, strict=True):
         trial = {"params": [torch.zeros(1, 1, dtype=torch.float32, device=device)]}
         known = inspect.signature(inner.optimizer_class).parameters.keys() - {"params"}
         own = {key: value for key, value in group.items() if key in known}
-        tried.append(inner.optimizer_class([options(group) | trial], **(inner.defaults | own)))
-    return tried
+        inner.optimizer_class([options(group) | trial], **(inner.defaults | own))
 
 
 @contextlib.contextmanager
@@ -115,9 +110,9 @@ def on_trial(device: torch.device) -> Iterator[None]:
         yield
 
 
-def matrix_work(inner: InnerClass, parameter: torch.Tensor, name: str, steps: Any) -> int | None:
-    """The cost of updating whole matrices, for any class: Muon's operations in `steps` iterations. None if
-    the class takes any slice.
+def matrix_work(inner: InnerClass, parameter: torch.Tensor, name: str) -> int | None:
+    """The cost of updating whole matrices, for any class: Muon's operations in one iteration. None if the
+    class takes any slice.
 
     Raises ValueError, with this name, for a parameter that is neither a matrix nor a stack of them.
     """
@@ -130,8 +125,7 @@ def matrix_work(inner: InnerClass, parameter: torch.Tensor, name: str, steps: An
         )
     *stack, rows, columns = parameter.shape
     short, long = sorted((rows, columns))
-    steps = steps if isinstance(steps, int) and steps > 0 else 1
-    return math.prod(stack) * steps * (4 * short**2 * long + 2 * short**3)
+    return math.prod(stack) * (4 * short**2 * long + 2 * short**3)
 
 
 class InnerOptimizers:
@@ -298,8 +292,7 @@ class InnerOptimizers:
 MUST_BE_FINITE = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "alpha", "lr_decay", "rho")
 """Options of torch's classes that reach every master of a group."""
 
-HASH_BITS = 48
-"""A float64 holds a hash of this many bits exactly."""
+HASH_BITS = 48  # a float64 holds a hash of this many bits exactly
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """An odd factor, as an int64: products with it and with its powers stay distinct modulo 2**64."""

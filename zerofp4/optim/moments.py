@@ -26,8 +26,7 @@ COMPACT = {
 moments. docs/numerics.md defines the codes; scales are [..., groups of a row, 2].
 """
 
-KEPT = {False: FULL, True: COMPACT}
-"""The entries of state, by whether it is compact."""
+KEPT = {False: FULL, True: COMPACT}  # the entries of state, by whether it is compact
 
 PLAIN = {torch.Tensor, nn.Parameter, type(None)}
 

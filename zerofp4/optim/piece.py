@@ -17,8 +17,7 @@ from zerofp4.distributed import GroupReference, Stage
 from zerofp4.engine import with_own_storage
 from zerofp4.shard import Rectangle, Shard, cut, intersect, rectangles
 
-CHUNK = 2**24
-"""The most bytes of a file's chunk: torch reads each into a new buffer."""
+CHUNK = 2**24  # the most bytes of a file's chunk: torch reads each into a new buffer
 
 ONE_PART = (
     "torch.save writes one rank's part of the optimizer's state: call consolidate_state_dict() of the "
@@ -60,10 +59,8 @@ class Piece(torch.Tensor):
     values: torch.Tensor
     start: int
     about: About
-    saves: set[str]
-    """The ids of the saves that the values come from: several if a folder mixes them."""
-    unread: int | None
-    """How many values a load has not read; None if there was no load."""
+    saves: set[str]  # the ids of the saves that the values come from: several if a folder mixes them
+    unread: int | None  # how many values a load has not read; None if there was no load
     boxes: dict[tuple[int, ...], Rectangle]
     """The rectangles that the last save or load asked for, by their offsets."""
 

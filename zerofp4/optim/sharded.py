@@ -138,14 +138,12 @@ class ShardedParameters:
                 if not parameter.requires_grad:
                     _broadcast_frozen(parameter, place.sharding)
         self._watch()
-        self.versions = Versions(self.parameters)
-        """Of the weights as the optimizer left them."""
+        self.versions = Versions(self.parameters)  # of the weights as the optimizer left them
         self.weights_follow = True
         """False from load_state_dict() to the cast of the next step, which overwrites later writes."""
         self.broken: RuntimeError | None = None
         """As `broken` of ZeroFP4Optimizer. Only the text of the error is kept: a traceback holds frames."""
-        self.is_between = False
-        """Whether a backward pass has updated masters since the last step()."""
+        self.is_between = False  # whether a backward pass has updated masters since the last step()
 
     def _make_masters(
         self, checked: Checked, group: dist.ProcessGroup | None, chunk: torch.Tensor

@@ -249,8 +249,7 @@ class SavedState(Mapping):
         self.device = shards.parameters[0].device
         self.ids: list[list[ParameterId]] = [[] for _ in inners.classes]
         """By parameter group, the numbers of all parameters, frozen ones too."""
-        self.parameters: list[SavedParameter] = []
-        """The trainable parameters, in the order of the shards."""
+        self.parameters: list[SavedParameter] = []  # the trainable parameters, in the order of the shards
         self._elsewhere: list[dict[str, None]] = [{} for _ in inners.classes]
         """By parameter group, the names that only other ranks have."""
         names = [{member.name for member in one.members} for one in announced]

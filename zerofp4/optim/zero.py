@@ -158,11 +158,9 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         free_frozen(checked.parameters)
         sends_early = communication.overlap in ("backward", "both") and self.world_size > 1
         why_at_once = checked.why_at_once
-        self._schedule: BackwardSchedule | None = None
-        """Sends gradients in backward passes."""
+        self._schedule: BackwardSchedule | None = None  # sends gradients in backward passes
         self._early: UpdateSchedule | None = None
-        self._sums: SumSchedule | None = None
-        """Adds up gradients in host memory."""
+        self._sums: SumSchedule | None = None  # adds up gradients in host memory
         with error:  # all of it allocates, and other ranks wait for this one afterwards
             hosts = find_hosts(places[0])
             exchanges = shards.make_exchanges(
