@@ -244,8 +244,7 @@ class FusedAdamW(torch.optim.Optimizer):
         in_slices: bool = False,
         on_host: Mapping[str, torch.Tensor | None] | None = None,
     ) -> None:
-        """Begin a step in which update_bucket() updates one part after another. Allocates all memory, and
-        raises all errors that this rank alone may have.
+        """Begin a step of update_bucket(). Allocates all memory, and raises all errors of this rank.
 
         exchanges: of the buckets that have the masters, by part. skip, factor: as found_inf and clip_factor.
         in_slices: whether the means are in the buckets' `gradients`.
@@ -304,13 +303,11 @@ class FusedAdamW(torch.optim.Optimizer):
             self._members += share
         self._listed = [member.parameter for member in self._members]
         self._keys = [tuple(KEPT[member.compact]) for member in self._members]  # the entries of their state
+        # The gradients' kinds and dtypes, and the facts of parameters and state, that the stages are for:
         self._layout: tuple[Any, list[torch.dtype], Any] = None, [torch.float32] * len(self._members), None
-        """The gradients' kinds and dtypes, and the facts of parameters and state, that the stages are for."""
 
     def _facts(self) -> tuple[bytes, bytes]:
-        """Addresses and kinds of parameters and state. Every step compares them, since stages hold addresses,
-        and an assignment to .data leaves no other mark. Gradients may lie anywhere.
-        """
+        """Addresses and kinds of parameters and state, which stages hold. Gradients may lie anywhere."""
         facts = ops.state_facts(self._listed, self.state, self._keys)
         if facts is None:  # there are DTensors: compare their local tensors
             states = [self.state.get(p) or {} for p in self._listed]
@@ -324,7 +321,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def _lay_out(self, kinds: Any, dtypes: Sequence[torch.dtype | None]) -> None:
         """Make state for first updates, and new stages if the last ones do not fit. Changes all or nothing.
 
-        kinds: of the gradients. dtypes: likewise, by member; None needs no state.
+        kinds, dtypes: of the gradients; one without a dtype needs no state.
         """
         made, states = {}, []
         for (p, g, name, compact), dtype in zip(self._members, dtypes, strict=True):
@@ -354,15 +351,12 @@ class FusedAdamW(torch.optim.Optimizer):
 
 
 class Member(NamedTuple):
-    """A parameter of a part.
-
-    group: the number of its group. name: in messages. compact: whether its state is.
-    """
+    """A parameter of a part."""
 
     parameter: torch.Tensor
-    group: int
-    name: str
-    compact: bool
+    group: int  # its number
+    name: str  # in messages
+    compact: bool  # whether its state is
 
 
 class Part:
@@ -397,9 +391,7 @@ class Part:
     def build(
         self, given: Sequence[tuple[Mapping[str, Any], torch.dtype]]
     ) -> tuple[_Tensors, dict[bool, ops.AdamWStage]]:
-        """Make `tensors` and `stages`. given: by member, its state, without which it is only read, and the
-        dtype of its gradients.
-        """
+        """Make `tensors` and `stages`. given: by member, its state, if any, and its gradients' dtype."""
         tensors, items = locals_of([member.parameter for member in self.members]), {False: [], True: []}
         for (compact, _), positions in self._ranges.items():
             items[compact] += [self._item(self.members[i], tensors[i], *given[i]) for i in positions]
@@ -485,9 +477,7 @@ def _is_offloaded(p: torch.Tensor) -> bool:
 
 def _check_options(options: dict[str, Any], name: str = "options", device: _Device = None) -> None:
     """Raises TypeError or ValueError for options of a group that are out of range, or that kernels cannot
-    read. Does not read an lr on a GPU, since the host would wait.
-
-    name: of the options, in messages. device: of the parameters, in a step.
+    read. Does not read an lr on a GPU, since the host would wait. device: of the parameters, in a step.
     """
     if options["amsgrad"]:
         raise ValueError(f"{name}: amsgrad=True is not supported: use torch.optim.AdamW")
@@ -514,8 +504,8 @@ def _check_scalar(name: str, scalar: Any, device: torch.device) -> None:
 
 
 def _check_parameter(name: str, p: torch.Tensor, device: torch.device) -> None:
-    """Raises TypeError or ValueError unless p is plain, contiguous, float32 and on the device. A slice of
-    masters of 24 bits is bfloat16.
+    """Raises TypeError or ValueError unless p is plain, contiguous, on the device, and float32, or bfloat16
+    as a slice of masters of 24 bits.
     """
     if dispatches(p):
         raise TypeError(f"{name} must be a plain tensor, got {type(p).__name__}: give its float32 master")

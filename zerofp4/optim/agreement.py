@@ -45,9 +45,7 @@ _EQUAL = len(Call._fields) + 1
 """The number of values that must be equal on all ranks: a Call, and the hash of tensor options."""
 
 _FLAGS = ops.VOTE_FLAGS
-"""The number of flags: Read.any_reduces and Read.again, the word of a NaN or Inf, and 1 + the number of a
-rank with an error.
-"""
+"""Their number: Read.any_reduces and Read.again, the word of a NaN or Inf, and 1 + the rank with an error."""
 
 FOUND_INF = 1
 """The word of a found_inf that a user gave the inner optimizer. Words of parameters are even, and larger."""
@@ -78,7 +76,6 @@ class Agreement:
         presence flags, by slot | _EQUAL values | their negatives, which show differences | _FLAGS flags
 
     announced: by all ranks. Ranks that share a parameter share its slot.
-    group: all ranks that step together.
 
     [Note: who reads a vote] begin() waits for nothing. decide() has one kernel write the decision that the
     update and the cast read on the device, so a step that a rank refuses changes nothing. The host reads the
@@ -126,8 +123,9 @@ class Agreement:
         self.last = Read(0)
 
     def find_why_host_waits(self, sends_early: bool) -> str | None:
-        """Why the host waits for the vote of each step, the same on every rank; None if only an update that
-        takes all masters at once may have it wait. sends_early: whether backward passes send gradients.
+        """Why the host waits for the vote of each step, the same on every rank; None if it need not.
+
+        sends_early: whether backward passes send gradients.
         """
         if self._shards.offload.is_used:
             return "offload has the host wait for gradients, which it updates masters with"
@@ -184,8 +182,7 @@ class Agreement:
         counts: whether the votes count as read, and ranks list options that differ.
 
         Raises RuntimeError, the same on every rank, if no rank takes the step, or one of its buckets, which
-        breaks the optimizer if others were taken. But a rank whose error is the reason raises that, if the
-        votes count as read.
+        breaks the optimizer if others were taken. But if votes count, a rank raises its own error.
         """
         votes, taken, self.last = self._unread, 0, Read(0)
         if counts:
@@ -341,9 +338,7 @@ class Agreement:
             self.steps += 1
 
     def look(self) -> int:
-        """Wait for an unread vote. It breaks the optimizer if ranks took a part of the last step; the next
-        step raises its error. Returns the number of steps that the ranks have taken, skipped ones too.
-        """
+        """Wait for an unread vote, whose error the next step raises. Returns the number of steps taken."""
         with contextlib.suppress(RuntimeError):
             self.read(counts=False)
             return self.steps + (self.last.taken > 0)
@@ -357,9 +352,7 @@ class Agreement:
         return self.labels[len(self.labels) - word // 2] if word else None
 
     def check_one_rank_has_all(self, call: str) -> None:
-        """Raise ValueError, on every rank, if ranks train different parameters. call: the call that needs
-        one rank with all of them.
-        """
+        """Raise ValueError, on every rank, if no rank trains all parameters, as `call` needs."""
         if len(self.labels) > len(self.slots):
             raise ValueError(
                 f"{call} needs a rank that trains all parameters, and other ranks train other parameters "
@@ -390,15 +383,12 @@ class OwnGradients:
     ):
         self._shards, self._exchanges, self._inners = shards, exchanges, inners
         self._world_size = agreement.world_size
-        self._wire = exchanges[0].bucket.wire
-        """The dtype that gradients are rounded to when they are sent, None for their own. A gradient that
-        becomes infinite by it counts as infinite, in a world of any size.
-        """
+        self._wire = exchanges[0].bucket.wire  # a gradient that it makes infinite counts as infinite
         is_alone = self._world_size == 1 and all(one.memory is None for one in exchanges)
         self.are_means = is_alone and not shards.offload.sums
         """Whether gradients are their own means, in p.grad: in a world of one if nothing rounds them."""
+        # The sums of the squares of the means, for their norm:
         self.squares = torch.zeros(ops.SQUARES, dtype=torch.int64, device=shards.found_inf.device)
-        """The sums of the squares of the means, for their norm."""
         self.clipped: Clipped | None = None
         """The gradients of the next step, if clip_grad_norm_ has averaged them."""
         self.scaler_found_inf: torch.Tensor | None = None  # the found_inf of a GradScaler
@@ -452,8 +442,7 @@ class OwnGradients:
         """scan() of all gradients, for the vote, or FOUND_INF of users and GradScalers. None if the optimizer
         of the masters could not read it in a CUDA graph. Waits for nothing.
 
-        in_means: whether to look in this rank's slices of the means instead. Their `squares` count NaNs and
-            Infs, so the means are read again only if there is one.
+        in_means: whether to look in this rank's slices of the means instead, if their `squares` count one.
         known: the word of the gradients, if they were scanned before.
         """
         device = self.squares.device
@@ -485,7 +474,7 @@ class OwnGradients:
 
     @functools.cached_property
     def _means_launches(self) -> dict[torch.device, ops.MultiTensor]:
-        """By device, reads this rank's slices of the means there, whose memory never moves."""
+        """By device, reads this rank's slices of the means there."""
         owned: dict[torch.device, list[tuple[torch.Tensor, int]]] = {}
         for bucket in self._shards.buckets:
             pairs = zip(bucket.gradient_views, bucket.indices, strict=True)
@@ -543,13 +532,10 @@ def global_norm(
     squares: torch.Tensor,
     word: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The p-norm of the averaged gradients of all ranks, float32 [], and the largest word. Collective: one
-    all-reduce.
+    """The p-norm of the averaged gradients of all ranks, float32 [], and the largest word; one all-reduce.
 
-    means: as of OwnGradients.means(), contiguous, on any device.
-    squares: the sums that ops.average left of the means, for the 2-norm, which does not depend on the number
-        of ranks. Other norms add up in float64, and may round to another float32 in another world.
-    word: as of OwnGradients.find_word(); None counts as 0.
+    means, squares, word: of OwnGradients. The 2-norm is made of squares, and does not depend on the number of
+        ranks. Other norms add up in float64, and may round to another float32 in another world.
     """
     rank, size = rank_and_size(group)
     if p == 2.0:

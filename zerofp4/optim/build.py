@@ -118,8 +118,6 @@ class Communication:
 class Checked:
     """The checked arguments of ZeroFP4Optimizer, and this rank's announcement to the others. Raises TypeError
     or ValueError for errors that one rank can see; changes nothing.
-
-    param_groups: as torch.optim has completed them. group: all ranks that step together.
     """
 
     def __init__(
@@ -141,24 +139,20 @@ class Checked:
     ):
         if on_nonfinite not in ("skip", "raise"):
             raise ValueError(f'on_nonfinite must be "skip" or "raise", got {on_nonfinite!r}')
-        if state not in ("full", "compact"):
-            raise ValueError(f'state must be "full" or "compact", got {state!r}')
         if not isinstance(communication, Communication):
             raise TypeError(f"communication must be a Communication, got {type(communication).__name__}")
         for name in defaults.keys() & Communication.__dataclass_fields__.keys():
             raise TypeError(f"{name} is an option of communication: Communication({name}={defaults[name]!r})")
         self.amax_groups, self.communication = amax_groups, communication
+        # By parameter group, the class that updates its masters, and the ranks that hold its parameters:
         self.classes = inner_classes(param_groups, optimizer_class, whole_matrices, defaults)
-        """By parameter group, the class that updates its masters."""
         self.places = find_places(param_groups, group)
-        """By parameter group, the ranks that hold its parameters."""
         self.param_groups = [
             {key: value for key, value in param_group.items() if key not in FOR_BUILDING}
             for param_group in param_groups
         ]
         _choose_state(self.param_groups, self.classes, state)
-        self.has_names = find_names(self.param_groups)
-        """Whether checkpoints call parameters by their names, not by their positions."""
+        self.has_names = find_names(self.param_groups)  # by which checkpoints call the parameters
         groups = self.param_groups
         positions = [(g, i) for g, own in enumerate(groups) for i in range(len(own["params"]))]
         self.parameters = [groups[g]["params"][i] for g, i in positions]
@@ -170,8 +164,7 @@ class Checked:
         try_options(self.classes, self.param_groups, self.parameters[0].device)
         _check_parts(self.classes, self.param_groups, rank_and_size(group)[1])
         self.trained = self._find_trained()
-        self.why_at_once = _find_why_at_once(self.classes)
-        """Why all masters are updated at once, not bucket by bucket; or None."""
+        self.why_at_once = _find_why_at_once(self.classes)  # not bucket by bucket; or None
         if communication.overlap == "update":
             _check_updates_early(self.why_at_once, on_nonfinite)
         _check_offload(offload, offload_gradients, offload_threads, self.why_at_once)
@@ -270,9 +263,7 @@ class Checked:
         return found
 
     def _find_why_collective(self, group: dist.ProcessGroup | None) -> str | None:
-        """Why parameters keep the ranks from sharing memory, or None. Raises ValueError for options that need
-        parameters of all ranks.
-        """
+        """Why parameters keep ranks from sharing memory, or None. ValueError for options that forbid it."""
         is_of_all = all(place.sharding.group is group for place in self.places)
         why = "parameter groups name a process_group of some ranks"
         if self.offload_gradients:
@@ -587,11 +578,10 @@ def _check_equal(kind: str, ranks: Sequence[int], pairs: Sequence[Sequence[tuple
 
 
 def choose_way(checked: Checked, by_rank: Sequence[Announcement]) -> tuple[str, str, str | None]:
-    """Returns, the same on every rank, the transport to try, the reduction, and why "auto" does not try to
-    share memory; None if it does, was not given, or there is one rank. Reduce-scatters are the default if a
-    parameter is sharded over several hosts.
+    """Returns the transport to try, the reduction, and why "auto" does not try to share memory, or None.
+    Reduce-scatters are the default if a parameter is sharded over several hosts.
 
-    Raises TypeError, the same on every rank, for gradients whose sums may overflow.
+    Raises, like these the same on every rank, TypeError for gradients whose sums may overflow.
     """
     options, names = checked.communication, [rank.host for rank in by_rank]
     is_across = any(

@@ -40,13 +40,10 @@ class AveragedMasters:
     """
 
     def __init__(self, optimizer: ZeroFP4Optimizer, decay: float = 0.999):
-        if not isinstance(optimizer, ZeroFP4Optimizer):
-            raise TypeError(f"optimizer must be a ZeroFP4Optimizer, got {type(optimizer).__name__}")
+        self.optimizer, self.decay = _find_masters(optimizer)[0], decay
         if not 0 <= decay <= 1:
             raise ValueError(f"decay must be from 0 to 1, got {decay}")
-        optimizer._shards.check_not_taken_over()
-        self.optimizer, self.decay = optimizer, decay
-        shards = optimizer._shards
+        shards = self.optimizer._shards
         self._slices = [torch.zeros_like(b.masters, dtype=torch.float32) for b in shards.buckets]
         slices = iter(self._slices)
         self._views = shards.by_parameter(lambda bucket: bucket.own_views(next(slices)))
@@ -78,9 +75,8 @@ class AveragedMasters:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of averages, matched by name if both sides have names. Collective: if a
-        rank's does not fit, or the ranks' are of two saves, all of them raise TypeError or ValueError, and
-        nothing changes.
+        """Go on from a state dict of averages, matched by name if both sides have names. Collective. If one
+        does not fit, or they are of two saves, all ranks raise TypeError or ValueError, and nothing changes.
         """
         found, saves, error = [], set(), OwnError()
         with error:

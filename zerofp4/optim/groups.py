@@ -28,8 +28,7 @@ not have them, and they would keep process groups alive.
 
 def find_names(param_groups: Sequence[dict]) -> bool:
     """Give parameters without names their names in convert_model's model. Returns whether they have names:
-    not if no one model has them all, or two would have one name in checkpoints. Raises ValueError for two
-    given names that are one in checkpoints.
+    not if no one model has them all, or two would have one in checkpoints: a ValueError if they were given.
     """
     are_given = "param_names" in param_groups[0]
     if are_given:

@@ -30,17 +30,12 @@ def is_muon(optimizer_class: type) -> bool:
 
 
 class InnerClass(NamedTuple):
-    """The class that updates the masters of a parameter group.
-
-    defaults: options of groups that lack them.
-    whole: whether the optimizer gets whole matrices; otherwise it gets 1D slices.
-    number: of the optimizer of this class, in the order in which the groups name them.
-    """
+    """The class that updates the masters of a parameter group."""
 
     optimizer_class: type[torch.optim.Optimizer]
-    defaults: dict[str, Any]
-    whole: bool
-    number: int
+    defaults: dict[str, Any]  # options of groups that lack them
+    whole: bool  # whether the optimizer gets whole matrices; otherwise it gets 1D slices
+    number: int  # of the optimizer of this class, in the order in which the groups name them
 
     @property
     def name(self) -> str:
@@ -50,12 +45,9 @@ class InnerClass(NamedTuple):
 def inner_classes(
     param_groups: Sequence[dict], optimizer_class: type, whole_matrices: bool | None, defaults: dict
 ) -> list[InnerClass]:
-    """The class of each group: its own entry `optimizer_class`, or the argument of that name.
-
-    whole_matrices, defaults: arguments of ZeroFP4Optimizer, for its own optimizer_class only.
-
-    Raises TypeError for a class of another kind, ValueError for a class that cannot be sharded, and for a
-    group that has its own class but lacks one of the defaults.
+    """The class of each group: its own entry `optimizer_class`, or the argument of that name, to which alone
+    whole_matrices and defaults apply. Raises TypeError for a class of another kind, ValueError for a class
+    that cannot be sharded, and for a group that has its own class but lacks one of the defaults.
     """
     chosen = [group.get("optimizer_class", optimizer_class) for group in param_groups]
     order, classes = list(dict.fromkeys(chosen)), []
@@ -198,9 +190,7 @@ class InnerOptimizers:
 
     def hash_options(self, device: torch.device) -> tuple[int, torch.Tensor | None]:
         """After check_options(): the hash of compared_options() that are numbers, and that of the values of
-        tensors, each of HASH_BITS.
-
-        The second is a float64 [] on the device, for which the host does not wait; None without tensors.
+        tensors, float64 [] on the device, for which the host does not wait; None without tensors.
         """
         if not self._tensors:
             return self._number_hash, None
@@ -269,11 +259,8 @@ class InnerOptimizers:
             raise
 
     def load(self, param_groups: Sequence[dict], states: Mapping[int, dict], device: torch.device) -> None:
-        """Load options and state. The next sync_options() copies all options to the parameter groups.
-
-        param_groups: with the new options. states: by id(master).
-
-        Raises the optimizers' errors for options and state.
+        """Load options and state, by id(master), with the optimizers' errors. The next sync_options() copies
+        all options to the parameter groups.
         """
         try_options(self.classes, param_groups, device)
         self._copies = []
@@ -304,10 +291,7 @@ def options(group: dict) -> dict:
 
 
 def are_unchanged(param_groups: Sequence[dict], copies: Sequence[dict]) -> bool:
-    """Whether every entry of the groups is the same object as in earlier shallow copies.
-
-    Each step asks this of each group, so the loop over options runs in C.
-    """
+    """Whether every entry of the groups is the same object as in earlier copies. The loop runs in C."""
     return len(param_groups) == len(copies) and all(
         group.keys() == before.keys() and all(map(operator.is_, group.values(), before.values()))
         for group, before in zip(param_groups, copies, strict=True)

@@ -129,9 +129,7 @@ def encode(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, cols: int) -> dict[s
 def decode(
     codes: torch.Tensor, root_codes: torch.Tensor, scales: torch.Tensor, start: int, cols: int
 ) -> dict[str, torch.Tensor]:
-    """The full state of a shard, 1D. start: its first element, which may lie inside a group. scales: of all
-    groups that the shard has elements of.
-    """
+    """The full state of a shard, 1D. start: its first element. scales: of the groups that it touches."""
     unit, numel = state_unit(cols), codes.numel()
     front = start % unit
     padded = [pad(c, (front, -(front + numel) % unit)).view(-1, unit) for c in (codes, root_codes)]
@@ -155,9 +153,7 @@ def _by_units(convert: Callable[..., Sequence[torch.Tensor]], *given: torch.Tens
 
 
 def locals_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-    """Unwrap DTensors to their local tensors, and FSDP2 stand-ins to their masters. Plain tensors cost no
-    Python call.
-    """
+    """Unwrap DTensors to their local tensors, and FSDP2 stand-ins to their masters."""
     if not set(map(type, tensors)) <= PLAIN:
         for inside in ("_local_tensor", "zerofp4_master"):
             tensors = [getattr(tensor, inside, tensor) for tensor in tensors]

@@ -26,18 +26,12 @@ ONE_PART = (
 
 
 class About(NamedTuple):
-    """The tensor and the optimizer that a piece belongs to.
+    """The tensor and the optimizer that a piece belongs to."""
 
-    ranks: the ranks that hold its pieces; None for a piece that torch.load has read.
-    device: where the ranks gather them.
-    refusal: why no file can have it under its name: other ranks have other tensors of that name.
-    unsound: why its values must not be saved: the optimizer is broken.
-    """
-
-    ranks: GroupReference | None = None
-    device: torch.device | None = None
-    refusal: str | None = None
-    unsound: str | None = None
+    ranks: GroupReference | None = None  # that hold its pieces; None for a piece that torch.load has read
+    device: torch.device | None = None  # where the ranks gather them
+    refusal: str | None = None  # why no file can have it under its name, which is another tensor elsewhere
+    unsound: str | None = None  # why its values must not be saved: the optimizer is broken
 
     def check_sound(self) -> None:
         if self.unsound is not None:

@@ -54,14 +54,10 @@ Planes = tuple[torch.Tensor | None, torch.Tensor | None]
 
 class ShardedParameters:
     """The trainable parameters of an optimizer, and whether their masters are of one step. Building it is
-    collective, and moves the parameters into flat buffers.
+    collective, and moves the parameters into flat buffers. An error of one rank is raised on every rank.
 
-    group: all ranks that step together.
     peers: the ranks that share the memory of weights; None if weights travel by collectives.
     late: takes the gathers of NVFP4 weights that go on after a step.
-    threads: how many update offloaded buckets.
-
-    An error of one rank, such as a failed allocation, is raised on every rank.
     """
 
     def __init__(
@@ -96,8 +92,8 @@ class ShardedParameters:
         zeros = zeros_on(device) if peers is None else peers.zeros
         with error:
             self.offload = Offload(self.buckets, checked.offload, threads, checked.offload_gradients)
+            # The parameters whose masters, with their state, are on the host:
             self.offloaded = {i for b in self.buckets if b.is_offloaded for i in b.indices}
-            """The parameters whose masters, with their state, are on the host."""
         for bucket in self.buckets:
             with error:  # the other ranks may share the memory of the next bucket
                 bucket.allocate(zeros)
@@ -139,18 +135,15 @@ class ShardedParameters:
                     _broadcast_frozen(parameter, place.sharding)
         self._watch()
         self.versions = Versions(self.parameters)  # of the weights as the optimizer left them
-        self.weights_follow = True
-        """False from load_state_dict() to the cast of the next step, which overwrites later writes."""
-        self.broken: RuntimeError | None = None
-        """As `broken` of ZeroFP4Optimizer. Only the text of the error is kept: a traceback holds frames."""
+        self.weights_follow = True  # False from a load to the next cast, which overwrites later writes
+        self.broken: RuntimeError | None = None  # without a traceback, which holds frames
         self.is_between = False  # whether a backward pass has updated masters since the last step()
 
     def _make_masters(
         self, checked: Checked, group: dist.ProcessGroup | None, chunk: torch.Tensor
     ) -> list[int]:
-        """Make the masters, bucket by bucket, and fill them, chunk by chunk, with an earlier optimizer's or
-        with rank 0's values, as in DDP. An initial value is freed when its master is made, so that there is
-        never a second copy of all. Collective. Returns `coarse`.
+        """Make the masters, and fill them, chunk by chunk, with an earlier optimizer's or rank 0's values.
+        Each frees its initial value, so that there is never a second copy of all. Returns `coarse`.
         """
         coarse, error, held, values_of = [], OwnError(), checked.held, checked.values_of
         for _, parameter in self._frozen if values_of is not None else ():
@@ -215,8 +208,7 @@ class ShardedParameters:
 
     def saved_planes(self, i: int) -> Planes:
         """The planes of a master for a save, an export or an average: made from the weight's new values if it
-        was written to since the last step. But after a load, and once another optimizer has taken the weights
-        over, masters do not follow writes.
+        was written to since the last step, but not after a load, or once another optimizer has the weight.
         """
         follows = self.weights_follow and not self.holder.is_taken_over
         return self.written_planes(i) if follows and self.versions.written([i]) else self.planes[i]
@@ -261,8 +253,8 @@ class ShardedParameters:
     ) -> list[BucketExchange]:
         """The exchange of each bucket, and the memory of offloaded ones.
 
-        is_ordered, sends_early: as `ordered` and `early` of collective_exchanges().
-        hosts, count_steps: as of hosts_exchanges(), for `between_hosts`.
+        is_ordered, sends_early: `ordered` and `early` of collective_exchanges(). hosts, count_steps: as of
+            hosts_exchanges().
         """
         buckets, in_turns = self.buckets, self._options.overlap == "update"
         ways = {"early": sends_early, "aliased": not (in_turns or self.offload.sums)}
@@ -315,9 +307,7 @@ class ShardedParameters:
     # Changes to the parameters from outside
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError for parameters that were exchanged, moved, written to or unfrozen, and if the
-        optimizer is broken or a rank has failed the others.
-        """
+        """Raise RuntimeError for changed parameters, a broken optimizer, and a rank that is missing."""
         if self.peers is not None:
             self.peers.check()
         self.raise_if_broken()
@@ -341,9 +331,7 @@ class ShardedParameters:
             )
 
     def check_written(self, indices: Sequence[int] | None = None) -> None:
-        """Raise RuntimeError if one of these parameters was written to since the last step. After a load,
-        they follow their masters instead.
-        """
+        """Raise RuntimeError if one of these was written to since the last step, but not after a load."""
         written = self.versions.written(indices)
         if written and self.weights_follow:
             raise RuntimeError(
@@ -362,9 +350,7 @@ class ShardedParameters:
             )
 
     def check_moved(self) -> None:
-        """Raise RuntimeError for the first parameter, master or buffer that has moved. Compares every
-        address, since an assignment to .data leaves no mark.
-        """
+        """Raise RuntimeError for the first parameter, master or buffer that has moved, also by its .data."""
         self.check_not_taken_over()
         error = self._addresses.find_moved()
         if error is not None:

@@ -61,8 +61,7 @@ def own_name(name: str) -> str:
 def _find_refusal(member: Any, names: Sequence[set[str | None]]) -> str | None:
     """Why no file can have a parameter of this rank under its name; None if one can.
 
-    member: from this rank's Announcement. It is on the ranks that shard it and those that its replicated_over
-        names. Elsewhere a parameter of its name is another one, and would replace it.
+    member: from this rank's Announcement, also on the ranks that its replicated_over names.
     names: of the parameters of each rank.
     """
     others = [r for r, own in enumerate(names) if member.name in own and r not in member.ranks]
@@ -164,7 +163,6 @@ class SavedParameter(NamedTuple):
     """A trainable parameter in checkpoints.
 
     number: in state dicts; it has the name. label: its name in messages. group: the number of its group.
-    shard: of this rank. ranks: among which it is sharded. refusal: as in About.
     """
 
     number: ParameterId
@@ -189,9 +187,8 @@ class SavedParameter(NamedTuple):
         return shape, Shard(0, math.prod(shape) if is_here else 0)
 
     def read(self, name: str, value: Any, entry: Entry) -> torch.Tensor:
-        """This rank's part of an entry of a state dict, 1D, in the dtype of the entry.
-
-        Raises ValueError if it does not fit. Collective for a DTensor, and for a piece of another optimizer.
+        """This rank's part of an entry of a state dict, 1D, in the dtype of the entry. ValueError if it does
+        not fit. Collective for a DTensor, and for a piece of another optimizer.
         """
         (shape, shard), what = self.extent(entry), f"state_dict does not fit: {self.label}.{name}"
         if isinstance(value, numbers.Number):
@@ -206,8 +203,7 @@ class SavedParameter(NamedTuple):
             if value.unread:
                 raise ValueError(f"{what} is not whole in the checkpoint")
             if value.shard == shard:
-                # A state dict in memory may be loaded again, so steps must not write to it. (No step writes
-                # to what this returns of masters.)
+                # A state dict in memory may be loaded again, so steps must not write to its state.
                 is_kept = value.unread is None and name not in MASTERS
                 return value.values.to(entry.dtype, copy=is_kept)
             if not value.is_whole:  # as in a file that a world of one wrote
@@ -230,7 +226,6 @@ class SavedState(Mapping):
     of its optimizer of masters. Each access makes new pieces of the same values.
 
     token: of the ids of saves, the same on every rank; a new one after each load.
-    steps: as of Agreement.look().
     """
 
     def __init__(
@@ -247,11 +242,11 @@ class SavedState(Mapping):
         self.consolidated: State | None = None
         """`state` of the next state_dict(), gathered on this rank by consolidate_state_dict()."""
         self.device = shards.parameters[0].device
+        # By parameter group, the numbers of all parameters, frozen ones too:
         self.ids: list[list[ParameterId]] = [[] for _ in inners.classes]
-        """By parameter group, the numbers of all parameters, frozen ones too."""
         self.parameters: list[SavedParameter] = []  # the trainable parameters, in the order of the shards
+        # By parameter group, the names that only other ranks have:
         self._elsewhere: list[dict[str, None]] = [{} for _ in inners.classes]
-        """By parameter group, the names that only other ranks have."""
         names = [{member.name for member in one.members} for one in announced]
         ranks = shards.by_parameter(lambda bucket: [bucket.group] * len(bucket.indices))
         trained = zip(shards.parameters, shards.shards, ranks, strict=True)
@@ -325,10 +320,7 @@ class SavedState(Mapping):
                 )
 
     def master(self, parameter: torch.Tensor, follows_writes: bool = False) -> Piece | None:
-        """A piece of the float32 master; None without one. Each call converts a master of 24 bits.
-
-        follows_writes: whether it has the values of a weight that was written to since the last step.
-        """
+        """A piece of the float32 master; None without one. follows_writes: by saved_planes()."""
         i = self.indices.get(id(parameter))
         if i is None:
             return None
@@ -371,9 +363,8 @@ class SavedState(Mapping):
         return SavedOptions(groups, self.save_id)
 
     def consolidate(self, state: State, keeps: bool) -> None:
-        """Gather the whole state on the CPU, for the next state_dict() if this rank keeps it. Collective.
-
-        state: own_state(), with_entries_of_all_ranks().
+        """Gather the whole state, own_state() with_entries_of_all_ranks(), for the next state_dict() if this
+        rank keeps it. Collective.
         """
         whole: State = {number: {} for number in state}
         for number, pieces in state.items():
@@ -508,8 +499,8 @@ def _name(key: Any) -> str | None:
 def _read_parameter(
     saved: SavedState, i: int, entries: Mapping[str, Any], was_in_file: bool, is_written: bool
 ) -> tuple[torch.Tensor | None, dict[int, dict[str, Any]]]:
-    """This rank's part of the entries of a parameter, converted to the kinds that this optimizer keeps: the
-    float32 master or None; and by id() of the tensors that optimizers update, their state, if there is any.
+    """This rank's part of the entries of a parameter, in the kinds that this optimizer keeps: the float32
+    master or None; and by id() of the tensors that optimizers update, their state, if there is any.
     """
     own, template, found, error = saved.parameters[i], saved.template(i), {}, OwnError()
     known = KNOWN | template
@@ -563,8 +554,8 @@ def _read_parameter(
 
 
 def _find_options(group: Mapping, sources: Sequence[Mapping]) -> dict[str, Any]:
-    """The new options of a parameter group: those on which all saved groups of its members agree, even if the
-    group lacks them, since a scheduler expects to find what an earlier one kept there.
+    """The new options of a parameter group: those on which all saved groups of its members agree, also
+    options that it lacks, which a scheduler has kept there.
     """
     new = {}
     for key in dict.fromkeys(key for source in sources for key in options(source)):
@@ -603,10 +594,8 @@ def with_entries_of_all_ranks(
     state: State, error: OwnError, group: Any, besides: Collection[GroupReference | None] = ()
 ) -> State:
     """`state` of a state dict with each entry that any rank has, in one order, so that its pieces can be
-    gathered one by one. Ranks without elements of a parameter may not know of state that was made before an
-    option changed. Collective. Raises an error of any rank.
-
-    besides: of pieces that stay as they are, the ranks that hold them.
+    gathered one by one: ranks without elements of a parameter may not know of state that was made before an
+    option changed. Collective. Raises an error of any rank. besides: ranks whose pieces stay as they are.
     """
     layouts: dict[tuple, dict[str, tuple]] = {}  # shapes and dtypes
     found: list[tuple[Any, tuple, About]] = []
@@ -632,9 +621,7 @@ def with_entries_of_all_ranks(
 
 
 def agree_on_save(saves: set[str], error: OwnError, group: Any, call: str) -> tuple[str | None, str]:
-    """The save that all ranks have read, and a new token. Raises an error of any rank, as a ValueError unless
-    it is a TypeError. Collective.
-    """
+    """The save that all ranks have read, and a new token. Collective. Raises load_error() of any rank."""
     told = exchange((saves, secrets.token_hex(8)), OwnError(load_error(error.take())), group, call)
     return the_one(set().union(*(own for own, _ in told))), told[0][1]
 

@@ -170,8 +170,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 count_steps=lambda: self._agreement.steps,
             )
             masters = dict(zip(map(id, shards.parameters), shards.optimized, strict=True))
+            # The optimizers of the masters, in the order in which their classes come first in the groups:
             self.inners = InnerOptimizers(checked.classes, self.param_groups, masters)
-            """The optimizers of the masters, in the order in which their classes come first in the groups."""
             of_class = (one.defaults for one in self.inners.all if type(one) is optimizer_class)
             self.defaults = next(of_class, self.inners.all[0].defaults)
             agreement = self._agreement = Agreement(announced, shards, self.inners, group, on_nonfinite)
@@ -182,8 +182,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._offer_parts()
             self._step = Step(exchanges, peers, sends=not sends_early, late=late)
             own = self._gradients = OwnGradients(shards, exchanges, agreement, self.inners)
+            # Updates the masters bucket by bucket; None if all are updated at once:
             self._fused: FusedAdamW | None = self.inners.all[0] if why_at_once is None else None
-            """Updates the masters bucket by bucket; None if all are updated at once."""
             why_host_waits = agreement.find_why_host_waits(sends_early) or why_at_once
             agreement.defers = why_host_waits is None
             if sends_early:
@@ -418,9 +418,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     # Before the vote
 
     def _begin_call(self, call: str) -> None:
-        """Raise the ranks' errors of the step before, on every rank and before it joins a collective.
-        [Note: who reads a vote]
-        """
+        """Raise the ranks' errors of the step before. [Note: who reads a vote]"""
         why = "with offload the host updates masters" if self._shards.offload.is_used else None
         if self.world_size > 1:
             call, why = f"{call} of {self.world_size} ranks", "each step waits for a vote of the ranks"
@@ -430,9 +428,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._agreement.read()
 
     def _to_vote(self, failure: BaseException) -> OwnError:
-        """An error of this rank, for the vote. Raises one that all ranks raise, as in a clip_grad_norm_ of a
-        closure, and a CollectiveError, which leaves no rank to tell.
-        """
+        """An error of this rank, for the vote. Raises one that all ranks raise, or a CollectiveError."""
         if getattr(failure, "all_ranks_raise", False):
             raise failure
         return OwnError(failure)
@@ -454,8 +450,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
     def _unscale(self, gradients: Gradients, scale: torch.Tensor | None) -> None:
         """Divide the gradients by the scale of a GradScaler; None if its unscale_() has."""
         schedule, obstacle = self._schedule, None
-        was_sent = schedule is not None and schedule.has_sent  # before unscale_()
-        was_sent |= self._sums is not None
+        was_sent = self._sums is not None or (schedule is not None and schedule.has_sent)  # before unscale_()
         if scale is None and not (was_sent and self._gradients.scaler_found_inf is not None):
             return
         present = [gradient for gradient in gradients if gradient is not None]
@@ -483,8 +478,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         self, call: Call, gradients: Gradients, error: OwnError
     ) -> tuple[torch.Tensor | None, list[bool] | None]:
         """Returns the word of a NaN or Inf in gradients that a step is to average; and by trainable parameter
-        whether any rank has a gradient, None if the host does not wait for the vote. If it waits, raises the
-        reason why no rank takes the step.
+        whether any rank has a gradient, or None if the host leaves the vote to the device. Else it raises why
+        no rank takes the step.
         """
         agreement, schedule, word = self._agreement, self._schedule, None
         # A schedule may wait for the device, so it comes before the scan, which keeps the device busy.
@@ -553,7 +548,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         gradients: Gradients | Abstain | None = None,
         error: OwnError | None = None,
     ) -> None:
-        """Run the program of a step: average and update if asked to, cast the masters, gather the weights."""
+        """Run the program of a step, or without `update` only cast the masters and gather the weights."""
         try:
             self._shards.check_not_taken_over()
             self._shards.settle()
@@ -724,24 +719,20 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
         Returns a dict of plain values, which prints as a table of the memory.
 
-        memory: bytes by what they are for: weights, masters, state, gradients (autograd's, those to be sent
-        and averages), received gradients, pinned slots; each a dict with "device" and "host". Memory that
-        serves several counts for the first of them: FP32 parameters that are their own masters are weights.
-
-        transport: "peer", "collective", or "none" in a world of one; why_collective. hosts: the number of
-        hosts and of ranks on each; None if these differ. reduction: "ordered" or "reduce_scatter".
-        in_buckets: whether each bucket is updated when its gradients are here; obstacle: why not. overlap,
-        world_size, bucket_mb. host_waits: why the host waits for the vote of each step, or None. buckets: in
-        their order, each with its kind, parameters, elements, optimizer, gathered_in ("step", "forward" or
-        None), state ("compact24" has masters of 24 bits), masters (on "host" or "device"), and the bytes of
-        gradients, amaxes and weights that this rank sends for it in a step; between_hosts: how many bytes of
-        these gradients leave the host, means_travel_as: in which format, None without that option, and
-        exactly: the parameters whose means travel in FP32.
-        bytes_sent: bytes by phase, of all buckets. shared_bytes: memory that other ranks can access.
-        waiting_bytes: memory where gradients of other ranks wait for the update. host_bytes: offloaded
-        masters with their present state, and gradients that wait there. pinned_bytes: the slots for
-        gradients, amaxes and weights on their way between host and device, before torch rounds each up to a
-        power of two. offload_threads: that update; None if nothing is offloaded.
+        memory: bytes by use, on "device" and "host". Memory that serves several uses counts for the first.
+        transport: "peer", "collective", or "none" in a world of one. why_collective: the reason.
+        hosts: the number of hosts and of ranks on each; None if these differ.
+        reduction, overlap, bucket_mb: of Communication, as chosen. world_size.
+        in_buckets: whether each bucket is updated when its gradients are here. obstacle: why not.
+        host_waits: why the host waits for the vote of each step, or None.
+        buckets: of each its contents, and the bytes of gradients, amaxes and weights that this rank sends for
+            it in a step. between_hosts: how many bytes of the gradients leave the host. means_travel_as: in
+            which format. exactly: the parameters whose means travel in FP32.
+        bytes_sent: bytes by phase, of all buckets.
+        shared_bytes: memory that other ranks can access. waiting_bytes: for their gradients.
+        host_bytes: offloaded masters with their present state, and gradients that wait there.
+        pinned_bytes: slots between host and device, before torch rounds each up to a power of two.
+        offload_threads: that update; None if nothing is offloaded.
         """
         return describe(self)
 
