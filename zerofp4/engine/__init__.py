@@ -2,8 +2,6 @@
 
 Neighbouring parameters of one kind make a bucket, which is sharded over all ranks: its gradients are one
 exchange, its weights one all-gather in place, and a step works on one bucket while others travel.
-
-Other rooms see the names that are imported here.
 """
 
 # ruff: noqa: F401

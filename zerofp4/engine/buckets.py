@@ -47,16 +47,11 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 class Sharding(NamedTuple):
-    """The ranks that a parameter is sharded over, and the ranks that hold replicas of it.
+    """The ranks that a parameter is sharded over, and the ranks that hold replicas of it."""
 
-    group: its ranks own one slice each; None for one rank alone.
-    copy: this rank's number among the owners of the same elements, if other groups hold copies; else None.
-    replicas: this rank and the owners of the same elements in other groups, who average their gradients.
-    """
-
-    group: dist.ProcessGroup | None = None
-    copy: int | None = None
-    replicas: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # its ranks own one slice each; None for one rank alone
+    copy: int | None = None  # this rank's number among the owners of the same elements, if groups hold copies
+    replicas: dist.ProcessGroup | None = None  # this rank and others who average gradients of these elements
 
 
 class Trained(NamedTuple):

@@ -120,8 +120,8 @@ class Peers:
             self._gathers.run()
 
     def start_copies(self, first: Copies, second: Copies) -> torch.cuda.Event:
-        """Begin to copy into the memory of other ranks, both lists at once, by the GPUs' copy engines: after
-        the work on the current stream, and after earlier copies and gathers. Returns the end of the copies.
+        """Begin to copy into the memory of other ranks, both lists at once, by the GPUs' copy engines, after
+        the current stream and earlier copies and gathers. Returns the end of the copies.
         """
         self._follow()
         self._send(self._other_stream, first)
@@ -135,10 +135,8 @@ class Peers:
         self._send(self._other_stream, self._copies_of(whole, 0, count))
 
     def start_gather(self, whole: torch.Tensor, sent: int = 0) -> torch.cuda.Event:
-        """Begin to send this rank's slice of `whole`, 1D in shared memory, to all ranks, by the GPUs' copy
-        engines, after the work on the current stream. Returns an event after the slices of all ranks.
-
-        sent: the number of elements that start_sending() has sent.
+        """Begin to send this rank's slice of `whole`, 1D in shared memory, to all ranks, but for elements
+        that start_sending() has `sent`. Returns an event after the slices of all ranks.
         """
         if sent == 0:
             sent = whole.numel() // self.size // 32 * 16

@@ -32,17 +32,12 @@ PLAIN = {torch.Tensor, nn.Parameter, type(None)}
 
 
 class Slice(NamedTuple):
-    """The larger parameter, in compact state, that a 1D master of ZeroFP4Optimizer is a shard of.
+    """The larger parameter, in compact state, that a 1D master of ZeroFP4Optimizer is a shard of."""
 
-    shape: of the parameter. shard: the elements in the master, whole groups.
-    low: the low bytes of a master of 24 bits, which is bfloat16 itself; None if it is float32.
-    number: of the parameter in its optimizer.
-    """
-
-    shape: torch.Size
-    shard: Shard
-    low: torch.Tensor | None
-    number: int
+    shape: torch.Size  # of the parameter
+    shard: Shard  # the elements in the master, whole groups
+    low: torch.Tensor | None  # the low bytes of a master of 24 bits, itself bfloat16; None if it is float32
+    number: int  # of the parameter in its optimizer
 
     @property
     def piece(self) -> MasterPiece:

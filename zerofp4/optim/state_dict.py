@@ -89,16 +89,13 @@ class Entry(NamedTuple):
     kind: "elements": one for each element of the shard or matrix. "groups": two for each group of compact
         state. "matrices": a tensor of another shape for each matrix. "scalar": a tensor of one element. The
         type of a Python number.
-    device: None for the device of the masters.
-    trial_shape: of "matrices", for a matrix of TRIAL_SHAPE.
-    is_flag: whether it is 0 until the parameter has state.
     """
 
     dtype: torch.dtype
     kind: str | type = "elements"
-    device: torch.device | None = None
-    trial_shape: tuple[int, ...] = ()
-    is_flag: bool = False
+    device: torch.device | None = None  # None for the device of the masters
+    trial_shape: tuple[int, ...] = ()  # of "matrices", for a matrix of TRIAL_SHAPE
+    is_flag: bool = False  # whether it is 0 until the parameter has state
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the entry for a parameter or a matrix of this shape."""
@@ -160,18 +157,15 @@ def entry_of(name: str, value: Any, of: torch.Tensor) -> Entry:
 
 
 class SavedParameter(NamedTuple):
-    """A trainable parameter in checkpoints.
+    """A trainable parameter in checkpoints."""
 
-    number: in state dicts; it has the name. label: its name in messages. group: the number of its group.
-    """
-
-    number: ParameterId
-    label: str
-    group: int
+    number: ParameterId  # in state dicts; it has the name
+    label: str  # its name in messages
+    group: int  # the number of its group
     shape: torch.Size
-    shard: Shard
-    ranks: GroupReference
-    refusal: str | None
+    shard: Shard  # of this rank
+    ranks: GroupReference  # among which it is sharded
+    refusal: str | None  # as in About
 
     def extent(self, entry: Entry) -> tuple[tuple[int, ...], Shard]:
         """The shape of an entry, and this rank's shard of it. "scalar" and "matrices" are whole on the ranks
