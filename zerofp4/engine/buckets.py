@@ -138,8 +138,8 @@ class Bucket:
         dtypes = set(map(gradient_dtype, self.parameters))
         self.sent_as: torch.dtype = wire or (torch.float32 if len(dtypes) > 1 else next(iter(dtypes)))
         """The dtype of sent gradients: float32 if autograd makes several."""
-        self.keeps_gradients = dtypes == {self.sent_as}  # as autograd makes them
-        self.is_packed = isinstance(self.parameters[0], NVFP4Tensor)  # else all have one floating dtype
+        self.keeps_gradients = dtypes == {self.sent_as}  # whether they are sent as autograd makes them
+        self.is_packed = isinstance(self.parameters[0], NVFP4Tensor)  # NVFP4; else of one floating dtype
         self.gate = Gate() if self.is_packed else None  # for reads that wait for a late gather
         self.group, self.replicas = GroupReference(sharding.group), GroupReference(sharding.replicas)
         self.rank, self.world_size = rank_and_size(sharding.group)

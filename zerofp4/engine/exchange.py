@@ -58,9 +58,7 @@ class BucketExchange(Protocol):
     received: torch.Tensor | None = None  # memory for gradients of other ranks; buckets may share it
     present: Sequence[bool] | None = None  # by parameter, if send() had a gradient; None if the device knows
     halfway: tuple[int, int, Callable[[], None]] | None = None
-    """(position of a weight, its row, function to call): the cast may pause there once, so that the codes
-    before that row leave while the rest is cast; None if that gains nothing.
-    """
+    """(position of a weight, its row, function to call): where the cast may pause once, to send codes."""
     error: OwnError  # of this rank in the last send(), raised by receive() and average()
     gradient_bytes: int  # that this rank sends to other ranks
     bytes_between_hosts: int | None = None  # the part of them that leaves the host; None if nobody counts
@@ -77,7 +75,7 @@ class BucketExchange(Protocol):
         """The gradients of all ranks, which may be read until the bucket after the next is sent."""
 
     def average(self, means: torch.Tensor, squares: torch.Tensor | None = None) -> None:
-        """Write the mean into `means`, float32 [slice_numel], and add its squares to ops.SQUARES int64."""
+        """Write the mean into `means`, float32 [slice_numel], and add its squares to `squares`."""
 
     def finish(self) -> None:
         """Instead of receive(): finish the exchange and ignore the data."""

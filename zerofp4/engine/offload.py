@@ -83,7 +83,8 @@ def find_threads(rank: int, hosts: Sequence[str], cores: Sequence[set[int]]) -> 
     """How many threads update: torch's number if OMP_NUM_THREADS has chosen it, else this rank's share of its
     cores. torchrun sets OMP_NUM_THREADS=1 if it starts several ranks.
 
-    hosts, cores: by rank, its host_name(), and the cores that it may use there.
+    hosts, cores: by rank, its host_name(), and the cores that it may use there. Ranks of a host that do not
+        step together with these are taken to be bound to cores likewise.
     """
     chosen, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if chosen is not None and not (chosen == "1" and ranks > 1):

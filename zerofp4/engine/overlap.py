@@ -227,8 +227,8 @@ class TakingSchedule(Schedule):
     def _take_gradients(
         self, exchange: BucketExchange, failure: OwnError
     ) -> tuple[Gradients | Abstain, list[bool], torch.Tensor | None]:
-        """The gradients of a bucket, taken out of p.grad unless this rank has an error or the failure; which
-        of them are present; and the word of a NaN or Inf.
+        """Take the gradients of a bucket out of p.grad. Returns them, which are present, and the word of a
+        NaN or Inf. After an error of this rank, or its failure, they stay there.
         """
         indices = exchange.bucket.indices
         if not (self._error or failure):

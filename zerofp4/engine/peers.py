@@ -83,7 +83,7 @@ class Peers:
         return sum(last - first for first, last, _ in self._handles)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros of this shape on every rank, in memory that all can access. Collective."""
+        """Zeros of this shape on every rank, in memory that all can access. Collective, like its errors."""
         from torch.distributed._symmetric_memory import rendezvous
 
         tensor, error = attempt(_allocate, shape, dtype, self.device)

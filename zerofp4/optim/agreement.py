@@ -45,7 +45,7 @@ _EQUAL = len(Call._fields) + 1
 """The number of values that must be equal on all ranks: a Call, and the hash of tensor options."""
 
 _FLAGS = ops.VOTE_FLAGS
-"""Their number: Read.any_reduces and Read.again, the word of a NaN or Inf, and 1 + the rank with an error."""
+"""The number of flags: Read.any_reduces, Read.again, the word of a NaN or Inf, 1 + a rank with an error."""
 
 FOUND_INF = 1
 """The word of a found_inf that a user gave the inner optimizer. Words of parameters are even, and larger."""

@@ -578,10 +578,8 @@ def _check_equal(kind: str, ranks: Sequence[int], pairs: Sequence[Sequence[tuple
 
 
 def choose_way(checked: Checked, by_rank: Sequence[Announcement]) -> tuple[str, str, str | None]:
-    """Returns the transport to try, the reduction, and why "auto" does not try to share memory, or None.
-    Reduce-scatters are the default if a parameter is sharded over several hosts.
-
-    Raises, like these the same on every rank, TypeError for gradients whose sums may overflow.
+    """Returns, the same on every rank, the transport to try, the reduction, and why "auto" does not try to
+    share memory, or None. Raises TypeError, on every rank, for gradients whose sums may overflow.
     """
     options, names = checked.communication, [rank.host for rank in by_rank]
     is_across = any(

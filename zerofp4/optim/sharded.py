@@ -307,7 +307,7 @@ class ShardedParameters:
     # Changes to the parameters from outside
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError for changed parameters, a broken optimizer, and a rank that is missing."""
+        """Raise RuntimeError for changed parameters, a broken optimizer, and a rank that failed others."""
         if self.peers is not None:
             self.peers.check()
         self.raise_if_broken()

@@ -61,7 +61,8 @@ def own_name(name: str) -> str:
 def _find_refusal(member: Any, names: Sequence[set[str | None]]) -> str | None:
     """Why no file can have a parameter of this rank under its name; None if one can.
 
-    member: from this rank's Announcement, also on the ranks that its replicated_over names.
+    member: from this rank's Announcement. It is on the ranks that shard it and those that its replicated_over
+        names. Elsewhere a parameter of its name is another one, and would replace it.
     names: of the parameters of each rank.
     """
     others = [r for r, own in enumerate(names) if member.name in own and r not in member.ranks]
@@ -376,6 +377,27 @@ class SavedState(Mapping):
         if state is None:
             state = self.own_state()
         return {"state": state, "param_groups": self.groups(), "steps": self._count_steps()}
+
+    def load(
+        self, state_dict: Mapping, error: OwnError, written: Sequence[int], obstacle: str | None, group: Any
+    ) -> tuple[list[torch.Tensor | None], int]:
+        """read_state_dict() on all ranks, of one save. Collective. Raises load_error() of any rank.
+
+        error: of this rank. Returns the masters, and the number of steps that were taken before the save.
+        """
+        state, here = {}, {own.ranks for own in self.parameters}
+        with error:
+            state = dict(state_dict["state"])
+        failure = OwnError(load_error(error.take()))
+        state = with_entries_of_all_ranks(state, failure, group, here)
+        masters, saves, steps = [], set(), 0
+        with error:
+            state_dict = {**state_dict, "state": state}
+            masters, saves = read_state_dict(self, state_dict, written, obstacle)
+            steps = int(state_dict.get("steps", 0))
+        save_id, self.token = agree_on_save(saves, error, group, "load_state_dict()")
+        self.consolidated = None
+        return masters, steps if save_id is None else int(save_id.partition("-")[2])
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Piece]:
         i = self.indices.get(id(parameter))

@@ -37,13 +37,7 @@ from zerofp4.optim.build import Checked, Communication, check_announcements, cho
 from zerofp4.optim.description import describe, show
 from zerofp4.optim.inner import InnerOptimizers
 from zerofp4.optim.sharded import ShardedParameters
-from zerofp4.optim.state_dict import (
-    SavedState,
-    agree_on_save,
-    load_error,
-    read_state_dict,
-    with_entries_of_all_ranks,
-)
+from zerofp4.optim.state_dict import SavedState, with_entries_of_all_ranks
 
 
 class ZeroFP4Optimizer(torch.optim.Optimizer):
@@ -635,8 +629,6 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._shards.check_moved()
         moved = str(error.take()) if error else None  # an error would keep frames
         obstacle = self._shards.obstacle or moved
-        loaded, steps, saves, state = None, 0, set(), {}
-        here = {own.ranks for own in self._saved.parameters}
         with self.inners.restored_by_errors():
             with error:
                 self._shards.check_groups()
@@ -644,23 +636,14 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 self.inners.sync_options()
                 for hook in self._optimizer_load_state_dict_pre_hooks.values():
                     state_dict = hook(self, state_dict) or state_dict
-                state = dict(state_dict["state"])
-            failure = OwnError(load_error(error.take()))
-            state = with_entries_of_all_ranks(state, failure, self.process_group(), here)
-            with error:
-                state_dict = {**state_dict, "state": state}
-                loaded, saves = read_state_dict(self._saved, state_dict, written, obstacle)
-                steps = int(state_dict.get("steps", 0))
-            save_id, token = agree_on_save(saves, error, self.process_group(), "load_state_dict()")
-            steps = steps if save_id is None else int(save_id.partition("-")[2])
+            masters, steps = self._saved.load(state_dict, error, written, obstacle, self.process_group())
         with self._shards.breaking("load_state_dict()"):
             if moved is not None:
                 self.refresh()
             self.inners.sync_options()
-            for values, planes in zip(loaded, self._shards.planes, strict=True):
+            for values, planes in zip(masters, self._shards.planes, strict=True):
                 if values is not None and planes[0] is not None:
                     write_master(values, *planes)
-            self._saved.token, self._saved.consolidated = token, None
             self._agreement.forget(steps)
             self._gradients.clipped = None
             self.found_inf.zero_()
