@@ -61,7 +61,8 @@ def run(late=False, **faults):
         assert (arrived is None) == (exchange.number == 1)
         Log(done, faults, exchange.number).update()
 
-    step = Step(exchanges, Log(done, faults, "all"), late=SimpleNamespace(add=add) if late else None)
+    late_gathers = SimpleNamespace(add=add) if late else None
+    step = Step(exchanges, Log(done, faults, "all"), sends=True, late=late_gathers)
     try:
         step.run(update, [None] * 3, OwnError())
     except RuntimeError as failure:

@@ -30,7 +30,7 @@ def build_buckets(
     bucket_mb: float,
     wire: torch.dtype | None,
     overlap: str | None,
-    offloads: bool = False,
+    offloads: bool,
 ) -> list[Bucket]:
     """Assign the parameters to buckets, the same list on every rank.
 

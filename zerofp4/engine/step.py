@@ -50,11 +50,7 @@ class Step:
     """
 
     def __init__(
-        self,
-        exchanges: Sequence[BucketExchange],
-        peers: Peers | None = None,
-        sends: bool = True,
-        late: LateGathers | None = None,
+        self, exchanges: Sequence[BucketExchange], peers: Peers | None, sends: bool, late: LateGathers | None
     ):
         self.exchanges, self._peers, self._sends, self._late = exchanges, peers, sends, late
         # Groups run one after the other: else the order of collectives of two groups would depend on how many
@@ -70,10 +66,7 @@ class Step:
         self._gathers: dict[BucketExchange, Waitable | None] = {}  # between cast and transpose
 
     def run(
-        self,
-        update: Update | None = None,
-        gradients: Gradients | Abstain | None = None,
-        error: OwnError | None = None,
+        self, update: Update | None, gradients: Gradients | Abstain | None, error: OwnError | None
     ) -> None:
         """Update and publish. Collective; the host waits for no GPU, unless buckets are offloaded.
 
