@@ -25,7 +25,7 @@ import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.session import RESULTS
@@ -115,6 +115,13 @@ def plain(page: str) -> str:
     return html.unescape(TAGS.sub("", CELLS.sub(" ", page)))
 
 
+def unpacked(package: str, deb: Path) -> list[str]:
+    """The documents of a package."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["dpkg-deb", "-x", deb, folder], check=True)
+        return list(documents(package, Path(folder)))
+
+
 def documents(package: str, folder: Path) -> Iterator[str]:
     """The documents of an unpacked package, in the order of their paths."""
     for path in sorted(folder.glob(PACKAGES[package])):
@@ -167,22 +174,23 @@ def read(debs: Path) -> tuple[dict[str, list[str]], list[dict]]:
     """Documents by part, shuffled, and what is recorded of the packages."""
     found: dict[str, list[str]] = {part: [] for part in PARTS}
     records, seen = [], Counter[str]()
-    for package in sorted(PACKAGES, key=lambda name: name in HELD_OUT):
-        deb = next(debs.glob(f"{package}_*.deb"))
-        version = subprocess.check_output(["dpkg-deb", "-f", deb, "Version"], text=True).strip()
-        with tempfile.TemporaryDirectory() as folder:
-            subprocess.run(["dpkg-deb", "-x", deb, folder], check=True)
-            texts = (without_repeats(text, seen) for text in documents(package, Path(folder)))
-            kept = [text for text in texts if len(text) >= LEAST_CHARACTERS]
-        digest = hashlib.sha256(deb.read_bytes()).hexdigest()
-        record = {"package": package, "version": version, "sha256": digest}
-        records.append(record | {"documents": len(kept), "characters": sum(map(len, kept))})
-        print(records[-1], flush=True)
-        if package in HELD_OUT:
-            found["packages"] += kept
-        else:
-            for i, text in enumerate(kept):
-                found["documents" if i % EVERY == EVERY - 1 else "train"].append(text)
+    packages = sorted(PACKAGES, key=lambda name: name in HELD_OUT)
+    archives = [next(debs.glob(f"{package}_*.deb")) for package in packages]
+    with ProcessPoolExecutor(1) as pool:  # unpacks the next package meanwhile
+        unpacking = pool.map(unpacked, packages, archives)
+        for package, deb, texts in zip(packages, archives, unpacking, strict=True):
+            version = subprocess.check_output(["dpkg-deb", "-f", deb, "Version"], text=True).strip()
+            cleaned = (without_repeats(text, seen) for text in texts)
+            kept = [text for text in cleaned if len(text) >= LEAST_CHARACTERS]
+            digest = hashlib.sha256(deb.read_bytes()).hexdigest()
+            record = {"package": package, "version": version, "sha256": digest}
+            records.append(record | {"documents": len(kept), "characters": sum(map(len, kept))})
+            print(records[-1], flush=True)
+            if package in HELD_OUT:
+                found["packages"] += kept
+            else:
+                for i, text in enumerate(kept):
+                    found["documents" if i % EVERY == EVERY - 1 else "train"].append(text)
     for texts in found.values():
         random.Random(SEED).shuffle(texts)
     return found, records
