@@ -52,7 +52,7 @@ PACKAGES = {
     "lora_on_nvfp4": ["peft", "transformers", "safetensors"],
 }
 """By the example, what it needs beside torch."""
-GRAPH, MEGATRON = "cuda_graph_step", "megatron"
+GRAPH, MEGATRON = "cuda_graph_step", "megatron_gpt"
 
 
 @on_ranks(1, 2, time_limit=120.0)
@@ -212,6 +212,16 @@ def test_no_example_is_left_out():
     assert examples.keys() == {"own_optimizer_step", "resume", FINETUNE, GRAPH, MEGATRON, *PACKAGES}
     lines = {name: len(path.read_text().splitlines()) for name, path in examples.items()}
     assert lines.pop(FINETUNE) < 220 and max(lines.values()) < 80
+
+
+def test_no_example_hides_a_package_that_another_imports():
+    """Python looks in the folder of the program first: examples/megatron.py would hide megatron.core."""
+    examples = {path.stem: ast.parse(path.read_text()) for path in (ROOT / "examples").glob("[!_]*.py")}
+    nodes = [node for tree in examples.values() for node in ast.walk(tree)]
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert "megatron.core" in imported
+    assert not examples.keys() & {name.partition(".")[0] for name in imported}
 
 
 # The programs of docs/trainers.md on two ranks of torchrun, which are in no process group yet

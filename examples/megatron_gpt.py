@@ -1,6 +1,6 @@
 """Megatron-Core with NVFP4 weights: its GPT, its DistributedDataParallel, its distributed optimizer.
 
-    torchrun --nproc-per-node 2 examples/megatron.py
+    torchrun --nproc-per-node 2 examples/megatron_gpt.py
 
 Needs GPUs and Megatron-Core 0.18 or 0.19, but no TransformerEngine.
 """
