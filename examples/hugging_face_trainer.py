@@ -56,8 +56,9 @@ def make_trainer(max_steps):
     return transformers.Trainer(model, arguments, **sets, optimizers=(optimizer, None), callbacks=callbacks)
 
 
+# A Trainer that evaluates before it trains would not put the model in DistributedDataParallel.
+losses = [make_trainer(max_steps=5).evaluate()["eval_loss"]]
 trainer = make_trainer(max_steps=5)
-losses = [trainer.evaluate()["eval_loss"]]
 trainer.train()
 losses.append(trainer.evaluate()["eval_loss"])
 

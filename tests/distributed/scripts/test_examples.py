@@ -9,6 +9,7 @@ import json
 import re
 import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import megatron_wheel
@@ -63,7 +64,8 @@ def test_training(world, example):
         pytest.importorskip(package, reason=f"{package} is not installed")
     if example == "hugging_face_trainer" and world.world_size > 1 and world.device.type == "cpu":
         pytest.importorskip("transformers", "5.24", reason="an older Trainer has its ranks load to cpu:0")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("error", "torch.nn.utils.clip_grad_norm_ clips")  # also called by frameworks
         names = run_in_group(patch, example)
     assert names["world"] == world
     if example == "lora_on_nvfp4" and importlib.util.find_spec("compressed_tensors"):
