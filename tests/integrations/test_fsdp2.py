@@ -200,6 +200,9 @@ def test_attach_needs_prepare_fully_shard_and_the_optimizer(mesh):
     shard(model, mesh)
     with pytest.raises(RuntimeError, match=r"'first.weight' is not a parameter of the optimizer: build"):
         fsdp2.attach(model, before)
+    for given in (model, nn.Sequential(model), [model]):
+        with pytest.raises(TypeError, match="optimizer must be an optimizer or a list of them, got "):
+            fsdp2.attach(sgd(model), given)
     attachment = fsdp2.attach(model, sgd(model))
     with pytest.raises(RuntimeError, match=r"'first.weight' is attached already: call detach\(\)"):
         fsdp2.attach(model, sgd(model))

@@ -260,6 +260,9 @@ def test_arguments_of_something_else(device):
         ZeroFP4Optimizer(parameters, FusedAdamW, overlap="update")
     with pytest.raises(TypeError, match=r"max_norm must be a number, got list: .* without parameters"):
         optimizer.clip_grad_norm_(parameters, 1.0)
+    for given in (nn.Linear(2, 2), torch.optim.AdamW(parameters), torch.optim.AdamW):
+        with pytest.raises(TypeError, match=r"params must be model\.named_parameters\(\), .*the next argument is"):
+            ZeroFP4Optimizer(given, lr=0.1)
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")

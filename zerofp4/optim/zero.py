@@ -117,6 +117,11 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
         rank, self.world_size = rank_and_size(group)
         announcement, error = None, OwnError()
         with error:  # checks that need no other rank and change no parameter
+            if not isinstance(params, Iterable):
+                raise TypeError(
+                    "params must be model.named_parameters(), parameters or parameter groups, got "
+                    f"{type(params).__name__}; the next argument is the class of an optimizer"
+                )
             super().__init__(params, {})
             checked = Checked(
                 self.param_groups,

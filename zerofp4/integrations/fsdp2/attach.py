@@ -32,9 +32,12 @@ def attach(
     after any other write to masters. A FusedAdamW leaves the amaxes for the cast.
 
     Raises RuntimeError if prepare, fully_shard, values or the optimizer are missing or the model is attached
-    already, ValueError for an unsupported way of sharding. An error of one rank is raised on all.
+    already, ValueError for an unsupported way of sharding, TypeError for what is no optimizer. An error of one
+    rank is raised on all.
     """
-    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    if not isinstance(given, Sequence) or not all(isinstance(one, torch.optim.Optimizer) for one in given):
+        raise TypeError(f"optimizer must be an optimizer or a list of them, got {type(optimizer).__name__}")
     # accelerate's wrapper is an Optimizer without hooks.
     optimizers = [one if hasattr(one, "_optimizer_step_post_hooks") else one.optimizer for one in given]
     sharded = Sharded(model)
