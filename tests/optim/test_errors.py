@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from cases.optim import (
     assert_all_equal,
     assert_refused,
     assert_weights_follow,
+    batch,
     built,
     keywords,
     make_gradients,
@@ -111,6 +113,22 @@ def test_entries_that_a_group_may_lose(device):
     del group["param_names"], group["initial_lr"]
     optimizer.step()
     assert "initial_lr" not in optimizer.param_groups[0]
+
+
+def test_a_first_step_without_any_gradient_warns(device):
+    """Such as one after the backward pass of a copy of the model."""
+    net = make_net(device)
+    optimizer = ZeroFP4Optimizer(net.named_parameters(), lr=0.1)
+    copied = copy.deepcopy(net)
+    copied(batch(device, 0)).square().mean().backward()
+    with pytest.warns(UserWarning, match=r"no gradient in the first step\(\)") as caught:
+        optimizer.step()
+    assert [warning.filename for warning in caught] == [__file__]
+    of_copy = ZeroFP4Optimizer(copied.named_parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()  # a later one may skip a batch
+        of_copy.step()
 
 
 BAD_GRADIENTS = {

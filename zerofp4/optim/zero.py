@@ -263,6 +263,13 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             self._agreement.raise_own()
             own, clipped = self._gradients, self._gradients.clipped
             gradients, reduces = self._collect(), clipped is None
+            if self._agreement.steps == 0 and all(gradient is None for gradient in gradients):
+                warnings.warn(
+                    "this rank has no gradient in the first step(). The optimizer trains the parameters that it "
+                    "was built with, not those of a copy of the model; call step() after backward() and before "
+                    "zero_grad()",
+                    stacklevel=4,
+                )
             if clipped is not None and clipped.gradients.changed(gradients):
                 raise RuntimeError(
                     "gradients changed after clip_grad_norm_, which had reduced and clipped them for this "
