@@ -51,6 +51,8 @@ accelerator.load_state(folder)  # in a world of any size
 assert all(map(torch.equal, optimizer.gathered_masters(), saved))
 print(f"rank {world.rank} of {world.world_size}: loss {losses[0]:.3f}, then {losses[-1]:.3f}")
 assert losses[-1] < losses[0]
+# DistributedDataParallel would keep the threads of gloo, in which torch may abort at exit.
+model, prepared, loader = accelerator.free_memory(model, prepared, loader)
 if world.rank == 0:
     print("Accelerate trained NVFP4 weights, and load_state() brought the saved masters back to the bit.")
 zerofp4.launch.destroy_process_group()
