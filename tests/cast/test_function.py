@@ -115,7 +115,7 @@ BAD = {
     ),
     "found_inf dtype": (lambda m: {"found_inf": m[0].new_zeros(1).int()}, TypeError, "found_inf must be"),
     "groups": (given(amax_groups=3), TypeError, "amax_groups must be a list"),
-    "group of others": (given(amax_groups=[[OTHER]]), ValueError, "is not one of model_weights"),
+    "group of others": (given(amax_groups=[[OTHER]]), ValueError, "is not one of the quantized weights"),
 }
 
 
@@ -181,7 +181,7 @@ def test_an_amax_group_changed_in_place_counts():
     cast(weights, masters, starts, amax_groups=[members])
     assert weights[0].amax == weights[2].amax != weights[1].amax
     members[1] = zerofp4.empty((16, 16))
-    with pytest.raises(ValueError, match="is not one of model_weights"):
+    with pytest.raises(ValueError, match="is not one of the quantized weights: groups from before"):
         cast(weights, masters, starts, amax_groups=[members])
     split = [[weights[0], weights[1]], [weights[2]]]
     cast(weights, masters, starts, amax_groups=split)

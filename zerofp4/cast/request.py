@@ -223,7 +223,12 @@ def number_groups(
             record = weight_record(weight)
             i = positions.get(id(weight if record is None else record))
             if i is None:
-                among = "model_weights" if names is None else "the weights to convert"
+                among = "the weights to convert"
+                if names is None:
+                    among = (
+                        "the quantized weights: groups from before convert_model have parameters that it "
+                        "replaced, so make them again"
+                    )
                 raise ValueError(f"amax_groups[{g}] has a member that is not one of {among}")
             if i in grouped:
                 raise ValueError(f"amax_groups[{g}]: {name(i)} is in an amax group already")

@@ -414,8 +414,8 @@ def _check_fused(matrices: dict[str, Matrix], ignored: list[str]) -> None:
         raise ValueError(
             f"{first} has an amax of {amaxes[first]:.9g} and {other} of {amaxes[other]:.9g}, and "
             "engines fuse the two with one global scale: build the optimizer with "
-            "amax_groups=zerofp4.serving.amax_groups(model), after training with masters_from=the old one too; "
-            "with FSDP2 give them to prepare"
+            "amax_groups=zerofp4.serving.amax_groups(model), after training with masters_from=the old one too"
+            "; with FSDP2 give them to prepare"
         )
 
 

@@ -32,8 +32,8 @@ def attach(
     after any other write to masters. A FusedAdamW leaves the amaxes for the cast.
 
     Raises RuntimeError if prepare, fully_shard, values or the optimizer are missing or the model is attached
-    already, ValueError for an unsupported way of sharding, TypeError for what is no optimizer. An error of one
-    rank is raised on all.
+    already, ValueError for an unsupported way of sharding, TypeError for another kind of argument. An error
+    of one rank is raised on all.
     """
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     if not isinstance(given, Sequence) or not all(isinstance(one, torch.optim.Optimizer) for one in given):
