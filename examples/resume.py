@@ -13,7 +13,7 @@ from torch import nn
 
 import zerofp4
 
-if len(sys.argv) != 2:
+if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
     sys.exit("usage: resume.py FOLDER")
 folder = Path(sys.argv[1])
 world = zerofp4.launch.init_process_group()

@@ -122,6 +122,13 @@ def test_a_run_that_goes_on(world):
             assert run_in_group(patch, "resume", folder)["state"]["step"] == step
 
 
+@pytest.mark.parametrize("arguments", [[], ["--help"]], ids=str)
+def test_resume_needs_a_folder(arguments, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["resume.py", *arguments])
+    with pytest.raises(SystemExit, match=r"usage: resume\.py FOLDER"):
+        runpy.run_path(str(ROOT / "examples" / "resume.py"))
+
+
 @on_ranks(2, time_limit=120.0)
 def test_megatron(world):
     if (reason := megatron_wheel.why_no_megatron()) is not None:
