@@ -118,8 +118,11 @@ def test_info_of_this_machine(capsys):
     ("slow", "expected"),
     [
         ((), "in each dtype"),
-        ((torch.float16,), "of float16 in float32, for want of instructions"),
-        ((torch.bfloat16, torch.float16), "of bfloat16 and float16 in float32, for want of instructions"),
+        ((torch.float16,), "of float16 in float32: this CPU has no instructions for it"),
+        (
+            (torch.bfloat16, torch.float16),
+            "of bfloat16 and float16 in float32: this CPU has no instructions for it",
+        ),
     ],
 )
 def test_what_the_cpu_multiplies(monkeypatch, capsys, slow, expected):

@@ -141,7 +141,10 @@ def lines(facts: dict[str, Any]) -> list[str]:
         ("torch", f"{torch_build['version']}, CUDA {torch_build['cuda'] or 'no'}"),
         ("CPU", f"{cpu['machine']}, {cpu['cores']} cores, {cpu['threads']} threads"),
         ("CPU kernels", f"{cpu['running'] or 'none'}, out of {', '.join(cpu['compiled']) or 'none'}"),
-        ("CPU products", f"of {slow} in float32, for want of instructions" if slow else "in each dtype"),
+        (
+            "CPU products",
+            f"of {slow} in float32: this CPU has no instructions for it" if slow else "in each dtype",
+        ),
         ("CUDA kernels", _shown_cuda(cuda)),
         ("exact products", "unknown" if cuda is None else f"on a GPU by {cuda['products']}"),
     ]
