@@ -14,6 +14,7 @@ from torch import nn
 from distributed.cases import raised_by
 from zerofp4 import NVFP4Tensor
 from zerofp4.optim import ZeroFP4Optimizer
+from zerofp4.optim.piece import Piece
 
 # Sizes that cut parameters at slice boundaries, also inside rows and tiles.
 SPECIFICATIONS = [
@@ -66,27 +67,36 @@ def model_bytes(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def whole_state(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> list[torch.Tensor]:
-    """Masters and moments, whole on every rank, by one collective: on a CPU with several ranks these take the
-    time of a test, and full_tensor() has one for each.
+    """Masters and moments, whole on every rank."""
+    return _gathered([entry for p in parameters for _, entry in sorted(optimizer.state[p].items())])
+
+
+def whole_masters(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> list[torch.Tensor]:
+    """gathered_masters(), faster."""
+    return _gathered([optimizer._saved.master(p) for p in parameters])
+
+
+def _gathered(pieces: list[Piece]) -> list[torch.Tensor]:
+    """By one collective: on a CPU with several ranks these take the time of a test, and full_tensor() has one
+    for each.
     """
-    entries = [entry for p in parameters for _, entry in sorted(optimizer.state[p].items())]
     wholes = []
-    for entry in entries:
-        whole = torch.zeros(entry.numel(), dtype=entry.dtype, device=optimizer.found_inf.device)
-        whole[entry.start : entry.shard.end] = entry.values.to(whole.device)
+    for piece in pieces:
+        whole = torch.zeros(piece.numel(), dtype=piece.dtype, device=piece.about.device)
+        whole[piece.start : piece.shard.end] = piece.values.to(whole.device)
         wholes.append(whole.view(torch.uint8))
-    for group in filter(None, dict.fromkeys(entry.about.ranks() for entry in entries)):
-        mine = [i for i, entry in enumerate(entries) if entry.about.ranks() is group]
+    for group in filter(None, dict.fromkeys(piece.about.ranks() for piece in pieces)):
+        mine = [i for i, piece in enumerate(pieces) if piece.about.ranks() is group]
         together = torch.cat([wholes[i] for i in mine])
         dist.all_reduce(together, dist.ReduceOp.MAX, group=group)  # bytes of the other ranks are 0
         for i, whole in zip(mine, together.split([wholes[i].numel() for i in mine]), strict=True):
             wholes[i] = whole.clone()
-    return [whole.view(entry.dtype).view(entry.shape) for entry, whole in zip(entries, wholes, strict=True)]
+    return [whole.view(piece.dtype).view(piece.shape) for piece, whole in zip(pieces, wholes, strict=True)]
 
 
 def all_bytes(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> list[torch.Tensor]:
     """Of weights, masters and moments, whole on every rank."""
-    return [*model_bytes(parameters), *optimizer.gathered_masters(), *whole_state(parameters, optimizer)]
+    return [*model_bytes(parameters), *whole_state(parameters, optimizer)]
 
 
 def assert_same_on_all_ranks(tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
@@ -97,7 +107,7 @@ def assert_same_on_all_ranks(tensors: list[torch.Tensor], group: dist.ProcessGro
 
 
 def check_weights(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> None:
-    assert_weights_follow(parameters, optimizer.gathered_masters())
+    assert_weights_follow(parameters, whole_masters(parameters, optimizer))
     assert_same_on_all_ranks(model_bytes(parameters), optimizer.process_group())
 
 

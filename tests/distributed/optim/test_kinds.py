@@ -11,7 +11,7 @@ from torch import nn
 
 import zerofp4
 from distributed.engine.file_peers import sharing_files
-from distributed.optim.cases import gradients_of, model_bytes
+from distributed.optim.cases import gradients_of, model_bytes, whole_masters
 from distributed.run import on_ranks
 from zerofp4 import FourOverSix
 from zerofp4.format import SCALE_LAYOUTS
@@ -62,7 +62,7 @@ def take_step(world, parameters, optimizer, step):
 def check(parameters, optimizer):
     """Every buffer is what the specification makes of the whole master, and the same on all ranks."""
     named = {str(i): p for i, p in enumerate(parameters)}
-    verify_weights(named, optimizer.gathered_masters(), process_group=optimizer.process_group())
+    verify_weights(named, whole_masters(parameters, optimizer), process_group=optimizer.process_group())
 
 
 @on_ranks(1, 2, 3)

@@ -456,8 +456,7 @@ def test_a_run_goes_on_with_another_share_in_another_world(world, case):
 
 def bytes_of(model, optimizer) -> list[torch.Tensor]:
     """all_bytes() of what is trained."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return [tensor for tensor in all_bytes(trained, optimizer) if tensor is not None]
+    return all_bytes([p for p in model.parameters() if p.requires_grad], optimizer)
 
 
 @on_ranks(1, 2)
