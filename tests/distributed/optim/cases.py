@@ -72,8 +72,9 @@ def whole_state(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> 
 
 
 def whole_masters(parameters: list[nn.Parameter], optimizer: ZeroFP4Optimizer) -> list[torch.Tensor]:
-    """gathered_masters(), faster."""
-    return _gathered([optimizer._saved.master(p) for p in parameters])
+    """gathered_masters() of what is trained, faster."""
+    masters = map(optimizer._saved.master, parameters)
+    return _gathered([master for master in masters if master is not None])
 
 
 def _gathered(pieces: list[Piece]) -> list[torch.Tensor]:
