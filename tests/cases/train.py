@@ -21,7 +21,7 @@ SEEDED = ["--steps", "12", "--micro-batches", "2", "--seed", "7"]
 
 def both(folder: Path) -> tuple[str, Path]:
     """Both kinds of weights on two ranks; with checkpoints. What was printed, and the output folder."""
-    return _launch(folder, "torchrun", "--weights", "both", "--checkpoint-every", "8")
+    return _launch(folder, "fork", "--weights", "both", "--checkpoint-every", "8")
 
 
 def again(folder: Path) -> tuple[str, Path]:
