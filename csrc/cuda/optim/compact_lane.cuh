@@ -4,6 +4,7 @@
 // vectors.
 
 #include "common/compact.h"
+#include "cuda/device/launch.cuh"
 #include "cuda/device/vector.cuh"
 
 namespace zerofp4::cuda {
