@@ -138,7 +138,7 @@ def test_megatron(world):
 
 
 FINETUNE = "quantization_aware_finetune"
-FEW_STEPS = ["--pretrain-steps", 110, "--steps", 30, "--batch-size", 8]
+FEW_STEPS = ["--pretrain-steps", 110, "--steps", 30]
 TRAININGS = {
     "zero": ["--four-over-six", "--block", "16x16", "--control", "--format", "modelopt"],
     "fsdp": ["--fsdp", "--four-over-six", "--teacher"],
@@ -153,7 +153,8 @@ def test_quantization_aware_finetune(world, training):
         pytest.importorskip(package, reason=f"{package} is not installed")
     folder = shared_folder(world)
     told = folder / "told.json"
-    arguments = [folder / "served", "--json", told, *FEW_STEPS, *TRAININGS[training]]
+    batch = ["--batch-size", 16 // world.world_size]  # of a rank
+    arguments = [folder / "served", "--json", told, *FEW_STEPS, *batch, *TRAININGS[training]]
     with pytest.MonkeyPatch.context() as patch:
         names = run_in_group(patch, FINETUNE, *arguments)
     losses, format = names["losses"], names["options"].format
