@@ -28,8 +28,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.session import RESULTS
-
 PACKAGES = {
     "dict-gcide": "**/*.dict.dz",
     "dict-wn": "**/*.dict.dz",
@@ -101,6 +99,9 @@ PIECE = 64_000_000
 """Tokens of a file."""
 PARTS = ("train", "documents", "packages")
 """Of the tokens: for training; held-out documents; held-out packages."""
+
+PUBLISHED = Path(__file__).parent / "results" / "fidelity" / "tokens.json"
+"""Of the text of published losses."""
 
 HIDDEN = re.compile(r"<(script|style|head|nav|noscript|svg)\b.*?</\1\s*>|<!--.*?-->", re.S | re.I)
 BREAKS = re.compile(r"<(?:br|/?(?:p|div|li|tr|h\d|pre|section|dt|dd|table|ul|ol|summary))\b[^>]*>", re.I)
@@ -211,11 +212,6 @@ def train_tokenizer(texts: list[str]):
     return tokenizer
 
 
-def published() -> dict:
-    """tokens.json of the text of published losses."""
-    return json.loads((RESULTS / "fidelity" / "tokens.json").read_text())
-
-
 def pack(tokens: bytes) -> bytes:
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 1, "lc": 0, "lp": 1, "pb": 1, "dict_size": 1 << 27}]
     return lzma.compress(tokens, filters=filters)
@@ -228,8 +224,9 @@ def main() -> None:
     parser.add_argument("output", type=Path, nargs="?", help="folder for tokens-*.xz and tokens.json")
     parser.add_argument("--most", type=int, help="tokens to train on, the first of the shuffled documents")
     options = parser.parse_args()
+    published = json.loads(PUBLISHED.read_text())
     if options.packages:
-        versions = {record["package"]: record["version"] for record in published()["packages"]}
+        versions = {record["package"]: record["version"] for record in published["packages"]}
         print(*(f"{package}={versions[package]}" for package in PACKAGES))
         return
     found, records = read(options.debs)
@@ -258,7 +255,7 @@ def main() -> None:
     vocabulary = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
     about = {"packages": records, "tokenizer": {"sha256": vocabulary}, "parts": parts}
     (options.output / "tokens.json").write_text(json.dumps(about, indent=1) + "\n")
-    print("the text of published losses" if parts == published()["parts"] else "another text than published")
+    print("the text of published losses" if parts == published["parts"] else "another text than published")
 
 
 if __name__ == "__main__":

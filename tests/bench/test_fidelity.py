@@ -4,6 +4,7 @@ import hashlib
 import json
 import lzma
 import math
+import sys
 import tarfile
 
 import pytest
@@ -17,7 +18,7 @@ from torch._dynamo.testing import CompileCounter
 from benchmarks import gradients, llama, text
 from benchmarks.__main__ import main
 from benchmarks.arms import ARMS, Hysteresis, Masked, Rounding, travel
-from benchmarks.fidelity import Run, Watcher, claimed, learning_rate
+from benchmarks.fidelity import FOLDER, Run, Watcher, claimed, learning_rate
 from benchmarks.llama import PRESETS, Order, Tokens, make_model
 from zerofp4 import reference
 from zerofp4.testing import assert_bytes_equal
@@ -269,6 +270,15 @@ def test_text_of_packages():
     runs = list(text.entries("\n".join(lines)))
     assert "\n".join(runs) == "\n".join(lines) and all(each.startswith("word") for each in runs)
     assert len(runs) == 3
+
+
+def test_packages_have_the_versions_of_published_losses(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["text", "--packages"])
+    text.main()
+    named = [each.split("=") for each in capsys.readouterr().out.split()]
+    assert [package for package, _ in named] == [*text.PACKAGES]
+    about = json.loads((FOLDER / "tokens.json").read_text())
+    assert dict(named) == {record["package"]: record["version"] for record in about["packages"]}
 
 
 def test_documents_of_an_archive(tmp_path):

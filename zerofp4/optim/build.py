@@ -164,7 +164,7 @@ class Checked:
         try_options(self.classes, self.param_groups, self.parameters[0].device)
         _check_parts(self.classes, self.param_groups, rank_and_size(group)[1])
         self.trained = self._find_trained()
-        self.why_at_once = _find_why_at_once(self.classes)  # not bucket by bucket; or None
+        self.why_at_once = _find_why_at_once(self.classes)  # why not bucket by bucket; or None
         if communication.overlap == "update":
             _check_updates_early(self.why_at_once, on_nonfinite)
         _check_offload(offload, offload_gradients, offload_threads, self.why_at_once)
@@ -263,7 +263,7 @@ class Checked:
         return found
 
     def _find_why_collective(self, group: dist.ProcessGroup | None) -> str | None:
-        """Why parameters keep ranks from sharing memory, or None. ValueError for options that forbid it."""
+        """Why parameters keep ranks from sharing memory; None if they do not. ValueError if options need it."""
         is_of_all = all(place.sharding.group is group for place in self.places)
         why = "parameter groups name a process_group of some ranks"
         if self.offload_gradients:

@@ -40,10 +40,13 @@ class AveragedMasters:
     """
 
     def __init__(self, optimizer: ZeroFP4Optimizer, decay: float = 0.999):
-        self.optimizer, self.decay = _find_masters(optimizer)[0], decay
+        if not isinstance(optimizer, ZeroFP4Optimizer):
+            raise TypeError(f"optimizer must be a ZeroFP4Optimizer, got {type(optimizer).__name__}")
         if not 0 <= decay <= 1:
             raise ValueError(f"decay must be from 0 to 1, got {decay}")
-        shards = self.optimizer._shards
+        optimizer._shards.check_not_taken_over()
+        self.optimizer, self.decay = optimizer, decay
+        shards = optimizer._shards
         self._slices = [torch.zeros_like(b.masters, dtype=torch.float32) for b in shards.buckets]
         slices = iter(self._slices)
         self._views = shards.by_parameter(lambda bucket: bucket.own_views(next(slices)))

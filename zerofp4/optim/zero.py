@@ -265,9 +265,8 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             gradients, reduces = self._collect(), clipped is None
             if self._agreement.steps == 0 and all(gradient is None for gradient in gradients):
                 warnings.warn(
-                    "this rank has no gradient in the first step(). The optimizer trains the parameters that "
-                    "it was built with, not those of a copy of the model; call step() after backward() and "
-                    "before zero_grad()",
+                    "this rank has no gradient in the first step(): backward() must be of the model that the "
+                    "optimizer was built for, not of a copy, and zero_grad() comes after step()",
                     stacklevel=4,
                 )
             if clipped is not None and clipped.gradients.changed(gradients):
