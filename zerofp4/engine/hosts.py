@@ -93,7 +93,7 @@ class HostsExchange(BucketExchange):
                 self._send_means()
 
     def _drop(self) -> None:
-        """End the exchange of an aborted step as far as all ranks have begun it. A CPU sends no means."""
+        """End the exchange of an aborted step as far as all ranks have begun it. CPUs send no means."""
         for pending in filter(None, (self._from_inside, self._pending)):
             pending.wait()
         self._from_inside = self._pending = None

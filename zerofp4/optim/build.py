@@ -263,7 +263,7 @@ class Checked:
         return found
 
     def _find_why_collective(self, group: dist.ProcessGroup | None) -> str | None:
-        """Why parameters keep ranks from sharing memory; None if they do not. ValueError if options need it."""
+        """Why parameters keep ranks from sharing memory, or None. Raises ValueError if an option needs it."""
         is_of_all = all(place.sharding.group is group for place in self.places)
         why = "parameter groups name a process_group of some ranks"
         if self.offload_gradients:
