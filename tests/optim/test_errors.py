@@ -350,8 +350,9 @@ def test_the_averages_of_torch_do_not_quantize_in_silence(device, way, updates):
 def test_averages_that_are_refused(device):
     """(distributed/state/test_export has good ones.)"""
     optimizer = ZeroFP4Optimizer(make_net(device).parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="optimizer must be a ZeroFP4Optimizer, got AdamW"):
-        AveragedMasters(torch.optim.AdamW(Net().parameters()))
+    for other in (torch.optim.AdamW(Net().parameters()), AveragedMasters(optimizer)):
+        with pytest.raises(TypeError, match=f"must be a ZeroFP4Optimizer, got {type(other).__name__}"):
+            AveragedMasters(other)
     for decay in (-0.1, 1.5, math.nan):
         with pytest.raises(ValueError, match=f"decay must be from 0 to 1, got {decay}"):
             AveragedMasters(optimizer, decay)
