@@ -43,7 +43,7 @@ class Holder:
         return None
 
     def watch_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Warn if torch's clip_grad_norm_ clips these parameters' gradients before they are averaged."""
+        """Warn if torch clips these parameters' gradients before they are averaged."""
         self.watched = set(map(id, parameters))
         _averaging.append(weakref.ref(self, _averaging.remove))
 
@@ -92,15 +92,16 @@ def _warn_of_clipping(tensor: torch.Tensor, frame: types.FrameType) -> None:
         functions.append(frame.f_code.co_name)
         frame = frame.f_back
     holders = [own for own in (ref() for ref in _averaging) if own is not None and id(tensor) in own.watched]
-    if "clip_grad_norm_" not in functions or not holders:
+    clips = [name for name in ("clip_grad_norm_", "clip_grad_value_") if name in functions]
+    if not clips or not holders:
         return
     for holder in holders:
         holder.end_watch()
     if _are_in_ddp({id(tensor)}):  # its gradient is averaged by now
         return
     warnings.warn_explicit(
-        "torch.nn.utils.clip_grad_norm_ clips by the norm of this rank's own gradients, which step() of "
-        "ZeroFP4Optimizer averages over the ranks afterwards: call optimizer.clip_grad_norm_ instead",
+        f"torch.nn.utils.{clips[0]} clips this rank's own gradients, which step() of ZeroFP4Optimizer "
+        "averages over the ranks afterwards: call optimizer.clip_grad_norm_ instead",
         UserWarning,
         frame.f_code.co_filename,
         frame.f_lineno,
