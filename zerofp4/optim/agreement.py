@@ -392,6 +392,8 @@ class OwnGradients:
         self.clipped: Clipped | None = None
         """The gradients of the next step, if clip_grad_norm_ has averaged them."""
         self.scaler_found_inf: torch.Tensor | None = None  # the found_inf of a GradScaler
+        self.unscaled: ops.Versions | None = None
+        """The gradients that a step has divided by the scale of a GradScaler, until it has used them."""
         self._words, self._word = agreement.words, agreement.decision.own
         self.launches: ops.MultiTensor | None = None
         """Reads all gradients where they are; None unless they are sent as they are."""

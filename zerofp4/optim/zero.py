@@ -282,7 +282,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
                 factor = clipped and clipped.factor
                 on_host = self._shards.offload.begin(factor)
                 self._fused.begin_buckets(self._step.exchanges, skip, factor, in_slices, on_host)
-            self._unscale(gradients, scale)  # last: a step that is taken again must not divide them twice
+            self._unscale(gradients, scale)
             sent = None if self._sums is not None else own.to_average(gradients, reduces)
         except BaseException as failure:
             error = self._to_vote(failure)
@@ -303,7 +303,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             if self._sums is not None:
                 self._sums.drop()
         finally:
-            self._gradients.clipped = None
+            self._gradients.clipped = self._gradients.unscaled = None
             if self._schedule is not None:
                 self._schedule.end_step()
         return loss
@@ -386,7 +386,7 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's; also forgets the averages of clip_grad_norm_. Not collective."""
-        self._gradients.clipped = None
+        self._gradients.clipped = self._gradients.unscaled = None
         self._gradients.scaler_found_inf = None  # GradScaler leaves it after an error
         for schedule in (self._sums, self._schedule, self._early):
             if schedule is not None:
@@ -470,7 +470,10 @@ class ZeroFP4Optimizer(torch.optim.Optimizer):
             obstacle = "float16 ones would underflow: build the optimizer with gradient_dtype=torch.float32"
         if obstacle is not None:
             raise RuntimeError(f"step() cannot divide gradients by the scale of GradScaler: {obstacle}")
-        torch._foreach_mul_(present, scale.double().reciprocal().float())
+        own = self._gradients
+        if own.unscaled is None or own.unscaled.changed(gradients):  # else another rank refused this step
+            torch._foreach_mul_(present, scale.double().reciprocal().float())
+            own.unscaled = ops.Versions(gradients)
 
     def _take_scale(self) -> torch.Tensor | None:
         """The scale that a GradScaler has set for this step."""

@@ -81,18 +81,21 @@ def test_gradients_that_cannot_be_unscaled_are_refused(world, options, clip, mes
 
 
 @on_ranks(1, 2)
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("fault", ["moved", "option"])
-def test_a_refused_step_that_is_taken_again_divides_gradients_once(world, fault):
-    """Whether the error came before they were divided, or would have come after that."""
+def test_a_refused_step_that_is_taken_again_divides_gradients_once(world, fault, alone):
+    """Whether the error came before they were divided, would have come after that, or is another rank's."""
     (model, optimizer), (plain, expected) = build(world), build(world)
     scaler, group = scaler_of(world), optimizer.param_groups[0]
     scaler.scale(loss_of(world, model, 0)).backward()
-    if fault == "moved":
+    is_at_fault = is_last(world) or not alone
+    if is_at_fault and fault == "moved":
         bias = optimizer.param_groups[0]["params"][1]
         bias.data = bias.data.clone()
-    else:
+    elif is_at_fault:
         group["lr"] = torch.nan
-    with pytest.raises((RuntimeError, ValueError), match="moved" if fault == "moved" else "lr"):
+    message = ("moved" if fault == "moved" else "lr") if is_at_fault else "rank . found an error"
+    with pytest.raises((RuntimeError, ValueError), match=message):
         raise_in_turn(optimizer, lambda: scaler.step(optimizer))
     optimizer.refresh()
     group["lr"] = 0.02
