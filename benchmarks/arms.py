@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import zerofp4
+from benchmarks.flash import Flash
 from zerofp4 import ops
 from zerofp4.nn import MXFP8Recipe, NVFP4Recipe
 from zerofp4.optim import Communication
@@ -208,6 +209,7 @@ class Arm:
     leaves_out: tuple[str, ...] = ()  # of the converted weights: FIRST_AND_LAST blocks, or names of layers
     recipe: NVFP4Recipe | MXFP8Recipe | None = None  # of the layers
     optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of ZeroFP4Optimizer
+    other_optimizer: Callable[..., Any] | None = None  # of the model, groups, lr and betas
     rounding: Callable[[], Rounding] | None = None  # of plain parameters; the filter is the same
     until: float = 1.0  # the share of the steps in which weights are NVFP4
     hosts: Callable[..., Sequence[torch.Tensor]] | None = None  # what 8 hosts send, rounded as by travel()
@@ -250,6 +252,7 @@ ARMS = {
     "compact-w1x16-46": Arm(
         "compact state, weights 1x16, four over six", ROWS_46, optimizer=COMPACT, beside="w1x16-46"
     ),
+    "flash": Arm("FlashAdamW, bf16 weights", other_optimizer=Flash, beside="compact"),
     "ends-w16x16": of_squares("weights 16x16, first and last block in bf16", SQUARES, FIRST_AND_LAST),
     "ends-w1x16-46": Arm(
         "weights 1x16, four over six, first and last block in bf16",

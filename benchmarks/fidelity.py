@@ -20,6 +20,7 @@ from torch import nn
 
 import zerofp4
 from benchmarks.arms import ARMS, Values, doubled_codes
+from benchmarks.flash import Flash
 from benchmarks.llama import PRESETS, Order, Tokens, make_model, parameter_groups
 from benchmarks.session import RESULTS
 from benchmarks.text import PARTS
@@ -38,9 +39,16 @@ SEGMENTS = 20
 WATCHED = 16
 """Steps at the end of a segment in which changes of codes are counted."""
 HOSTS = 8
+BETAS = (0.9, 0.95)
 FP32_SUMS = Communication(gradient_dtype=torch.float32)
 OPTIONS = {
-    "arms": {"nargs": "+", "choices": ARMS, "default": list(ARMS), "metavar": "ARM", "help": "default: all"},
+    "arms": {
+        "nargs": "+",
+        "choices": ARMS,
+        "default": [name for name, arm in ARMS.items() if arm.other_optimizer is None],
+        "metavar": "ARM",
+        "help": "default: all but flash, which needs flashoptim",
+    },
     "seeds": {"nargs": "+", "type": int, "default": [0], "help": "each seed runs all arms (default: 0)"},
     "preset": {"choices": PRESETS, "default": "30m", "help": "of the model (default: 30m)"},
     "tokens": {"type": float, "default": 200.0, "help": "millions to train on (default: 200)"},
@@ -216,10 +224,12 @@ class Run:
         }
         """The result file, as far as the run is; what identifies it comes before `seconds`."""
 
-    def make_optimizer(self) -> ZeroFP4Optimizer:
-        own = {"lr": self.preset.lr * self.arm.lr, "betas": (0.9, 0.95)}
+    def make_optimizer(self) -> ZeroFP4Optimizer | Flash:
+        groups, own = parameter_groups(self.model, 0.1), {"lr": self.preset.lr * self.arm.lr, "betas": BETAS}
+        if self.arm.other_optimizer is not None:
+            return self.arm.other_optimizer(self.model, groups, **own)
         own |= {} if self.arm.one_micro_batch else {"communication": FP32_SUMS}
-        return ZeroFP4Optimizer(parameter_groups(self.model, 0.1), FusedAdamW, **own | self.arm.optimizer)
+        return ZeroFP4Optimizer(groups, FusedAdamW, **own | self.arm.optimizer)
 
     # Training
 

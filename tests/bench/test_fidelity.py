@@ -89,6 +89,26 @@ def test_arms_that_leave_a_run_in_bf16(tokens, tmp_path):
 
 
 @pytest.mark.heavy
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flashoptim needs a GPU")
+def test_flashoptim_goes_on_from_a_run_in_bf16_and_from_its_own(tmp_path):
+    pytest.importorskip("flashoptim")
+    device = torch.device("cuda")
+    tokens = Tokens.of_standard_library(device)
+    trunk, stopped, unused = (tmp_path / name for name in ("trunk.pt", "stopped.pt", "unused.pt"))
+    plain, whole, part, rest = (
+        Run(arm, 0, "tiny", STEPS, tokens, device) for arm in ("bf16", "flash", "flash", "flash")
+    )
+    assert not Run("bf16", 0, "tiny", STEPS, tokens, device).train(trunk, math.inf, until=4)
+    for each in (plain, whole, part, rest):
+        each.fork(trunk)
+    for name, expected in plain.masters().items():
+        assert whole.masters()[name].sub(expected).norm() < 1e-4 * expected.norm(), name
+    assert whole.train(unused, math.inf)
+    assert not part.train(stopped, math.inf, until=6)
+    assert rest.train(stopped, math.inf) and result(rest) == result(whole)
+
+
+@pytest.mark.heavy
 def test_updates_in_backward_passes_end_as_steps_after_them(tokens, tmp_path):
     runs = [run(name, tokens) for name in ("update", "unclipped")]
     for each in runs:
