@@ -84,8 +84,10 @@ def test_gradients_that_cannot_be_unscaled_are_refused(world, options, clip, mes
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("fault", ["moved", "option"])
 def test_a_refused_step_that_is_taken_again_divides_gradients_once(world, fault, alone):
-    """Whether the error came before they were divided, would have come after that, or is another rank's."""
-    (model, optimizer), (plain, expected) = build(world), build(world)
+    """Whether the error came before they were divided, would have come after that, or is another rank's. Only
+    a rank that waits for the vote can take the step again.
+    """
+    (model, optimizer), (plain, expected) = (build(world, on_nonfinite="raise") for _ in range(2))
     scaler, group = scaler_of(world), optimizer.param_groups[0]
     scaler.scale(loss_of(world, model, 0)).backward()
     is_at_fault = is_last(world) or not alone
