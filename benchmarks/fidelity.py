@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import math
+import shutil
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -111,9 +112,10 @@ def fidelity(options: argparse.Namespace) -> None:
                 return
             of_seed = (seed, options.preset, steps, tokens, device)
             run = Run(name, *of_seed)
-            if is_new and forks:
-                trunk = options.checkpoints / folder / "trunk" / str(seed) / "checkpoint.pt"
-                run.fork(made_trunk(trunk, steps * options.fork // 100, *of_seed))
+            if is_new and options.fork:
+                trunk = options.checkpoints / f"{whole}-fork-{options.fork}" / "trunk" / str(seed)
+                made = made_trunk(trunk / "checkpoint.pt", steps * options.fork // 100, *of_seed)
+                run.fork(made) if forks else shutil.copyfile(made, checkpoint)
             if not run.train(checkpoint, deadline):
                 return
             file.parent.mkdir(parents=True, exist_ok=True)

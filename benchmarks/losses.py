@@ -50,6 +50,11 @@ USES = (
         "ends-w1x16-46",
     ),
     ("the end of a run may take bf16's memory", "`unconvert_model` at 90% of the steps", "until-90-w1x16-46"),
+    (
+        "both may",
+        "that filter, and `unconvert_model` at 90% of the steps",
+        "ends-until-90-w1x16-46",
+    ),
     ("masters and moments are too large", '`state="compact"`', "compact"),
     ("all of it is too large", '`block=(1, 16)`, `four_over_six`, `state="compact"`', "compact-w1x16-46"),
     ("gradients are too large", '`overlap="update"`, no clipping', "update"),

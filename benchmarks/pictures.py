@@ -42,7 +42,7 @@ def draw_summary() -> Path:
 
 # Losses
 
-SHOWN_ARMS = ("w16x16", "w1x16-46", "full", "compact", "ends-w1x16-46", "until-90-w1x16-46")
+SHOWN_ARMS = ("w16x16", "w1x16-46", "ends-until-90-w1x16-46", "compact", "full")
 
 
 def draw_losses() -> Path:
@@ -52,15 +52,17 @@ def draw_losses() -> Path:
     folders = losses.results()
     figure, axes = new_picture(len(folders), 1, figsize=(8, 3.6 * len(folders)), sharex=False)
     for panel, arms in zip(axes.flat, folders.values(), strict=True):
+        top = 0.1
         for arm in filter(arms.__contains__, SHOWN_ARMS):
             tokens, means, halves = zip(*losses.gaps_over_tokens(arms, arm), strict=True)
+            top = max(top, *means)
             (line,) = panel.plot(tokens, means, label=f"{ARMS[arm].words} ({len(arms[arm])})")
             low, high = ([m + sign * h for m, h in zip(means, halves, strict=True)] for sign in (-1, 1))
             panel.fill_between(tokens, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
         panel.axhline(0, color="black", linewidth=0.8, linestyle=":")
         panel.set_title(losses.title(arms), fontsize=9)
         panel.set_ylabel("% above bf16's loss")
-        panel.set_ylim(-0.5, 4)
+        panel.set_ylim(-0.25 * top, 1.25 * top)
         panel.legend(fontsize=7, frameon=False, title="arm (runs)", title_fontsize=7)
     axes[-1, 0].set_xlabel("millions of tokens")
     figure.savefig(losses.PICTURE)

@@ -161,6 +161,7 @@ def test_the_command_runs_what_is_not_there_yet(tmp_path, capsys):
     assert (folder / "compact-0.json").exists()
     options = [*options[:-2], "bf16", "w16x16", "--fork", "20"]
     assert main(["fidelity", *options]) == 0
+    assert capsys.readouterr().out.count("bf16 0: step 4,") == 1, "it is one run that others leave"
     forked = json.loads((tmp_path / "out" / "tiny-0M-fork-20" / "w16x16-0.json").read_text())
     plain = json.loads((folder / "bf16-0.json").read_text())
     curves = [[{**row, "error": 0, "underflowing": 0} for row in each["curve"]] for each in (forked, plain)]

@@ -46,6 +46,16 @@ def published(tmp_path, monkeypatch):
     return write
 
 
+def test_published_runs_of_a_fork_have_left_the_published_run_in_bf16():
+    found = losses.results()
+    forks = [arms for arms in found.values() if losses.fork(arms)]
+    assert forks
+    for arms in forks:
+        for run in (run for arm, own in arms.items() if arm != "bf16" for run in own.values()):
+            before = [row for row in run["curve"] if row["step"] <= run["fork"]]
+            assert before and before == arms["bf16"][run["seed"]]["curve"][: len(before)]
+
+
 def test_a_gap_and_its_interval():
     """Seeds are 2% apart in every arm. Gaps of -1% and 1% have a standard deviation of 1.41 points."""
     arms = {

@@ -78,7 +78,7 @@ def readme() -> list[str]:
         for name in ("reshard/gather", "reshard/tokens", "keep/tokens")
     )
     small, large = pages.runs()
-    trained = losses.results()["30m-200M"]
+    trained = losses.results()["30m-200M-fork-25"]
     assert len(trained["w16x16"]) == 4
     return [
         f"loss ended {losses.gap(trained, 'w16x16', losses.DOCUMENTS)[0]:.1f}% higher",
