@@ -82,6 +82,7 @@ class BucketExchange(Protocol):
 
     def gather(self) -> Waitable | None:
         """Begin to send this rank's slice of the weights to all ranks. None in a bucket of one rank."""
+        return start_gather(self.bucket.gathered, self.bucket.group(), "gathering weights")
 
 
 class LocalExchange(BucketExchange):
@@ -114,9 +115,6 @@ class LocalExchange(BucketExchange):
 
     def finish(self) -> None:
         self._gradients = ()
-
-    def gather(self) -> None:
-        return None
 
 
 class CollectiveExchange(BucketExchange):
@@ -218,9 +216,6 @@ class CollectiveExchange(BucketExchange):
             received[bucket.replica].copy_(own)
             ops.average(received, own, None, 0, squares)
         start_exchange(_messages(parts), _messages([own] * len(parts)), group, stage).wait()
-
-    def gather(self) -> Pending | None:
-        return start_gather(self.bucket.gathered, self.bucket.group(), "gathering weights")
 
 
 def _messages(rows: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

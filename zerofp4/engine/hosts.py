@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from zerofp4 import ops
-from zerofp4.distributed import GroupReference, OwnError, Pending, rank_and_size, start_exchange, start_gather
+from zerofp4.distributed import GroupReference, OwnError, Pending, rank_and_size, start_exchange
 from zerofp4.engine.buckets import Bucket, GradientMemory, Gradients, gradient_memory, in_slots, zeros_on
 from zerofp4.engine.exchange import ABSTAIN, Abstain, Arrived, BucketExchange
 from zerofp4.shard import intersect
@@ -149,9 +149,6 @@ class HostsExchange(BucketExchange):
         if squares is not None:  # of several replicas each counts a part
             ops.add_squares([means[self.bucket.part]], squares)
         self.error.raise_if_any()
-
-    def gather(self) -> Pending | None:
-        return start_gather(self.bucket.gathered, self.bucket.group(), "gathering weights")
 
 
 def _exchange(
