@@ -234,7 +234,7 @@ ROWS = {"block": (1, 16)}
 ROWS_46 = {"block": (1, 16), "four_over_six": zerofp4.FourOverSix()}
 FORWARD = {"stochastic_rounding": False, "hadamard": False, "backward": "dequantized"}
 COMPACT = {"state": "compact"}
-of_squares = partial(Arm, beside="w16x16")
+of_squares, of_rows = partial(Arm, beside="w16x16"), partial(Arm, beside="w1x16")
 UPDATE = {"communication": Communication(overlap="update")}
 
 ARMS = {
@@ -245,8 +245,8 @@ ARMS = {
         recipe=NVFP4Recipe(**FORWARD),
     ),
     "w16x16": Arm("weights 16x16", SQUARES),
-    "w1x16-46": Arm("weights 1x16, four over six", ROWS_46, beside="w16x16"),
-    "w1x16": Arm("weights 1x16", ROWS, beside="w1x16-46"),
+    "w1x16": of_squares("weights 1x16", ROWS),
+    "w1x16-46": of_squares("weights 1x16, four over six", ROWS_46),
     "full": Arm("full recipe: all three products", SQUARES | {"layers": True}, recipe=NVFP4Recipe()),
     "compact": Arm("compact state, bf16 weights", optimizer=COMPACT),
     "compact-w1x16-46": Arm(
@@ -303,6 +303,15 @@ ARMS = {
         FIRST_AND_LAST,
         until=0.9,
         beside="ends-w1x16-46",
+    ),
+    "until-80-w1x16": of_rows("weights 1x16 until 80% of the steps", ROWS, until=0.8),
+    "first-w1x16": of_rows("weights 1x16, first block in bf16", ROWS, ("first",)),
+    "last-w1x16": of_rows("weights 1x16, last block in bf16", ROWS, ("last",)),
+    "first-until-80-w1x16": Arm(
+        "weights 1x16 until 80%, first block in bf16", ROWS, ("first",), until=0.8, beside="until-80-w1x16"
+    ),
+    "last-until-80-w1x16": Arm(
+        "weights 1x16 until 80%, last block in bf16", ROWS, ("last",), until=0.8, beside="until-80-w1x16"
     ),
     "hysteresis-25": of_squares(
         "16x16, codes stay within 1/4 past the middle", rounding=lambda: Hysteresis(0.25)
