@@ -42,7 +42,7 @@ def ours(**options: str) -> Callable[[Decoder], Made]:
     """options: of Communication."""
 
     def make(model: Decoder) -> Made:
-        zerofp4.convert_model(model.bfloat16())
+        zerofp4.convert_model(model.bfloat16(), block=(16, 16))
         communication = Communication(transport="collective", **options)
         own = {"lr": LR, "communication": communication}
         return model, ZeroFP4Optimizer(model.named_parameters(), FusedAdamW, **own)

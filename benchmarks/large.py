@@ -48,7 +48,7 @@ def of_ours(convert: bool = True, overlap: str | None = None, **options: Any) ->
 
     def make(model: nn.Module) -> Made:
         if convert:
-            zerofp4.convert_model(model)
+            zerofp4.convert_model(model, block=(16, 16))
         communication = Communication(overlap=overlap)
         return model, ZeroFP4Optimizer(
             model.named_parameters(), FusedAdamW, lr=LR, communication=communication, **options
@@ -61,7 +61,7 @@ def leave_meta(model: nn.Module, device: torch.device) -> None:
     """Convert a model of the meta device and give it memory, and values of buffers. The optimizer makes those
     of parameters.
     """
-    zerofp4.convert_model(model)
+    zerofp4.convert_model(model, block=(16, 16))
     model.to_empty(device=device)
     model.tie_weights()
     with device:

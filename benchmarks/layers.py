@@ -88,7 +88,7 @@ def linear(session: Session, *sizes: int) -> None:
     case = Case(session, name, plain.weight, sizes)
     theirs = case.milliseconds("bf16_linear", plain, "torch's linear in bfloat16")
     case.compare("", Linear(*sizes[1:], **options), theirs)
-    zerofp4.convert_model(nn.Sequential(plain))
+    zerofp4.convert_model(nn.Sequential(plain), block=(16, 16))
     rule = "torch's linear layer after convert_model()"
     ours = case.milliseconds("converted_linear", plain, rule, plain)
     case.over_bf16("converted_linear", ours / theirs)
@@ -104,7 +104,7 @@ def without_instructions(session: Session) -> None:
         dtype = torch.float32 if kind == "float32" else torch.bfloat16
         layer = nn.Linear(in_features, out_features, bias=False, dtype=dtype)
         if kind == "converted":
-            zerofp4.convert_model(nn.Sequential(layer))
+            zerofp4.convert_model(nn.Sequential(layer), block=(16, 16))
         x = random(session, tokens, in_features).to(dtype).requires_grad_()
         run = trained(layer, x, random(session, tokens, out_features).to(dtype), layer)
         rule = f"torch's linear layer, {kind}"

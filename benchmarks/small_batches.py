@@ -66,7 +66,7 @@ def make_step(
     torch.manual_seed(0)
     model = causal_model(CONFIGS / "llama_1b.json", device, options.scale, options.layers)
     if way != "bf16":
-        zerofp4.convert_model(model, layers=way == "layers")
+        zerofp4.convert_model(model, layers=way == "layers", block=(16, 16))
     if mode == "compiled":
         for layer in model.model.layers:
             layer.compile(fullgraph=True)

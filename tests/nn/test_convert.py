@@ -417,7 +417,7 @@ def test_only_a_filter_takes_stacks():
 def test_converted_stacks(device):
     model = Stacks(device)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    assert zerofp4.convert_model(model, is_expert).converted == ["up", "down"]
+    assert zerofp4.convert_model(model, is_expert, block=(16, 16)).converted == ["up", "down"]
     for name in ("up", "down"):
         weight = model.get_parameter(name)
         assert isinstance(weight, nn.Parameter) and weight.record.name == name and weight.amax.shape == (3,)

@@ -15,7 +15,7 @@ from zerofp4.nn import GroupedLinear, Linear
 
 def test_converted_weights_show_their_format():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16, bias=False), nn.Linear(5, 3))
-    zerofp4.convert_model(model, lambda module, name: name != "1")
+    zerofp4.convert_model(model, lambda module, name: name != "1", block=(16, 16))
     zerofp4.convert_model(model, lambda module, name: name == "1", block=(1, 16), layers=True)
     expected = [
         "Linear(in_features=32, out_features=32, bias=True, weight=NVFP4(16x16))",

@@ -41,7 +41,9 @@ def test_groups_of_an_architecture(name):
     assert all(n.endswith((*UNFUSED, "gate_up_proj")) for n in single)
 
 
-@pytest.mark.parametrize("kind", [{}, {"block": (1, 16), "four_over_six": zerofp4.FourOverSix()}], ids=str)
+@pytest.mark.parametrize(
+    "kind", [{"block": (16, 16)}, {"block": (1, 16), "four_over_six": zerofp4.FourOverSix()}], ids=str
+)
 @pytest.mark.parametrize("name", ["Llama", "DeepseekV3"])
 def test_a_model_is_converted_with_them(name, kind):
     """From the first moment, and by the first cast of an optimizer, which changes nothing else."""

@@ -15,7 +15,7 @@ import zerofp4
 def converted(device="cpu", dtype=torch.bfloat16):
     torch.manual_seed(0)
     model = nn.Linear(80, 48, bias=False, dtype=dtype, device=device)
-    zerofp4.convert_model(model)
+    zerofp4.convert_model(model, block=(16, 16))
     return model
 
 

@@ -267,7 +267,7 @@ def test_nbytes_are_those_of_the_buffers(make_format):
 @pytest.mark.parametrize(
     ("options", "per_element"),
     [
-        ({}, 1 / 2 + 1 / 256),
+        ({"block": (16, 16)}, 1 / 2 + 1 / 256),
         ({"block": (1, 16)}, 1 / 2 + 1 / 16),
         ({"columnwise": True}, 1 + 1 / 128),
     ],

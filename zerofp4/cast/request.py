@@ -10,7 +10,6 @@ import torch
 
 from zerofp4.cast.scales import check_whole_blocks
 from zerofp4.format import BLOCK
-from zerofp4.layout import stacked_matrices
 from zerofp4.shard import Shard, byte_range, check_bounds
 from zerofp4.storage import (
     NVFP4Storage,
@@ -193,11 +192,10 @@ def number_groups(
     amax_groups: Sequence[Sequence[Any]] | None,
     *,
     names: Sequence[str] | None = None,
-    block: tuple[int, int] = (BLOCK, BLOCK),
 ) -> list[int]:
     """The amax group of each weight, numbered by first appearance; a weight in no list is its own group.
 
-    weights: records; or tensors that become weights in blocks of this size, with their names for messages.
+    weights: records; or matrices and stacks that become weights, with their names for messages.
     Raises TypeError or ValueError for wrong groups, and for members that cannot share an amax.
     """
     positions = {id(weight): i for i, weight in enumerate(weights)}
@@ -211,7 +209,7 @@ def number_groups(
         shape = weights[i].shape
         if isinstance(weights[i], NVFP4Storage):
             return weights[i].experts
-        return stacked_matrices(shape, block[0], stacked=len(shape) == 3)
+        return shape[0] if len(shape) == 3 else None
 
     if not isinstance(amax_groups, list | tuple | None):
         raise TypeError(f"amax_groups must be a list of lists of weights, got {type(amax_groups).__name__}")

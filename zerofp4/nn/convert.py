@@ -85,7 +85,7 @@ def convert_model(
     weight_columns(block, columnwise)  # raises for a copy that a cast cannot write
     options = {"block": block, "four_over_six": four_over_six}
     report, chosen = choose_weights(model, filter_fn, block=block)
-    amaxes = _shared_amaxes(chosen, amax_groups, options)
+    amaxes = _shared_amaxes(chosen, amax_groups)
     asked = layers and filter_fn is not None
     fusions = Fusions(model, filter_fn, report, chosen) if asked else None
     for choice in chosen:
@@ -135,17 +135,17 @@ def _read_columns(module: nn.Module, layers: bool) -> bool | None:
 
 
 def _shared_amaxes(
-    chosen: Sequence[Chosen], amax_groups: Sequence[Sequence[torch.Tensor]] | None, options: dict[str, Any]
+    chosen: Sequence[Chosen], amax_groups: Sequence[Sequence[torch.Tensor]] | None
 ) -> dict[int, torch.Tensor]:
     """By id(parameter), the largest amax of its group."""
     parameters, names = [choice.parameter for choice in chosen], [choice.name for choice in chosen]
-    numbers = number_groups(parameters, amax_groups, names=names, block=options["block"])
+    numbers = number_groups(parameters, amax_groups, names=names)
     amaxes: dict[int, list[torch.Tensor]] = {}
     counts = Counter(numbers)
     for number, parameter in zip(numbers, parameters, strict=True):
         if counts[number] > 1:
-            stacked = parameter.dim() == 3
-            amaxes.setdefault(number, []).append(quantize(parameter, stacked=stacked, **options).amax)
+            quantized = quantize(parameter, block=(1, BLOCK), stacked=parameter.dim() == 3)
+            amaxes.setdefault(number, []).append(quantized.amax)
     largest = {number: torch.stack(members).amax(dim=0) for number, members in amaxes.items()}
     pairs = zip(parameters, numbers, strict=True)
     return {id(parameter): largest[number] for parameter, number in pairs if number in largest}

@@ -56,7 +56,7 @@ def prepare(
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [each.parameter for each in chosen]
     names = [name_of[id(parameter)] for parameter in parameters]
-    numbers = number_groups(parameters, amax_groups, names=names, block=block)
+    numbers = number_groups(parameters, amax_groups, names=names)
     groups: dict[int, list[str]] = {}
     for name, number in zip(names, numbers, strict=True):
         groups.setdefault(number, []).append(name)
