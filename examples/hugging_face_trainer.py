@@ -56,15 +56,15 @@ def make_trainer(max_steps):
     return transformers.Trainer(model, arguments, **sets, optimizers=(optimizer, None), callbacks=callbacks)
 
 
-# A Trainer that evaluates before it trains would not put the model in DistributedDataParallel.
-losses = [make_trainer(max_steps=5).evaluate()["eval_loss"]]
-trainer = make_trainer(max_steps=5)
-trainer.train()
-losses.append(trainer.evaluate()["eval_loss"])
+def train(max_steps, **options):
+    trainer = make_trainer(max_steps)
+    trainer.train(**options)
+    return trainer.evaluate()["eval_loss"]
 
-trainer = make_trainer(max_steps=10)  # as in another run
-trainer.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
-losses.append(trainer.evaluate()["eval_loss"])
+
+# A Trainer that evaluates before it trains would not put the model in DistributedDataParallel.
+losses = [make_trainer(max_steps=5).evaluate()["eval_loss"], train(5)]
+losses.append(train(10, resume_from_checkpoint=str(folder / "checkpoint-5")))  # as in another run
 print(f"rank {world.rank} of {world.world_size}: evaluation losses {losses}")
 assert losses[0] > losses[1] > losses[2]
 if world.rank == 0:

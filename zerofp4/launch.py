@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import socket
 import sys
@@ -139,6 +140,7 @@ def destroy_process_group() -> None:
     if not dist.is_initialized():
         raise RuntimeError("destroy_process_group: there is no process group")
     ours = dist.group.WORLD in _worlds
+    gc.collect()  # a wrapper of DDP in a cycle keeps gloo's threads, in which torch may abort at exit
     dist.destroy_process_group()
     if not ours or _mpi_job is None:
         return

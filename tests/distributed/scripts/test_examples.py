@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import importlib.util
 import json
@@ -20,6 +21,7 @@ from cases import trainers
 from cases.docs import Brought, Ran, programs, run
 from cases.train import read_numbers, train_here
 from helpers import needs_gpu
+from torch.nn.parallel import DistributedDataParallel
 
 import zerofp4
 from distributed.cases import shared_folder
@@ -103,10 +105,18 @@ def test_a_step_in_a_cuda_graph_needs_a_gpu(monkeypatch):
         runpy.run_path(str(ROOT / "examples" / f"{GRAPH}.py"))
 
 
+def wrappers() -> set[int]:
+    """The ids of all DistributedDataParallel, after garbage is collected."""
+    gc.collect()
+    return {id(one) for one in gc.get_objects() if type(one) is DistributedDataParallel}
+
+
 def run_in_group(patch, example, *arguments) -> dict:
-    """The names of an example that was run. It leaves the group of the ranks, which it would end."""
-    ended = []
-    patch.setattr(launch, "destroy_process_group", lambda: ended.append(True))
+    """The names of an example that was run. It leaves the group of the ranks, which it would end, and has let
+    go of what would keep gloo's threads by then.
+    """
+    ended, before = [], wrappers()
+    patch.setattr(launch, "destroy_process_group", lambda: ended.append(wrappers() <= before))
     patch.setattr(sys, "argv", [example, *map(str, arguments)])
     names = runpy.run_path(str(ROOT / "examples" / f"{example}.py"))
     assert ended == [True] and dist.is_initialized()
