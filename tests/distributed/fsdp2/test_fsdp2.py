@@ -44,17 +44,18 @@ def sgd(params) -> torch.optim.SGD:
 # What is gathered
 
 
+TILES = {"block": (16, 16)}
 ROWS = {"block": (1, 16)}
 CHOSEN = {"block": (1, 16), "four_over_six": FourOverSix()}
-"""Kinds of weights whose scales are gathered behind the codes."""
+"""Kinds of weights. Scales of all but TILES are gathered behind the codes."""
 
 
 @on_ranks(1, 2, 3, nightly=[4])
-@pytest.mark.parametrize("kind", [{}, ROWS, CHOSEN], ids=["tiles", "rows", "four over six"])
+@pytest.mark.parametrize("kind", [TILES, ROWS, CHOSEN], ids=["tiles", "rows", "four over six"])
 @pytest.mark.parametrize("how", ["values", "codes", "bfloat16"])
 def test_what_is_gathered_is_the_whole_master_quantized(world, how, kind):
     policy = BF16 if how == "bfloat16" else MixedPrecisionPolicy()
-    cls = FusedAdamW if kind else torch.optim.AdamW
+    cls = FusedAdamW if kind != TILES else torch.optim.AdamW
     options = {"reshard_after_forward": how != "codes", "mp_policy": policy}
     run = start(world, kind=kind, optimizer=lambda params: cls(params, lr=0.02), **options)
     expected = {"dtype": policy.param_dtype or torch.float32, "as_values": how != "codes"}
@@ -81,7 +82,7 @@ def test_weights_of_an_amax_group_share_one(world):
 
 
 @on_ranks(1, 2, 4)
-@pytest.mark.parametrize(("kind", "replicas"), [({}, 1), (ROWS, 1), ({}, 2)])
+@pytest.mark.parametrize(("kind", "replicas"), [(TILES, 1), (ROWS, 1), (TILES, 2)])
 def test_collectives_of_a_step_and_bytes_of_a_gather(world, kind, replicas):
     """A step makes one all-reduce over the ranks that a weight is sharded over, none for one rank alone."""
     shards = world.world_size // replicas
@@ -103,7 +104,7 @@ def test_collectives_of_a_step_and_bytes_of_a_gather(world, kind, replicas):
         pass
     run.check()
     if shards > 1:  # half a byte an element, scales, and rows that fill up the last shards
-        rows, scales = [-(-n // shards) for n in (130, 2)], (2, 9) if kind else (0, 0)
+        rows, scales = [-(-n // shards) for n in (130, 2)], (2, 9) if kind == ROWS else (0, 0)
         sizes = [n for name, n, dtype in gather.named("allgather_base") if dtype == torch.uint8]
         expected = [rows[0] * (22 // 2 + scales[0]), rows[1] * (130 // 2 + scales[1])]
         assert sizes[1:3] == expected, gather.calls
@@ -259,11 +260,13 @@ def test_fused_updates_of_masters_on_the_cpu(world, state):
     runs[0].check()
 
 
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_scales_of_masters_on_the_cpu_are_gathered(world):
+    """Those of each step: a rank that has the whole weight copies them."""
     run = masters_on_the_cpu(world, ROWS, "offloaded_rows")
-    run.step(0)
-    run.check()
+    for step in range(2):
+        run.step(step)
+        run.check()
 
 
 @on_ranks(2)
@@ -412,7 +415,7 @@ def test_slices_of_tensor_parallelism_are_weights_of_their_own(world, shape, mp_
     model = make_model(world, model_class=Mlp)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    assert fsdp2.prepare(model).converted == ["up", "down"]
+    assert fsdp2.prepare(model, **TILES).converted == ["up", "down"]
     modules, options = (model.up, model.down, model), {"reshard_after_forward": reshards}
     for module in modules:
         fully_shard(module, mesh=mesh[names[:-1]], mp_policy=mp_policy, **options)

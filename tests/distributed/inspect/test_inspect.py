@@ -105,7 +105,7 @@ def test_every_rank_has_the_numbers_of_the_whole_masters(world):
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_weights_of_fsdp2_are_measured_while_they_are_gathered_as_codes(world, reshard_after_forward):
     """Sharded they are FP32 shards, and no NVFP4 weight; where layers get values they never are one."""
-    run = start(world, reshard_after_forward=reshard_after_forward)
+    run = start(world, kind={"block": (16, 16)}, reshard_after_forward=reshard_after_forward)
     count = len(list(run.model.parameters()))
     assert str(quantization_error(run.model)) == f"no NVFP4 weight ({count} other parameters)"
     run.step(0)

@@ -202,7 +202,8 @@ class Gathered:
     """The whole weight while a module computes with it, in memory that FSDP2 frees and gives back.
 
     source: the record with the weight's scales, and no codes.
-    rows: uint8, the all-gather buffers: the codes, and compact scales if these travel.
+    rows: uint8, the all-gather buffers: the codes, and compact scales if these travel. FSDP2 copies the codes
+        alone where a rank has the whole weight.
     as_values: whether `tensor`, for the module, is plain: dequantize() of the whole weight. Otherwise it is
         an NVFP4Tensor over rows, scales and buffers derived from both.
     inner: the other tensors whose storage FSDP2 frees.
@@ -214,6 +215,7 @@ class Gathered:
         codes, *scale_rows = rows
         codes, device = codes.view(record.data_shape("rowwise")), codes.device
         self._source, self._is_copy, self._rows = source, source.device != device, rows
+        self._has_scales = bool(scale_rows)
         amax = source.amax.to(device)
         derived: list[torch.Tensor] = []
         for name, side in source.sides():
@@ -244,8 +246,8 @@ class Gathered:
         if changed and self._is_copy:
             mine = dict(self._source.buffers())
             for name, copy in self._record.buffers():
-                travels = self._source.scales_travel and name != "amax"
-                if not travels and not name.endswith("_data"):
+                is_gathered = name.endswith("_data") or (self._has_scales and name != "amax")
+                if not is_gathered:
                     copy.view(torch.uint8).copy_(mine[name].view(torch.uint8), non_blocking=True)
         if self._values is not None:
             is_stack = self._source.experts is not None
