@@ -231,7 +231,7 @@ def shard(
     model: Decoder, mesh: DeviceMesh, reshards: bool, way: str, columnwise: bool | None = None
 ) -> torch.optim.Optimizer:
     if way == "":
-        integration.prepare(model, columnwise=columnwise)
+        integration.prepare(model, columnwise=columnwise, block=(16, 16))
     elif way == "_float8":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
