@@ -293,6 +293,24 @@ def test_a_master_that_was_cast_may_be_pinned(mesh, monkeypatch):
     assert not torch.ops.aten._pin_memory.default(pinned).weight.is_current(pinned.local)
 
 
+def test_scales_of_masters_on_the_cpu_are_copied_after_each_cast(mesh, monkeypatch):
+    """Where one rank has a whole weight. FSDP2 copies its codes, and nothing more."""
+    model = nn.Sequential(nn.Linear(48, 22))
+    fsdp2.prepare(model, block=(1, 16))
+    fully_shard(model[0], mesh=mesh)
+    optimizer = sgd(fully_shard(model, mesh=mesh))
+    fsdp2.attach(model, optimizer)
+    to = torch.Tensor.to
+    with monkeypatch.context() as patch:  # in place of a second device
+        patch.setattr(torch.Tensor, "to", lambda tensor, *args: to(tensor, *args).clone())
+        model[0].unshard()
+        model[0].reshard()
+    for _ in range(2):
+        check_gathered(model, names=["0.weight"])
+        model(torch.ones(2, 48)).sum().backward()
+        optimizer.step()
+
+
 def test_ignored_parameters_are_not_prepared_ones(mesh):
     model = prepared()
     fully_shard(model, mesh=mesh, ignored_params={model.first.weight})

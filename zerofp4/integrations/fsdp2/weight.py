@@ -111,7 +111,7 @@ class Weight:
         return self.codes[: self.placement.rows].view(-1)
 
     def wait_for_copy(self) -> None:
-        """Before a cast changes codes in pinned memory that a GPU may still be reading."""
+        """Before a cast changes codes and scales in pinned memory that a GPU may still be reading."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
@@ -148,10 +148,14 @@ class Weight:
         if self._input is not None:
             return self._input
         sent = tuple(own.to(self.placement.device, non_blocking=True) for own in self._sent)
+        self._note_copy()
+        return sent, None
+
+    def _note_copy(self) -> None:
+        """After copies that a GPU may still be making of codes and scales in pinned memory."""
         if self.codes.is_pinned():
             self._copied = torch.cuda.Event()
             self._copied.record()
-        return sent, None
 
     def source(self) -> ShardedCodes:
         """For serving."""
@@ -180,9 +184,10 @@ class Weight:
         if out is None:
             rows = [output[: self.placement.shape[0]] for output in outputs]
             self._gathered = Gathered(self.record, rows, self._is_given_as_values())
-            self._gathered.fill(changed)
-            return self._gathered.tensor, self._gathered.inner
         self._gathered.fill(changed)
+        self._note_copy()
+        if out is None:
+            return self._gathered.tensor, self._gathered.inner
         if changed and not out.is_inference():
             increment_version(out)  # a backward pass through the old values must fail
         return None
@@ -214,13 +219,13 @@ class Gathered:
         record.name = source.name
         codes, *scale_rows = rows
         codes, device = codes.view(record.data_shape("rowwise")), codes.device
-        self._source, self._is_copy, self._rows = source, source.device != device, rows
-        self._has_scales = bool(scale_rows)
-        amax = source.amax.to(device)
-        derived: list[torch.Tensor] = []
+        self._rows, amax = rows, source.amax.to(device)
+        copies, derived = [(amax, source.amax)], []
         for name, side in source.sides():
-            scales = {layout: scale.to(device) for layout, scale in side.scales.items() if not scale_rows}
+            scales = {} if scale_rows else {layout: own.to(device) for layout, own in side.scales.items()}
+            copies += [(scale, side.scales[layout]) for layout, scale in scales.items()]
             setattr(record, name, Side(codes, scales, amax))
+        self._copies = [(copied, own) for copied, own in copies if copied is not own]
         for scales in scale_rows:
             shape = record.scale_shape("rowwise", "compact")
             record.rowwise.scales["compact"] = scales.view(SCALE_DTYPE).view(shape)  # of the same memory
@@ -243,14 +248,10 @@ class Gathered:
 
     def fill(self, changed: bool) -> None:
         """Derive what is not gathered. changed: whether there was a cast since the last time."""
-        if changed and self._is_copy:
-            mine = dict(self._source.buffers())
-            for name, copy in self._record.buffers():
-                is_gathered = name.endswith("_data") or (self._has_scales and name != "amax")
-                if not is_gathered:
-                    copy.view(torch.uint8).copy_(mine[name].view(torch.uint8), non_blocking=True)
+        for copied, own in self._copies if changed else ():
+            copied.view(torch.uint8).copy_(own.view(torch.uint8), non_blocking=True)
         if self._values is not None:
-            is_stack = self._source.experts is not None
+            is_stack = self._record.experts is not None
             out = self._values if is_stack else self._values.flatten(0, -2)
             ops.values_of(*self._read, out.dtype, out)
             for rows in self._rows:  # FSDP2 allocates them for each gather
